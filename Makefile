@@ -1,0 +1,45 @@
+# One word, one thing to do. `make train` and `make test` work from a bare clone.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: env train test test-full test-slow lint bench mutants gpu-check clean
+
+env: $(VENV)/.ready  ## .venv with everything in it; nothing to do when that is up to date
+
+# torch goes first and pinned: a plain `torch` would bring the newest build with gigabytes of CUDA packages.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[all]'
+	touch $@
+
+train: env  ## the default experiment on two ranks; make train ARGS="steps=50 recompute.mode=inline"
+	$(BIN)/pipetrain train $(ARGS)
+
+test: env lint  ## every test but the slow ones
+	$(PYTEST) -n 2 -m "not slow" tests
+
+test-full: test test-slow  ## and the slow ones
+
+test-slow: env
+	$(PYTEST) -m slow tests || test $$? -eq 5  # 5: there is none
+
+lint: env  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: env  ## the comparisons of benchmarks/
+	$(BIN)/pipetrain bench $(ARGS)
+
+mutants: env  ## named one-line breakages, each of which must turn a test red
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+gpu-check:  ## what only CUDA can do; needs torch and pytest in $(PYTHON), nothing else
+	$(PYTHON) -m pytest -p no:cacheprovider -c tests/gpu.ini -m gpu tests/gpu
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,46 @@
+"""What happened, op by op: the type that a simulation and a measured run both give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipetrain.schedule.op import Lane, Op
+
+
+@dataclass(frozen=True, slots=True)
+class OpEvent:
+    """One op that ran: `start` and `end` in seconds on a clock that all ranks of the timeline share.
+
+    A RECV starts when it is posted and ends when the tensor has arrived; a SEND ends when its tensor has left.
+    """
+
+    rank: int
+    lane: Lane
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All events of one step, of every rank, by rank and start."""
+
+    num_ranks: int
+    events: tuple[OpEvent, ...]
+
+    @property
+    def start(self) -> float:
+        """When the first F, R or B of any rank started."""
+        return min((event.start for event in self.events if event.op.kind.computes), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last F, R or B of any rank ended."""
+        return max((event.end for event in self.events if event.op.kind.computes), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.end - self.start
+
+    def of_rank(self, rank: int) -> tuple[OpEvent, ...]:
+        return tuple(event for event in self.events if event.rank == rank)
