@@ -14,7 +14,9 @@ _MARGIN = 16
 _LABEL = 58
 _ROW, _GAP = 30, 7
 _HEAD = 62
-_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_TEXT = """font-family="ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13\""""
+_HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
 def svg(*shown: Shown, width: int = 960) -> str:
@@ -27,13 +29,10 @@ def svg(*shown: Shown, width: int = 960) -> str:
     height = top + 12
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-            f' font-family="{_FONT}" font-size="13" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {_TEXT} role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
-            '<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse"'
-            ' patternTransform="rotate(45)"><rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/>'
-            "</pattern></defs>",
+            _HATCH,
             *pieces,
             _legend(width, height - 14),
             "</svg>\n",
