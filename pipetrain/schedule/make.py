@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.edges import add_edges
 from pipetrain.schedule.families import Shape, generator_of
+from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
@@ -40,10 +41,14 @@ def make_schedule(
     _check_numbers(num_stages, num_microbatches, ranks, first_backward, transport_ahead)
     if family == "inference":
         first_backward = num_stages
+    if warmup is not None and family != "1f1b":
+        raise ValueError(f"pipeline.warmup={warmup} is for pipeline.schedule=1f1b, not for {family!r}; leave it out")
+    if policy.keep > num_microbatches and first_backward < num_stages:
+        raise ValueError(f"recompute.keep={policy.keep}: a step has {num_microbatches} microbatches, so 0 to that many")
     shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup)
     compute = generator_of(family)(shape)
     draft = draft_of(family, shape, compute, policy, first_backward)
-    return lower(draft, frozenset(), transport_ahead)
+    return with_best_kept(draft, costs or Costs.spread(num_stages), lambda kept: lower(draft, kept, transport_ahead))
 
 
 def draft_of(
