@@ -32,7 +32,9 @@ def layers_of(model: Any) -> list[Layer]:
     )
 
 
-def build_layers(layers: Sequence[Layer], numbers: Iterable[int], *, seed: int, device: torch.device) -> list[nn.Module]:
+def build_layers(
+    layers: Sequence[Layer], numbers: Iterable[int], *, seed: int, device: torch.device
+) -> list[nn.Module]:
     """The layers with these global indices, on `device`. Those that are callables are built, each from a seed of its own,
     so that the weights do not depend on which rank builds them."""
     built = []
@@ -43,7 +45,9 @@ def build_layers(layers: Sequence[Layer], numbers: Iterable[int], *, seed: int, 
                 torch.default_generator.manual_seed(weight_seed(seed, number))
                 layer = layer()
                 if not isinstance(layer, nn.Module):
-                    raise TypeError(f"the callable for layer {number} returned a {type(layer).__name__}, not an nn.Module")
+                    raise TypeError(
+                        f"the callable for layer {number} returned a {type(layer).__name__}, not an nn.Module"
+                    )
             built.append(layer.to(device))
     return built
 

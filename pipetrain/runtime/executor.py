@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from torch.utils import _pytree as pytree
 
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError

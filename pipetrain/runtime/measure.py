@@ -73,7 +73,12 @@ class Report:
 
 
 def measure_rank(
-    rank: int, step: int, events: tuple[OpEvent, ...], stages: Mapping[int, Stage], meter: ActivationMeter, device: torch.device
+    rank: int,
+    step: int,
+    events: tuple[OpEvent, ...],
+    stages: Mapping[int, Stage],
+    meter: ActivationMeter,
+    device: torch.device,
 ) -> RankReport:
     return RankReport(
         rank, step, events, meter.peak_bytes, activation_bytes_of_never(events, stages), _peak_memory_bytes(device)

@@ -45,7 +45,7 @@ class Transport:
         self._arrived: dict[Op, tuple[Form, list[Tensor]]] = {}
         self._unsent: set[Op] = set()
         self._forms: dict[Op, Form] = {}
-        self._described = True
+        self._described = (True, True)
         self._record: Recorder = _ignore
         self._done: set[Op] = set()
         if store is not None:
@@ -68,15 +68,23 @@ class Transport:
                     key = (edge, Kind.SEND_F) if direction == "F" else (edge + 1, Kind.SEND_B)
                     self._outbound[key] = GlooOutbound(pair, 1 - place, name, peer, self._monitor)
 
-    def start_step(self, forms: dict[Op, Form], *, described: bool, record: Recorder, done: set[Op]) -> None:
-        """`forms` are those of this kind of step: filled where `described`, read elsewhere. Arrivals are put into `done`."""
+    def start_step(
+        self, forms: dict[Op, Form], *, described: tuple[bool, bool], record: Recorder, done: set[Op]
+    ) -> None:
+        """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere.
+
+        Receives that have arrived are put into `done`.
+        """
         assert not self._arrived
         assert not self._unsent
         self._forms, self._described, self._record, self._done = forms, described, record, done
 
+    def _is_described(self, op: Op) -> bool:
+        return self._described[op.kind in (Kind.SEND_F, Kind.RECV_B)]
+
     def post(self, op: Op) -> None:
         """Post a receive; it waits in its queue for those before it."""
-        form = None if self._described else self._forms[op]
+        form = None if self._is_described(op) else self._forms[op]
 
         def publish(found: Form, tensors: list[Tensor], start: float, end: float) -> None:
             self._arrived[op] = (found, tensors)
@@ -96,7 +104,8 @@ class Transport:
         start = time.perf_counter()
         dense = [compact(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         form = form_of(leaves, dense, wants_gradient, spec)
-        if self._described:
+        described = self._is_described(op)
+        if described:
             self._forms[op] = form
         elif form != self._forms[op]:
             dense = conform(leaves, self._forms[op], form, self._device, str(op))
@@ -111,7 +120,7 @@ class Transport:
             self._record(Lane.SEND, op, start, end)
             self._unsent.discard(op)
 
-        self._outbound[op.stage, op.kind].send(str(op), form if self._described else None, tensors, publish)
+        self._outbound[op.stage, op.kind].send(str(op), form if described else None, tensors, publish)
 
     def finish(self) -> None:
         """Wait until everything has left."""
