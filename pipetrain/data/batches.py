@@ -36,10 +36,14 @@ class Batches:
     def __init__(self, tokens: Tensor, batch_size: int, sequence_length: int, seed: int) -> None:
         self._windows = windows_of(tokens, sequence_length)
         if len(self._windows) == 0:
-            raise ValueError(f"{len(tokens)} tokens are fewer than one sample of sequence_length={sequence_length} and one more")
+            raise ValueError(
+                f"{len(tokens)} tokens are fewer than one sample of sequence_length={sequence_length} and one more"
+            )
         self.batch_size = batch_size
         self._seed = seed
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # two: a batch may need the end of one epoch and the next
+        self._order = functools.lru_cache(maxsize=2)(
+            self._shuffled
+        )  # two: a batch may need the end of one epoch and the next
 
     @property
     def windows_per_epoch(self) -> int:
@@ -60,7 +64,7 @@ class Batches:
         return torch.cat(parts)
 
     def _shuffled(self, epoch: int) -> Tensor:
-        # A hash, because generators seeded with neighbouring numbers (seed + epoch) would repeat orders across seeds.
+        # A hash of both: with seed + epoch, the second epoch of seed 0 would be the first of seed 1.
         digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         return torch.randperm(len(self._windows), generator=generator)
@@ -88,7 +92,7 @@ class HeldoutBatches:
         return -(-self._count // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in self.window_indices().split(self._batch_size):
+        for indices in torch.split(self.window_indices(), self._batch_size):
             if len(indices):
                 yield _inputs_and_targets(self._windows[indices])
 

@@ -42,7 +42,9 @@ def _stdlib_files(config: DataConfig) -> list[pathlib.Path]:
 def _text_files(config: DataConfig) -> list[pathlib.Path]:
     """One file, or the files of a folder that match `data.pattern`."""
     if config.path is None:
-        raise ValueError("data.path is not set: data=text reads a file or a folder of text; type data.path=FILE_OR_FOLDER")
+        raise ValueError(
+            "data.path is not set: data=text reads a file or a folder of text; type data.path=FILE_OR_FOLDER"
+        )
     path = pathlib.Path(config.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={config.path} is not there (seen from {pathlib.Path.cwd()}){_neighbour(path)}")
@@ -55,7 +57,11 @@ def _text_files(config: DataConfig) -> list[pathlib.Path]:
     files = _matching_files(path, config.pattern)
     if not files:
         kinds = sorted({file.suffix for file in path.rglob("*") if file.is_file() and file.suffix})[:5]
-        hint = f"it has files of {', '.join(kinds)}: type data.pattern='**/*{kinds[0]}'" if kinds else "it has no text files"
+        hint = (
+            f"it has files of {', '.join(kinds)}: type data.pattern='**/*{kinds[0]}'"
+            if kinds
+            else "it has no text files"
+        )
         raise ValueError(f"data.pattern={config.pattern!r} matches no file in data.path={config.path}; {hint}")
     return files
 
@@ -73,7 +79,9 @@ def _matching_files(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
 
 
 def _sorted_files(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    return sorted((file for file in root.glob(pattern) if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+    return sorted(
+        (file for file in root.glob(pattern) if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
+    )
 
 
 def _neighbour(path: pathlib.Path) -> str:

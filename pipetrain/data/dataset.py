@@ -75,4 +75,6 @@ def _too_short(what: str, size: int, config: DataConfig) -> ValueError:
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
     if size < 2:
         return ValueError(f"{where}: {what} has {size} bytes and {need}; give more text, or data.heldout_fraction=0")
-    return ValueError(f"{where}: {what} has {size} bytes and {need}; give more text, or data.sequence_length={size - 1}")
+    return ValueError(
+        f"{where}: {what} has {size} bytes and {need}; give more text, or data.sequence_length={size - 1}"
+    )

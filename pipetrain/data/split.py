@@ -49,7 +49,9 @@ def _read_distinct(files: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, by
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}): allow it, or leave it out of data.pattern") from None
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror}): allow it, or leave it out of data.pattern"
+            ) from None
         if content:
             contents.setdefault(hashlib.sha256(content).digest(), (path, content))
     return [contents[digest] for digest in sorted(contents)]

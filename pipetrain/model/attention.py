@@ -41,4 +41,4 @@ class Attention(nn.Module):
 
     def _split_heads(self, flat: Tensor) -> Tensor:
         """`[batch, sequence, heads x head_size] -> [batch, heads, sequence, head_size]`."""
-        return flat.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return flat.reshape(*flat.shape[:2], -1, self.head_size).transpose(1, 2)

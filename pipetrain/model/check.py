@@ -21,8 +21,8 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     `vocabulary_size` is the tokenizer's, `sequence_length` the data's; None: not compared.
     """
     if config.name not in list(Style):
-        nearest = difflib.get_close_matches(config.name, list(Style), n=1, cutoff=0.0)[0]
-        raise ValueError(f"model.name={config.name} is none of {', '.join(Style)}: did you mean model.name={nearest}?")
+        nearest = Style(difflib.get_close_matches(config.name, list(Style), n=1, cutoff=0.0)[0])
+        raise ValueError(f"model.name={config.name!r}: allowed are {', '.join(Style)}; did you mean {nearest.value!r}?")
     _check_ranges(config)
     _check_heads(config)
     if sequence_length is not None and sequence_length > config.max_sequence_length:
@@ -39,7 +39,15 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
 
 
 def _check_ranges(config: ModelConfig) -> None:
-    for key in ("num_blocks", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "vocabulary_size", "max_sequence_length"):
+    for key in (
+        "num_blocks",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "mlp_size",
+        "vocabulary_size",
+        "max_sequence_length",
+    ):
         number = getattr(config, key)
         if number is not None and number < 1:
             raise ValueError(f"model.{key}={number} must be 1 or more")

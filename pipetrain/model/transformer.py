@@ -72,7 +72,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return hidden
 
 
 class Head(nn.Module):
