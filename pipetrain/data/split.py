@@ -28,17 +28,17 @@ def split_files(files: Sequence[pathlib.Path], heldout_fraction: float) -> Split
     distinct = _read_distinct(files)
     wanted = int(heldout_fraction * sum(len(content) for _, content in distinct))
     if wanted == 0:
-        return _split(distinct, held=[])
+        return _split(distinct, held=set())
     if len(distinct) == 1:
         path, content = distinct[0]
         return Split(content[:-wanted], content[-wanted:], (path,), (path,))
-    held, taken = [], 0
+    held, taken = set(), 0
     for index, (_, content) in enumerate(distinct):
         if taken + len(content) <= wanted:
-            held.append(index)
+            held.add(index)
             taken += len(content)
     if not held:
-        held = [min(range(len(distinct)), key=lambda index: len(distinct[index][1]))]
+        held = {min(range(len(distinct)), key=lambda index: len(distinct[index][1]))}
     return _split(distinct, held)
 
 
@@ -57,12 +57,12 @@ def _read_distinct(files: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, by
     return [contents[digest] for digest in sorted(contents)]
 
 
-def _split(distinct: list[tuple[pathlib.Path, bytes]], held: list[int]) -> Split:
-    heldout = [distinct[index] for index in held]
-    train = [pair for index, pair in enumerate(distinct) if index not in set(held)]
+def _split(distinct: list[tuple[pathlib.Path, bytes]], held: set[int]) -> Split:
+    heldout = [distinct[index] for index in sorted(held)]
+    train = [pair for index, pair in enumerate(distinct) if index not in held]
     return Split(
-        b"".join(content for _, content in train),
-        b"".join(content for _, content in heldout),
-        tuple(path for path, _ in train),
-        tuple(path for path, _ in heldout),
+        train=b"".join(content for _, content in train),
+        heldout=b"".join(content for _, content in heldout),
+        train_files=tuple(path for path, _ in train),
+        heldout_files=tuple(path for path, _ in heldout),
     )

@@ -71,9 +71,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return hidden
+        attended = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
+        return output
 
 
 class Head(nn.Module):

@@ -68,7 +68,7 @@ def test_batches_leave_the_global_generator_alone() -> None:
 
 
 def test_too_few_tokens() -> None:
-    with pytest.raises(ValueError, match="4 tokens are fewer than one sample"):
+    with pytest.raises(ValueError, match=r"4 tokens are fewer than one sample"):
         Batches(TOKENS[:4], 1, 4, seed=0)
 
 

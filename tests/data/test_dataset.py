@@ -160,20 +160,20 @@ def test_a_path_that_is_not_there_names_its_neighbour(tmp_path: pathlib.Path) ->
     write(tmp_path / "books", **numbered(3))
     with pytest.raises(ValueError, match=r"data.path=.*/bokos is not there .* did you mean data.path=.*/books\?"):
         check_data(text(tmp_path / "bokos"))
-    with pytest.raises(ValueError, match="is not there .* give a file or folder that exists"):
+    with pytest.raises(ValueError, match=r"is not there .* give a file or folder that exists"):
         check_data(text(tmp_path / "nowhere" / "at all"))
 
 
 def test_empty_files_and_folders(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="matches no file in data.path=.*; it has no text files"):
+    with pytest.raises(ValueError, match=r"matches no file in data.path=.*; it has no text files"):
         check_data(text(tmp_path))
-    with pytest.raises(ValueError, match="the text has 0 bytes .*; give more text"):
+    with pytest.raises(ValueError, match=r"the text has 0 bytes .*; give more text"):
         check_data(text(write(tmp_path, empty=b"")))
 
 
 def test_something_that_is_no_file(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is neither a file nor a folder"):
+    with pytest.raises(ValueError, match=r"pipe is neither a file nor a folder"):
         check_data(text(tmp_path / "pipe"))
 
 
@@ -186,13 +186,13 @@ def test_what_may_not_be_read(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_that_fails_while_it_is_read(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read .*: allow it, or leave it out of data.pattern"):
+    with pytest.raises(ValueError, match=r"cannot be read .*: allow it, or leave it out of data.pattern"):
         split_files([write(tmp_path, a=b"a"), tmp_path / "gone.txt"], 0.1)
 
 
 def test_parts_that_are_shorter_than_a_sample(tmp_path: pathlib.Path) -> None:
     path = write(tmp_path, only=b"x" * 60) / "only.txt"
-    with pytest.raises(ValueError, match="the held-out part of the text has 6 bytes .* or data.sequence_length=5"):
+    with pytest.raises(ValueError, match=r"the held-out part of the text has 6 bytes .* or data.sequence_length=5"):
         make_data(text(path), seed=0)
-    with pytest.raises(ValueError, match="the training part of the text has 6 bytes"):
+    with pytest.raises(ValueError, match=r"the training part of the text has 6 bytes"):
         make_data(text(path, heldout_fraction=0.9), seed=0)

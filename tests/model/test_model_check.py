@@ -42,13 +42,15 @@ def test_refused(fields: dict[str, object], message: str) -> None:
 
 def test_samples_longer_than_the_positions() -> None:
     check_model(ModelConfig(max_sequence_length=64), sequence_length=64)
-    with pytest.raises(ValueError, match="data.sequence_length=65 is longer than .*: set model.max_sequence_length=65"):
+    with pytest.raises(
+        ValueError, match=r"data.sequence_length=65 is longer than .*: set model.max_sequence_length=65"
+    ):
         check_model(ModelConfig(max_sequence_length=64), sequence_length=65)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
     check_model(ModelConfig(vocabulary_size=256), vocabulary_size=256)
-    with pytest.raises(ValueError, match="model.vocabulary_size=255 is smaller than the tokenizer's 256"):
+    with pytest.raises(ValueError, match=r"model.vocabulary_size=255 is smaller than the tokenizer's 256"):
         check_model(ModelConfig(vocabulary_size=255), vocabulary_size=256)
 
 

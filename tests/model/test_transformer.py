@@ -175,7 +175,7 @@ def test_bfloat16_autocast_keeps_the_loss_near_and_in_float32() -> None:
 
 
 def test_the_embedding_names_a_sample_that_is_too_long() -> None:
-    with pytest.raises(ValueError, match="has 25 tokens, more than model.max_sequence_length=24"):
+    with pytest.raises(ValueError, match=r"has 25 tokens, more than model.max_sequence_length=24"):
         build(LLAMA)(some_ids(sequence=25))
 
 
