@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
 import os
 import pathlib
@@ -24,7 +25,7 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     files = _CORPORA[config.name](config)
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ValueError(f"{_where(config)}: {file} may not be read; allow it with: chmod +r {file}")
+            raise ValueError(f"{source_of(config)}: {file} may not be read; allow it with: chmod +r {file}")
     return files
 
 
@@ -41,7 +42,7 @@ def _stdlib_files(config: DataConfig) -> list[pathlib.Path]:
 
 def _text_files(config: DataConfig) -> list[pathlib.Path]:
     """One file, or the files of a folder that match `data.pattern`."""
-    if config.path is None:
+    if not config.path:
         raise ValueError(
             "data.path is not set: data=text reads a file or a folder of text; type data.path=FILE_OR_FOLDER"
         )
@@ -56,13 +57,9 @@ def _text_files(config: DataConfig) -> list[pathlib.Path]:
         raise ValueError(f"data.path={config.path} may not be read; allow it with: chmod +rx {config.path}")
     files = _matching_files(path, config.pattern)
     if not files:
-        kinds = sorted({file.suffix for file in path.rglob("*") if file.is_file() and file.suffix})[:5]
-        hint = (
-            f"it has files of {', '.join(kinds)}: type data.pattern='**/*{kinds[0]}'"
-            if kinds
-            else "it has no text files"
+        raise ValueError(
+            f"data.pattern={config.pattern!r} matches no file in data.path={config.path}; {_what_is_in(path)}"
         )
-        raise ValueError(f"data.pattern={config.pattern!r} matches no file in data.path={config.path}; {hint}")
     return files
 
 
@@ -84,11 +81,19 @@ def _sorted_files(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
     )
 
 
+def _what_is_in(folder: pathlib.Path) -> str:
+    kinds = collections.Counter(file.suffix for file in folder.rglob("*") if file.is_file())
+    if not kinds:
+        return "there is no file in it: give another data.path"
+    return f"for the commonest kind in it, type data.pattern='**/*{kinds.most_common(1)[0][0]}'"
+
+
 def _neighbour(path: pathlib.Path) -> str:
     names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean data.path={path.with_name(near[0])}?" if near else "; give a file or folder that exists"
 
 
-def _where(config: DataConfig) -> str:
+def source_of(config: DataConfig) -> str:
+    """What the user typed to choose the text, for messages."""
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"

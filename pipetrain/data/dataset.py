@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipetrain.config.records import DataConfig
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import find_files
+from pipetrain.data.corpus import find_files, source_of
 from pipetrain.data.split import split_files
 from pipetrain.data.tokenizer import Tokenizer, make_tokenizer
 
@@ -71,7 +71,7 @@ def make_data(config: DataConfig, seed: int) -> Data:
 
 
 def _too_short(what: str, size: int, config: DataConfig) -> ValueError:
-    where = f"data={config.name}" if config.path is None else f"data.path={config.path}"
+    where = source_of(config)
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
     if size < 2:
         return ValueError(f"{where}: {what} has {size} bytes and {need}; give more text, or data.heldout_fraction=0")

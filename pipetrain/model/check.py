@@ -23,6 +23,11 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     if config.name not in list(Style):
         nearest = Style(difflib.get_close_matches(config.name, list(Style), n=1, cutoff=0.0)[0])
         raise ValueError(f"model.name={config.name!r}: allowed are {', '.join(Style)}; did you mean {nearest.value!r}?")
+    if config.path is not None:
+        raise ValueError(
+            f"model.path={config.path}: a saved Hugging Face model cannot be the start of a run yet; "
+            "allowed is a model built from the config: type model.path=null"
+        )
     _check_ranges(config)
     _check_heads(config)
     if sequence_length is not None and sequence_length > config.max_sequence_length:

@@ -134,7 +134,8 @@ REFUSED = {
     "name": ({"name": "stdlb"}, r"data='stdlb': allowed are stdlib, text; did you mean data=stdlib\?"),
     "path of stdlib": ({"name": "stdlib"}, "is for your own text: type data=text data.path="),
     "no path": ({"path": None}, "data.path is not set: .* type data.path=FILE_OR_FOLDER"),
-    "pattern": ({"pattern": "*.rst"}, r"data.pattern='\*.rst' matches no file .*: type data.pattern='\*\*/\*.txt'"),
+    "blank path": ({"path": ""}, "data.path is not set"),
+    "pattern": ({"pattern": "*.rst"}, r"data.pattern='\*.rst' matches no file .* type data.pattern='\*\*/\*.txt'"),
     "absolute pattern": (
         {"pattern": "/tmp/*"},
         r"data.pattern='/tmp/\*' is no pattern inside a folder .*allowed are globs",
@@ -164,8 +165,17 @@ def test_a_path_that_is_not_there_names_its_neighbour(tmp_path: pathlib.Path) ->
         check_data(text(tmp_path / "nowhere" / "at all"))
 
 
+def test_a_pattern_without_a_match_names_the_commonest_kind(tmp_path: pathlib.Path) -> None:
+    for name in ("a.md", "b.md", "c.csv", "README"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"matches no file .* type data.pattern='\*\*/\*.md'"):
+        check_data(text(tmp_path))
+
+
 def test_empty_files_and_folders(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"matches no file in data.path=.*; it has no text files"):
+    with pytest.raises(
+        ValueError, match=r"matches no file in data.path=.*; there is no file in it: give another data.path"
+    ):
         check_data(text(tmp_path))
     with pytest.raises(ValueError, match=r"the text has 0 bytes .*; give more text"):
         check_data(text(write(tmp_path, empty=b"")))
