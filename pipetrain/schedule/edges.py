@@ -1,0 +1,108 @@
+"""The edge pass: what each op waits for in other lanes.
+
+    [1] F waits for its input, B for its gradient          1F0 <- 1RECV_F0      1B0 <- 1RECV_B0
+    [2] B waits for its set                                1B1 <- 1R1
+    [3] R waits for its F and for a free place             1R2 <- 1F2, 1B1      (one recomputed set alive)
+    [4] inline R waits for the gradient as well            1R2 <- 1RECV_B2
+    [5] a send waits for what it sends                     1SEND_F0 <- 1F0
+    [6] a receive waits until the tensor before is used    2RECV_F2 <- 2F0      (two tensors ahead)
+
+Ops of the same lane need no edge: their order is the lane's. [1] between neighbours on one rank is written down all
+the same, because there the order of the lane carries data from one stage to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from pipetrain.schedule.messages import receive_of, send_of
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.schedule import Schedule
+
+Edge = tuple[Op, Op]  # (op, what it waits for)
+
+
+def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
+    """`schedule` with its edges; at most `transport_ahead` tensors of a link are received and not yet used.
+
+    0 posts a receive just in time: when the op before its consumer has ended.
+    """
+    waits: defaultdict[Op, list[Op]] = defaultdict(list)
+    for rank in range(schedule.num_ranks):
+        compute = schedule.lane(rank, Lane.COMPUTE)
+        for op, awaited in (
+            *_data_edges(schedule, compute),
+            *_recompute_edges(schedule, rank),
+            *_receive_edges(schedule, compute, transport_ahead),
+        ):
+            waits[op].append(awaited)
+    return dataclasses.replace(schedule, waits={op: tuple(dict.fromkeys(awaited)) for op, awaited in waits.items()})
+
+
+def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:
+    for op in compute:
+        if op.kind is Kind.R:
+            continue
+        source = receive_of(schedule, op) or local_source(schedule, op)
+        if source is not None:
+            yield op, source  # [1]
+        send = send_of(schedule, op)
+        if send is not None:
+            yield send, op  # [5]
+
+
+def local_source(schedule: Schedule, op: Op) -> Op | None:
+    """The F or B on the same rank whose result `op` reads, where there is no message."""
+    neighbour = op.stage - 1 if op.kind is Kind.F else op.stage + 1
+    if not 0 <= neighbour < schedule.num_stages:
+        return None
+    if schedule.stage_ranks[neighbour] != schedule.stage_ranks[op.stage]:
+        return None
+    return Op(neighbour, op.kind, op.microbatch)
+
+
+def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
+    policy = schedule.policy
+    own_lane = policy.mode is Mode.OVERLAP
+    done: defaultdict[int, list[Op]] = defaultdict(list)
+    for op in schedule.lane(rank, Lane.RECOMPUTE if own_lane else Lane.COMPUTE):
+        if op.kind is not Kind.R:
+            continue
+        backward = Op(op.stage, Kind.B, op.microbatch)
+        if own_lane:
+            yield backward, op  # [2]
+            yield op, Op(op.stage, Kind.F, op.microbatch)  # [3]
+            before = done[op.stage]
+            if len(before) >= policy.ahead:
+                yield op, before[-policy.ahead]  # [3]
+            before.append(backward)
+        elif policy.mode is Mode.INLINE:
+            gradient = receive_of(schedule, backward) or local_source(schedule, backward)
+            if gradient is not None:
+                yield op, gradient  # [4]
+
+
+def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int) -> Iterator[Edge]:
+    used: defaultdict[tuple[int, Kind], list[Op]] = defaultdict(list)
+    for place, op in enumerate(compute):
+        receive = None if op.kind is Kind.R else receive_of(schedule, op)
+        if receive is None:
+            continue
+        consumers = used[op.stage, op.kind]
+        if ahead == 0:
+            first_use = place - 1 if _recomputed_inline(schedule, compute, place) else place
+            if first_use > 0:
+                yield receive, compute[first_use - 1]  # [6]
+        elif len(consumers) >= ahead:
+            yield receive, consumers[-ahead]  # [6]
+        consumers.append(op)
+
+
+def _recomputed_inline(schedule: Schedule, compute: tuple[Op, ...], place: int) -> bool:
+    """Whether the op before `place` is the R that waits for the same gradient."""
+    backward = compute[place]
+    inline = schedule.policy.mode is Mode.INLINE and backward.kind is Kind.B
+    return inline and place > 0 and compute[place - 1] == Op(backward.stage, Kind.R, backward.microbatch)

@@ -1,0 +1,141 @@
+"""A schedule with numbers for names: what `simulate` and `check` walk over.
+
+Ops are numbered rank by rank and lane by lane. An op comes after its waits and, in `SEND` and `RECV`, after the op
+before it in its queue. The order of `COMPUTE` and `RECOMPUTE` is not in here: see `lanes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.schedule import Schedule
+
+_MESSAGES = (Lane.SEND, Lane.RECV)
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """`after[n]` are the ops that wait for op n; `num_before[n]` counts those that n waits for, missing ones included.
+
+    `partner[n]` is the other end of a message, -1 where there is none. `lanes[rank][lane]` are op numbers in order.
+    """
+
+    ops: list[Op]
+    ranks: list[int]
+    op_lanes: list[Lane]
+    number: dict[Op, int]
+    after: list[list[int]]
+    num_before: list[int]
+    partner: list[int]
+    lanes: list[dict[Lane, range]]
+
+
+def op_graph(schedule: Schedule) -> OpGraph:
+    """The graph of a schedule whose ops are all different."""
+    ops: list[Op] = []
+    ranks: list[int] = []
+    op_lanes: list[Lane] = []
+    lanes: list[dict[Lane, range]] = []
+    for rank in range(schedule.num_ranks):
+        lanes.append({})
+        for lane in Lane:
+            queue = schedule.lane(rank, lane)
+            lanes[rank][lane] = range(len(ops), len(ops) + len(queue))
+            ops += queue
+            ranks += [rank] * len(queue)
+            op_lanes += [lane] * len(queue)
+    number = {op: place for place, op in enumerate(ops)}
+    after: list[list[int]] = [[] for _ in ops]
+    num_before = [0] * len(ops)
+    for op, awaited in schedule.waits.items():
+        place = number.get(op)
+        if place is not None:
+            num_before[place] += len(awaited)
+            for other in awaited:
+                if other in number:
+                    after[number[other]].append(place)
+    for first, second in _queue_pairs(ops, lanes):
+        after[first].append(second)
+        num_before[second] += 1
+    return OpGraph(ops, ranks, op_lanes, number, after, num_before, _partners(ops, lanes, number), lanes)
+
+
+def _queue_pairs(ops: list[Op], lanes: list[dict[Lane, range]]) -> list[tuple[int, int]]:
+    """Neighbours in the queues of messages: one queue for each stage, direction and lane."""
+    pairs = []
+    last: dict[tuple[int, str, int], int] = {}
+    for rank, of_rank in enumerate(lanes):
+        for lane in _MESSAGES:
+            for place in of_rank[lane]:
+                queue = (ops[place].stage, ops[place].kind, rank)
+                if queue in last:
+                    pairs.append((last[queue], place))
+                last[queue] = place
+    return pairs
+
+
+def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, int]) -> list[int]:
+    partner = [-1] * len(ops)
+    for of_rank in lanes:
+        for place in of_rank[Lane.SEND]:
+            other = number.get(partner_of(ops[place]), -1)
+            partner[place] = other
+            if other >= 0:
+                partner[other] = place
+    return partner
+
+
+def find_circle(schedule: Schedule) -> list[Op]:
+    """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
+
+    Send and receive of a message, which block until both may run, count as one.
+    """
+    graph = op_graph(schedule)
+    ended = _run_all(graph)
+    left = next((place for place, done in enumerate(ended) if not done), None)
+    path: list[int] = []
+    while left is not None and left not in path:
+        path.append(left)
+        left = next(iter(_blockers(graph, schedule, left, ended)), None)
+    circle = path[path.index(left) :] if left is not None else path
+    return [graph.ops[place] for place in circle]
+
+
+def _run_all(graph: OpGraph) -> list[bool]:
+    """Which ops get to run if each takes no time."""
+    pending = list(graph.num_before)
+    behind: dict[int, int] = {}  # the next op of the same compute or recompute lane
+    for lanes in graph.lanes:
+        for lane in (Lane.COMPUTE, Lane.RECOMPUTE):
+            for place in lanes[lane][:-1]:
+                behind[place] = place + 1
+                pending[place + 1] += 1
+    ready = [place for place, count in enumerate(pending) if count == 0]
+    ended = [False] * len(pending)
+    while ready:
+        place = ready.pop()
+        other = graph.partner[place]
+        if ended[place] or (other >= 0 and pending[other] > 0):
+            continue
+        for one in (place, other) if other >= 0 else (place,):
+            ended[one] = True
+            for follower in (*graph.after[one], behind[one]) if one in behind else graph.after[one]:
+                pending[follower] -= 1
+                if pending[follower] == 0:
+                    ready.append(follower)
+    return ended
+
+
+def _blockers(graph: OpGraph, schedule: Schedule, place: int, ended: list[bool]) -> list[int]:
+    """What keeps an op from running: its waits, the op before it in its queue, or the other end of its message."""
+    lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
+    before = range(place - 1, lane.start - 1, -1)
+    if graph.op_lanes[place] in _MESSAGES:
+        op = graph.ops[place]
+        same = ((graph.ops[other].stage, graph.ops[other].kind) == (op.stage, op.kind) for other in before)
+        before = range(next((other for other, one in zip(before, same) if one), -1), -1, -1)
+    candidates = [graph.number[other] for other in schedule.waits.get(graph.ops[place], ()) if other in graph.number]
+    candidates += [*before[:1], graph.partner[place]]
+    return [other for other in candidates if other >= 0 and not ended[other]]

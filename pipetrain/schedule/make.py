@@ -1,0 +1,86 @@
+"""From a family's name to a schedule: the generator, then one pass for each concern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.edges import add_edges
+from pipetrain.schedule.families import Shape, generator_of
+from pipetrain.schedule.messages import add_messages
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import LastStage, RecomputePolicy
+from pipetrain.schedule.recompute import Sets, add_recompute
+from pipetrain.schedule.schedule import Schedule
+
+
+def make_schedule(
+    family: str = "gpipe",
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int | None = None,
+    recompute: str | RecomputePolicy = "overlap",
+    warmup: int | Sequence[int] | None = None,
+    costs: Costs | None = None,
+    first_backward: int = 0,
+    transport_ahead: int = 2,
+) -> Schedule:
+    """The schedule of a family, complete: ops of all lanes and what each waits for.
+
+    Stage s lives on rank s mod `num_ranks` (default: a rank per stage). `warmup` is for `1f1b`: forwards in flight, a
+    number or one per stage. `first_backward` is the first stage in which something needs a gradient, `num_stages` for
+    forwards only. `costs` help to choose which sets to keep, where the policy keeps some.
+
+    Raises:
+        ValueError: an unknown family, or numbers that do not fit each other.
+    """
+    policy = RecomputePolicy.of(recompute)
+    ranks = num_stages if num_ranks is None else num_ranks
+    _check_numbers(num_stages, num_microbatches, ranks, first_backward, transport_ahead)
+    if family == "inference":
+        first_backward = num_stages
+    shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup)
+    compute = generator_of(family)(shape)
+    draft = draft_of(family, shape, compute, policy, first_backward)
+    return lower(draft, frozenset(), transport_ahead)
+
+
+def draft_of(
+    family: str, shape: Shape, compute: Sequence[Sequence[Op]], policy: RecomputePolicy, first_backward: int
+) -> Schedule:
+    """A schedule of F and B alone, without the B of stages in which nothing needs a gradient."""
+
+    def needed(op: Op) -> bool:
+        return op.kind is not Kind.B or op.stage >= first_backward
+
+    return Schedule(
+        family=family,
+        num_microbatches=shape.num_microbatches,
+        stage_ranks=shape.stage_ranks,
+        policy=policy,
+        lanes=tuple({Lane.COMPUTE: tuple(op for op in ops if needed(op))} for ops in compute),
+        waits={},
+        kept=frozenset(),
+        first_backward=first_backward,
+    )
+
+
+def lower(draft: Schedule, chosen: Sets, transport_ahead: int) -> Schedule:
+    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
+    return add_edges(add_messages(add_recompute(draft, chosen)), transport_ahead)
+
+
+def _check_numbers(stages: int, microbatches: int, ranks: int, first_backward: int, transport_ahead: int) -> None:
+    if stages < 1:
+        raise ValueError(f"pipeline.num_stages={stages}: at least 1 is needed")
+    if microbatches < 1:
+        raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
+    if not 1 <= ranks <= stages:
+        raise ValueError(
+            f"{ranks} ranks for pipeline.num_stages={stages}: each rank holds a stage or more, so use 1 to {stages} ranks"
+        )
+    if not 0 <= first_backward <= stages:
+        raise ValueError(f"first_backward={first_backward}: a stage, or num_stages={stages} for forwards only")
+    if transport_ahead < 0:
+        raise ValueError(f"transport.ahead={transport_ahead}: tensors received ahead of use are 0 or more")

@@ -1,0 +1,153 @@
+"""Runs a schedule on costs instead of devices, and gives the timeline a measured run would give.
+
+The model, which is also what the runtime does:
+
+- A rank runs one F, R or B at a time, to its end. When it is free it takes the head of its compute lane if all that
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run.
+- A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
+  arrived; send and receive end together. Sends and receives do not occupy the rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.graph import OpGraph, op_graph
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.schedule import Schedule
+
+# Two ends this close (relative to the clock) are one moment. Without it, rounding in the last digit of an arrival would
+# let an R slip in before the B that is ready at the same time.
+_SAME_MOMENT = 1e-12
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The timeline of one step, in seconds from the start of the first op. Deterministic.
+
+    Raises:
+        ValueError: the costs are for another number of stages, or the schedule comes to a stop before its end; the
+            message then says which rank waits in which op for what.
+    """
+    if costs.num_stages != schedule.num_stages:
+        raise ValueError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+    run = _Run(op_graph(schedule), costs)
+    run.to_end()
+    return Timeline(schedule.num_ranks, run.events())
+
+
+class _Run:
+    """The state of one simulation: a heap of ends, and per rank the next op of its two lanes."""
+
+    def __init__(self, graph: OpGraph, costs: Costs) -> None:
+        self.graph = graph
+        self.seconds = _durations(graph.ops, costs)
+        self.pending = list(graph.num_before)
+        self.start = [-1.0] * len(graph.ops)  # of a send or receive: when it was ready for its partner
+        self.end = [-1.0] * len(graph.ops)
+        self.ends: list[tuple[float, int]] = []
+        self.heads = [[lanes[Lane.COMPUTE].start, lanes[Lane.RECOMPUTE].start] for lanes in graph.lanes]
+        self.stops = [[lanes[Lane.COMPUTE].stop, lanes[Lane.RECOMPUTE].stop] for lanes in graph.lanes]
+        self.busy = [False] * len(graph.lanes)
+
+    def to_end(self) -> None:
+        messages = (Lane.SEND, Lane.RECV)
+        for place, lane in enumerate(self.graph.op_lanes):
+            if lane in messages and self.pending[place] == 0:
+                self._ready_for_partner(place, 0.0)
+        touched = set(range(len(self.graph.lanes)))
+        now = 0.0
+        while True:
+            now, touched = self._finish_moment(now, touched)
+            for rank in sorted(touched):
+                self._start_next(rank, now)
+            if not self.ends:
+                break
+            now, touched = self.ends[0][0], set()
+        if min(self.end, default=0.0) < 0.0:
+            raise ValueError(f"the schedule comes to a stop: {'; '.join(_stuck(self.graph, self.pending, self.end))}")
+
+    def _finish_moment(self, now: float, touched: set[int]) -> tuple[float, set[int]]:
+        """Ends all ops that end now; returns the last of their times and the ranks that may have something to start."""
+        ends, after, pending, lanes = self.ends, self.graph.after, self.pending, self.graph.op_lanes
+        until = now * (1 + _SAME_MOMENT)
+        while ends and ends[0][0] <= until:
+            now, place = heapq.heappop(ends)
+            self.end[place] = now
+            ended = [place]
+            if lanes[place] is Lane.SEND:
+                receive = self.graph.partner[place]
+                self.end[receive] = now
+                ended.append(receive)
+            elif lanes[place] is not Lane.RECV:
+                self.busy[self.graph.ranks[place]] = False
+                touched.add(self.graph.ranks[place])
+            for one in ended:
+                for follower in after[one]:
+                    pending[follower] -= 1
+                    if pending[follower] == 0:
+                        if lanes[follower] is Lane.SEND or lanes[follower] is Lane.RECV:
+                            self._ready_for_partner(follower, now)
+                        else:
+                            touched.add(self.graph.ranks[follower])
+        return now, touched
+
+    def _ready_for_partner(self, place: int, now: float) -> None:
+        self.start[place] = now
+        other = self.graph.partner[place]
+        if other >= 0 and self.start[other] >= 0.0:
+            send = place if self.graph.op_lanes[place] is Lane.SEND else other
+            heapq.heappush(self.ends, (now + self.seconds[send], send))
+
+    def _start_next(self, rank: int, now: float) -> None:
+        if self.busy[rank]:
+            return
+        heads, stops = self.heads[rank], self.stops[rank]
+        for lane in (0, 1):
+            place = heads[lane]
+            if place < stops[lane] and self.pending[place] == 0:
+                heads[lane] = place + 1
+                self.start[place] = now
+                self.busy[rank] = True
+                heapq.heappush(self.ends, (now + self.seconds[place], place))
+                return
+
+    def events(self) -> tuple[OpEvent, ...]:
+        graph, start, end = self.graph, self.start, self.end
+        order = sorted(range(len(graph.ops)), key=lambda place: (graph.ranks[place], start[place]))
+        return tuple(
+            OpEvent(graph.ranks[place], graph.op_lanes[place], graph.ops[place], start[place], end[place])
+            for place in order
+        )
+
+
+def _durations(ops: list[Op], costs: Costs) -> list[float]:
+    """Seconds of each op; a message takes its time on the sender's side."""
+    tables: dict[Kind, tuple[float, ...]] = {
+        Kind.F: costs.forward,
+        Kind.B: costs.backward,
+        Kind.R: costs.recompute,
+        Kind.SEND_F: costs.hop_forward,
+        Kind.SEND_B: (0.0, *costs.hop_backward),  # stage s sends its gradient over edge s - 1
+    }
+    return [tables[op.kind][op.stage] if op.kind in tables else 0.0 for op in ops]
+
+
+def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
+    """Per rank the first compute op that did not run and the messages it stands in, with what they wait for."""
+    awaited_by: dict[int, list[int]] = {}
+    for place, followers in enumerate(graph.after):
+        if end[place] < 0.0:
+            for follower in followers:
+                awaited_by.setdefault(follower, []).append(place)
+    lines = []
+    for rank, lanes in enumerate(graph.lanes):
+        head = next((place for place in lanes[Lane.COMPUTE] if end[place] < 0.0), None)
+        if head is None:
+            continue
+        reasons = [str(graph.ops[place]) for place in awaited_by.get(head, [])]
+        if pending[head] > len(reasons):
+            reasons.append("an op that is in no lane")
+        lines.append(f"rank {rank} waits in {graph.ops[head]} for {' and '.join(reasons) or 'its turn'}")
+    return lines
