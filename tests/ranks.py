@@ -51,7 +51,9 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_main, args=(theirs, rank, num_ranks, store.port, function, args), daemon=True)
+        process = _CONTEXT.Process(
+            target=_main, args=(theirs, rank, num_ranks, store.port, function, args), daemon=True
+        )
         process.start()
         theirs.close()
         ranks.append((process, ours))

@@ -53,6 +53,7 @@ class GlooInbound:
         self._pair = pair
         self._source = source
         self._courier = Courier(f"{name} receive", peer, monitor)
+        self.storages: set[int] = set()  # of the messages of this step
 
     @property
     def peer(self) -> str:
@@ -68,6 +69,7 @@ class GlooInbound:
             start = time.perf_counter()
             known = self._receive_form() if form is None else form
             tensors = [leaf.empty(CPU) for leaf in known.leaves if isinstance(leaf, TensorForm)]
+            self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
             for tensor in tensors:
                 finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
             end = time.perf_counter()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -19,6 +19,9 @@ import torch
 
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Lane, Op
+
+# The events of a step, by start. On a GPU a call waits for the step to end on the device: not for the hot path.
+Recording = Callable[[], tuple[OpEvent, ...]]
 
 
 class Lanes(Protocol):
@@ -29,7 +32,7 @@ class Lanes(Protocol):
     def on(self, lane: Lane, waits: Sequence[Op]) -> AbstractContextManager[None]: ...
     def timed(self, lane: Lane, op: Op) -> AbstractContextManager[None]: ...
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None: ...
-    def events(self) -> tuple[OpEvent, ...]: ...
+    def recording(self) -> Recording: ...
 
 
 class CpuLanes:
@@ -44,7 +47,7 @@ class CpuLanes:
         self._events = []
 
     def end_step(self) -> None:
-        self._events.sort(key=lambda event: event.start)
+        """Nothing to join: every op has ended."""
 
     @contextmanager
     def on(self, lane: Lane, waits: Sequence[Op]) -> Iterator[None]:  # noqa: ARG002
@@ -59,9 +62,9 @@ class CpuLanes:
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         self._events.append(OpEvent(self._rank, lane, op, start, end))
 
-    def events(self) -> tuple[OpEvent, ...]:
-        """Of the last step, by start."""
-        return tuple(self._events)
+    def recording(self) -> Recording:
+        events = self._events
+        return lambda: _by_start(events)
 
 
 class CudaLanes:
@@ -122,17 +125,23 @@ class CudaLanes:
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         self._host.append(OpEvent(self._rank, lane, op, start, end))
 
-    def events(self) -> tuple[OpEvent, ...]:
-        """Of the last step, by start. Waits for the step to end on the device: not for the hot path."""
-        if self._zero is None:
-            return ()
-        zero, offset = self._zero
-        found = list(self._host)
-        for lane, op, start, end in self._spans:
-            end.synchronize()
-            first, last = zero.elapsed_time(start) / 1e3, zero.elapsed_time(end) / 1e3
-            found.append(OpEvent(self._rank, lane, op, offset + first, offset + last))
-        return tuple(sorted(found, key=lambda event: event.start))
+    def recording(self) -> Recording:
+        assert self._zero is not None
+        (zero, offset), spans, host = self._zero, self._spans, self._host
+
+        def resolve() -> tuple[OpEvent, ...]:
+            found = list(host)
+            for lane, op, start, end in spans:
+                end.synchronize()
+                first, last = zero.elapsed_time(start) / 1e3, zero.elapsed_time(end) / 1e3
+                found.append(OpEvent(self._rank, lane, op, offset + first, offset + last))
+            return _by_start(found)
+
+        return resolve
+
+
+def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:
+    return tuple(sorted(events, key=lambda event: event.start))
 
 
 def _timed_event() -> torch.cuda.Event:

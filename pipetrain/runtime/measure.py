@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.breakdown import RankBreakdown, break_down
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -77,11 +76,11 @@ def measure_rank(
     step: int,
     events: tuple[OpEvent, ...],
     stages: Mapping[int, Stage],
-    meter: ActivationMeter,
+    peak_bytes: int,
     device: torch.device,
 ) -> RankReport:
     return RankReport(
-        rank, step, events, meter.peak_bytes, activation_bytes_of_never(events, stages), _peak_memory_bytes(device)
+        rank, step, events, peak_bytes, activation_bytes_of_never(events, stages), _peak_memory_bytes(device)
     )
 
 

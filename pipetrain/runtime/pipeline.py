@@ -19,7 +19,7 @@ from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, join, num_rows, weights_of
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.lanes import make_lanes
+from pipetrain.runtime.lanes import Recording, make_lanes
 from pipetrain.runtime.measure import RankReport, Report, measure_rank
 from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.seeding import generators_restored
@@ -101,12 +101,13 @@ class Pipeline:
         self._failed: str | None = None
         self._closed = False
         self._last_report: Callable[[], RankReport] | None = None
+        self._unseen: Recording | None = None  # what on_event was not given yet
         self._meter = ActivationMeter()
         self._board = FailureBoard(world.store)
         self._monitor = Monitor(world.rank, self._board, timeout_seconds)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
-        self._stages = self._build(layers, checked=balance == "auto")
         self._signatures = Signatures()
+        self._stages = self._build(layers, checked=balance == "auto")
         self._transport = Transport(
             self.plan.stage_ranks, world.rank, world.store, self._monitor, self._meter, world.device
         )
@@ -131,6 +132,7 @@ class Pipeline:
                     device=self._world.device,
                     meter=self._meter,
                     loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
+                    foreign=lambda: self._transport.storages(),
                 )
         except (ValueError, TypeError) as error:
             problem = str(error)
@@ -188,17 +190,21 @@ class Pipeline:
         if call.error is None and call.first_backward >= self.plan.num_stages and self.is_last:
             raise self._fail(ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True"))
         self._execute(call, step, inputs, targets)
-        index = self.step_index
+        recording, peak, index = self._lanes.recording(), self._meter.peak_bytes, self.step_index
         self._last_report = lambda: measure_rank(
-            self._world.rank, index, self._lanes.events(), self._stages, self._meter, self._world.device
+            self._world.rank, index, recording(), self._stages, peak, self._world.device
         )
         self.step_index += 1
-        self._emit()
+        self._unseen = recording
+        if self._world.device.type == "cpu":
+            self._emit_events()
         return self._loss_of(step)
 
-    def _emit(self) -> None:
-        if self._on_event is not None:
-            for event in self._lanes.events():
+    def _emit_events(self) -> None:
+        """Hand over the events of the last step; on a GPU, when the next one starts, so that nothing waits for them."""
+        recording, self._unseen = self._unseen, None
+        if recording is not None and self._on_event is not None:
+            for event in recording():
                 self._on_event(event)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
@@ -226,6 +232,7 @@ class Pipeline:
             raise PipelineError("the pipeline is closed")
         if self._failed is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._failed}")
+        self._emit_events()
         asked = self._ask(kind, inputs) if self.is_first else None
         what = f"{kind} {self.step_index}"
         received: dict[str, Any] = {}
@@ -447,6 +454,7 @@ class Pipeline:
             return
         self._closed = True
         if self._failed is None:
+            self._emit_events()
             self._transport.close()
             self._chain.close()
         self._world.leave()

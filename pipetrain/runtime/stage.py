@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,7 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
+        foreign: Callable[[], Set[int]] = frozenset,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -120,7 +121,7 @@ class Stage:
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
         self._buffers = ChangingBuffers(self.layers)
-        self._probe = HeldOutsideProbe(self._name_of)
+        self._probe = HeldOutsideProbe(self._name_of, foreign)
 
     # F ------------------------------------------------------------------------------------------------------------
 

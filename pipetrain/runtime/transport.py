@@ -78,6 +78,12 @@ class Transport:
         assert not self._arrived
         assert not self._unsent
         self._forms, self._described, self._record, self._done = forms, described, record, done
+        for end in self._inbound.values():
+            end.storages.clear()
+
+    def storages(self) -> set[int]:
+        """Of the messages that came, or are coming, in this step."""
+        return set().union(*(end.storages for end in self._inbound.values()))
 
     def _is_described(self, op: Op) -> bool:
         return self._described[op.kind in (Kind.SEND_F, Kind.RECV_B)]

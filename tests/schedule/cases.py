@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
+
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op

@@ -23,7 +23,9 @@ class Oracle:
         self.lanes = [{lane: list(schedule.lane(rank, lane)) for lane in Lane} for rank in range(schedule.num_ranks)]
         self.links: dict[tuple[Lane, int, Kind], list[Op]] = {}
         for rank, lane, op in schedule.ops():
-            self.need(0 <= op.stage < schedule.num_stages and schedule.stage_ranks[op.stage] == rank, f"{op}: wrong rank")
+            self.need(
+                0 <= op.stage < schedule.num_stages and schedule.stage_ranks[op.stage] == rank, f"{op}: wrong rank"
+            )
             if lane in (Lane.SEND, Lane.RECV):
                 self.need(op.kind.startswith(lane.name), f"{op}: wrong lane")
                 self.links.setdefault((lane, op.stage, op.kind), []).append(op)
@@ -63,11 +65,15 @@ class Oracle:
     def move_message(self) -> bool:
         for (lane, stage, kind), sends in self.links.items():
             forward = kind is Kind.SEND_F
-            receives = self.links.get((Lane.RECV, stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B))
+            receives = self.links.get(
+                (Lane.RECV, stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B)
+            )
             if lane is Lane.SEND and sends and receives and self.ready(sends[0]) and self.ready(receives[0]):
                 send, receive = sends.pop(0), receives.pop(0)
                 self.need(send.microbatch == receive.microbatch, f"{send} meets {receive}")
-                self.need(Op(stage, Kind.F if forward else Kind.B, send.microbatch) in self.done, f"{send}: nothing to send")
+                self.need(
+                    Op(stage, Kind.F if forward else Kind.B, send.microbatch) in self.done, f"{send}: nothing to send"
+                )
                 self.need(not {send, receive} & self.done, f"{send} twice")
                 self.done |= {send, receive}
                 return True

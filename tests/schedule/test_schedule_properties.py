@@ -4,6 +4,7 @@ import pytest
 from cases import Case, cases, mutants
 from hypothesis import HealthCheck, given, settings
 from oracle import Complaint, Oracle
+
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.breakdown import break_down
@@ -25,7 +26,9 @@ def holds(case: Case) -> None:
     assert timeline.step_seconds >= bound_of(schedule, case.costs) - rounding
     arguments = {key: case.arguments[key] for key in ("num_ranks", "first_backward")}
     if case.arguments["family"] != "inference":
-        assert timeline.step_seconds >= bound(case.costs, schedule.num_microbatches, policy=policy, **arguments) - rounding
+        assert (
+            timeline.step_seconds >= bound(case.costs, schedule.num_microbatches, policy=policy, **arguments) - rounding
+        )
     breakdown = break_down(schedule, timeline)
     for rank in breakdown:
         assert rank.busy_seconds + rank.bubble_seconds == pytest.approx(timeline.step_seconds, abs=rounding)
