@@ -159,7 +159,7 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
     queue_of: dict[Op, tuple[Queue, int]] = {}
     queues: dict[Queue, list[Op]] = {}
     for rank, lane, op in schedule.ops():
-        queue = (rank, lane, op.stage, op.kind) if lane in (Lane.SEND, Lane.RECV) else (rank, lane)
+        queue: Queue = (rank, lane, op.stage, op.kind) if lane in (Lane.SEND, Lane.RECV) else (rank, lane)
         ops = queues.setdefault(queue, [])
         queue_of[op] = queue, len(ops)
         ops.append(op)
@@ -168,11 +168,11 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
         for number, op in enumerate(ops):
             ended[own] = number - 1
             for awaited in schedule.waits.get(op, ()):
-                queue, place = queue_of[awaited]
-                ended[queue] = max(place, ended.get(queue, -1))
+                other, place = queue_of[awaited]
+                ended[other] = max(place, ended.get(other, -1))
             for source in _reads(schedule, op):
-                queue, place = queue_of[source]
-                if place > ended.get(queue, -1):
+                other, place = queue_of[source]
+                if place > ended.get(other, -1):
                     yield op, f"does not wait for {source}"
 
 
