@@ -18,7 +18,7 @@ class Shape:
     """What a generator gets to know: stage s lives on rank `stage_ranks[s]`.
 
     `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, for families that know the word.
+    flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care.
     """
 
     num_stages: int
@@ -26,6 +26,7 @@ class Shape:
     num_ranks: int
     alternate_last: bool = True
     warmup: int | Sequence[int] | None = None
+    first_backward: int = 0
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:

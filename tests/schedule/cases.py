@@ -65,14 +65,22 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
 
 
 @st.composite
-def mutants(draw: st.DrawFn) -> Schedule:
-    """A valid schedule with an op dropped, doubled, moved within its lane or to another rank, or two swapped."""
+def mutants(draw: st.DrawFn) -> tuple[Schedule, Op | None]:
+    """A valid schedule that was broken, or not: an op dropped, doubled, moved within its lane or to another rank, two
+    swapped, a wait left out, or a policy that allows less than the schedule takes. With the op that is waited for no
+    more, if it is that."""
     schedule = draw(cases(max_ranks=4, max_microbatches=6)).make()
+    change = draw(st.sampled_from(["drop", "double", "move", "swap", "emigrate", "unwait", "tighten"]))
+    if change == "unwait":
+        return draw(without_a_wait(schedule))
+    if change == "tighten":
+        policy = schedule.policy
+        ahead, keep = draw(st.integers(1, policy.ahead)), draw(st.integers(0, policy.keep))
+        return dataclasses.replace(schedule, policy=dataclasses.replace(policy, ahead=ahead, keep=keep)), None
     places = [(rank, lane) for rank in range(schedule.num_ranks) for lane in Lane if schedule.lane(rank, lane)]
     rank, lane = draw(st.sampled_from(places))
     ops = list(schedule.lane(rank, lane))
     first, second = draw(st.integers(0, len(ops) - 1)), draw(st.integers(0, len(ops) - 1))
-    change = draw(st.sampled_from(["drop", "double", "move", "swap", "emigrate"]))
     if change == "swap":
         ops[first], ops[second] = ops[second], ops[first]
     elif change == "double":
@@ -87,7 +95,17 @@ def mutants(draw: st.DrawFn) -> Schedule:
                 others = schedule.lane(other_rank, other_lane)
                 place = draw(st.integers(0, len(others)))
                 schedule = with_lane(schedule, other_rank, other_lane, (*others[:place], op, *others[place:]))
-    return with_lane(schedule, rank, lane, tuple(ops))
+    return with_lane(schedule, rank, lane, tuple(ops)), None
+
+
+@st.composite
+def without_a_wait(draw: st.DrawFn, schedule: Schedule) -> tuple[Schedule, Op | None]:
+    edges = [(op, other) for op, awaited in schedule.waits.items() if op.kind.computes for other in awaited]
+    if not edges:
+        return schedule, None
+    op, gone = draw(st.sampled_from(edges))
+    rest = tuple(other for other in schedule.waits[op] if other != gone)
+    return dataclasses.replace(schedule, waits={**schedule.waits, op: rest}), gone
 
 
 def with_lane(schedule: Schedule, rank: int, lane: Lane, ops: tuple[Op, ...]) -> Schedule:

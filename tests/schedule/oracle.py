@@ -1,6 +1,7 @@
 """Runs a schedule op by op with blocking sends, and complains. Knows nothing of `check` nor of the passes.
 
-It is as unlucky as it can be: a recomputation starts as soon as it may, a message moves only when nothing else can.
+It is unlucky: recomputations run as early as they may (which fills the memory), a message moves only when no rank can
+compute, and the queue of `late` (an op) gets its turn only when no other has one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
 
-class Complaint(Exception):
+class OracleError(Exception):
     pass
 
 
 class Oracle:
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, late: Op | None = None) -> None:
         self.schedule = schedule
+        self.late = late
         self.done: set[Op] = set()
         self.kept: set[tuple[int, int]] = set()
         self.recomputed: set[tuple[int, int]] = set()
@@ -35,10 +37,16 @@ class Oracle:
 
     def need(self, truth: bool, complaint: str) -> None:
         if not truth:
-            raise Complaint(complaint)
+            raise OracleError(complaint)
 
     def run(self) -> None:
-        while self.compute() or self.move_message():
+        is_late = [self.late in lanes[Lane.RECOMPUTE] for lanes in self.lanes]
+        while (
+            self.run_heads(Lane.RECOMPUTE, [lanes for lanes, late in zip(self.lanes, is_late) if not late])
+            or self.run_heads(Lane.COMPUTE, self.lanes)
+            or self.move()
+            or self.run_heads(Lane.RECOMPUTE, self.lanes)
+        ):
             pass
         left = [op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE) for op in lanes[lane]]
         self.need(not left and not any(self.links.values()), f"never runs: {left}")
@@ -51,33 +59,29 @@ class Oracle:
     def ready(self, op: Op) -> bool:
         return all(other in self.done for other in self.schedule.waits.get(op, ()))
 
-    def compute(self) -> bool:
-        progress = False
-        for lanes in self.lanes:
-            for lane in (Lane.RECOMPUTE, Lane.COMPUTE):
-                while lanes[lane] and self.ready(lanes[lane][0]):
-                    self.execute(lanes[lane].pop(0))
-                    progress = True
-                    if lane is Lane.COMPUTE:
-                        break
-        return progress
+    def run_heads(self, lane: Lane, ranks: list[dict[Lane, list[Op]]]) -> bool:
+        ready = [lanes[lane].pop(0) for lanes in ranks if lanes[lane] and self.ready(lanes[lane][0])]
+        for op in ready:
+            self.execute(op)
+        return bool(ready)
 
-    def move_message(self) -> bool:
-        for (lane, stage, kind), sends in self.links.items():
-            forward = kind is Kind.SEND_F
-            receives = self.links.get(
-                (Lane.RECV, stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B)
-            )
-            if lane is Lane.SEND and sends and receives and self.ready(sends[0]) and self.ready(receives[0]):
-                send, receive = sends.pop(0), receives.pop(0)
-                self.need(send.microbatch == receive.microbatch, f"{send} meets {receive}")
-                self.need(
-                    Op(stage, Kind.F if forward else Kind.B, send.microbatch) in self.done, f"{send}: nothing to send"
-                )
-                self.need(not {send, receive} & self.done, f"{send} twice")
-                self.done |= {send, receive}
-                return True
+    def move(self) -> bool:
+        late = (Lane.RECV, self.late.stage, self.late.kind) if self.late else None
+        for queue in sorted(self.links, key=lambda queue: queue == late):
+            _, stage, kind = queue
+            if kind in (Kind.RECV_F, Kind.RECV_B):
+                source = (stage - 1, Kind.SEND_F, Kind.F) if kind is Kind.RECV_F else (stage + 1, Kind.SEND_B, Kind.B)
+                sends, receives = self.links.get((Lane.SEND, *source[:2]), []), self.links[queue]
+                if sends and receives and self.ready(sends[0]) and self.ready(receives[0]):
+                    self.pass_on(sends.pop(0), receives.pop(0), source[2])
+                    return True
         return False
+
+    def pass_on(self, send: Op, receive: Op, source: Kind) -> None:
+        self.need(send.microbatch == receive.microbatch, f"{send} meets {receive}")
+        self.need(Op(send.stage, source, send.microbatch) in self.done, f"{send}: nothing to send")
+        self.need(not {send, receive} & self.done, f"{send} twice")
+        self.done |= {send, receive}
 
     def arrived(self, op: Op, kind: Kind) -> bool:
         """Whether the activation (F) or the gradient (B) for `op` is on its rank."""

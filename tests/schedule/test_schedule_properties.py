@@ -3,12 +3,13 @@
 import pytest
 from cases import Case, cases, mutants
 from hypothesis import HealthCheck, given, settings
-from oracle import Complaint, Oracle
+from oracle import Oracle, OracleError
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.breakdown import break_down
 from pipetrain.schedule.check import ScheduleError, check
+from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
@@ -40,11 +41,12 @@ def holds(case: Case) -> None:
         assert all(r.peak_sets <= (policy.ahead + policy.keep) * count for r, count in zip(breakdown, stages_of))
 
 
-def agree(schedule: Schedule) -> None:
+def agree(schedule: Schedule, late: Op | None) -> None:
     complaint = fault = None
     try:
         Oracle(schedule).run()
-    except Complaint as error:
+        Oracle(schedule, late=late).run()
+    except OracleError as error:
         complaint = error
     try:
         check(schedule)
@@ -61,8 +63,8 @@ def test_every_schedule(case: Case) -> None:
 
 @many
 @given(mutants())
-def test_check_accepts_what_the_oracle_finishes(schedule: Schedule) -> None:
-    agree(schedule)
+def test_check_accepts_what_the_oracle_finishes(mutant: tuple[Schedule, Op | None]) -> None:
+    agree(*mutant)
 
 
 @pytest.mark.slow
@@ -77,5 +79,5 @@ def test_every_schedule_more(case: Case) -> None:
 @pytest.mark.timeout(900)
 @more
 @given(mutants())
-def test_check_accepts_what_the_oracle_finishes_more(schedule: Schedule) -> None:
-    agree(schedule)
+def test_check_accepts_what_the_oracle_finishes_more(mutant: tuple[Schedule, Op | None]) -> None:
+    agree(*mutant)
