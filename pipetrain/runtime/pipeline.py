@@ -17,9 +17,10 @@ from pipetrain.runtime.build import build_layers, check_has_parameters, check_sh
 from pipetrain.runtime.calls import Call, Programs, Signatures
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, join, num_rows, weights_of
+from pipetrain.runtime.edges import make_edges
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.lanes import Recording, make_lanes
+from pipetrain.runtime.lanes import Recording, make_lanes, sharing
 from pipetrain.runtime.measure import RankReport, Report, measure_rank
 from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.seeding import generators_restored
@@ -91,7 +92,8 @@ class Pipeline:
             balance=balance,
         )
         check_sharing(layers, self.plan)
-        self._programs = Programs(schedule, RecomputePolicy.of(recompute), self.plan, world.rank)
+        self._policy = RecomputePolicy.of(recompute)
+        self._programs = Programs(schedule, self._policy, self.plan, world.rank)
         self.step_index = 0
         self._loss_fn = loss_fn
         self._seed = seed
@@ -106,13 +108,12 @@ class Pipeline:
         self._board = FailureBoard(world.store)
         self._monitor = Monitor(world.rank, self._board, timeout_seconds)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
+        self._lanes = make_lanes(world.rank, world.device)
         self._signatures = Signatures()
         self._stages = self._build(layers, checked=balance == "auto")
-        self._transport = Transport(
-            self.plan.stage_ranks, world.rank, world.store, self._monitor, self._meter, world.device
-        )
+        edges = None if world.store is None else make_edges(world.store, self._lanes, self._monitor, world.device)
+        self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
-        self._lanes = make_lanes(world.rank, world.device)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
 
     def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
@@ -133,6 +134,7 @@ class Pipeline:
                     meter=self._meter,
                     loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
                     foreign=lambda: self._transport.storages(),
+                    share=sharing(self._lanes, self._policy.ahead),
                 )
         except (ValueError, TypeError) as error:
             problem = str(error)
@@ -295,7 +297,6 @@ class Pipeline:
             self._transport.start_step(
                 self._signatures.forms(call.signature),
                 described=(call.described_before, call.described_after),
-                record=self._lanes.record,
                 done=self._executor.done,
             )
             with generators_restored(self._world.device):
