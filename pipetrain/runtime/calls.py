@@ -76,6 +76,8 @@ class Signatures:
 
     def amend(self, header: dict[str, Any], stages: Mapping[int, Stage], plan: Plan) -> None:
         """Add what this rank knows: whether it needs gradients, and whether that changed since the last such call."""
+        if header["error"]:
+            return  # no messages follow, so nothing was described
         flags = tuple(
             parameter.requires_grad
             for stage in stages.values()

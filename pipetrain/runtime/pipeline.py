@@ -253,6 +253,11 @@ class Pipeline:
                     "rank must call the same methods in the same order"
                 )
             )
+        if self.plan.num_stages > self.plan.num_ranks:
+            # Ranks are neighbours in a ring then, and a later one holds an earlier stage: only the last has heard of all.
+            heard = torch.tensor([amended["first_backward"], amended["described"]], dtype=torch.int64)
+            amended["first_backward"], amended["described"] = self._chain.from_last(heard, what).tolist()
+            received["described"] = amended["described"] = bool(amended["described"])
         return Call.of(received, amended)
 
     def _ask(self, kind: str, inputs: Any) -> dict[str, Any]:
