@@ -93,9 +93,7 @@ def check_case(case: Case) -> None:
         assert_same_tensors(pipeline.state_dict(), reference.state_dict())
 
 
-def _reference(
-    case: Case, model: nn.Sequential, inputs: Any, targets: Any, m: int, step: int, count_fn: Any
-) -> Tensor:
+def _reference(case: Case, model: nn.Sequential, inputs: Any, targets: Any, m: int, step: int, count_fn: Any) -> Tensor:
     loss = reference_step(model, case.loss, inputs, targets, num_microbatches=m, step=step, count_fn=count_fn)
     if case.scale != 1.0:
         # A power of two: scaled gradients are the gradients scaled, without a rounding.

@@ -28,10 +28,12 @@ class Apply(nn.Module):
         return self.function(x, torch.tanh(self.linear(self.pick(x))))
 
 
-
 STRUCTURES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
     "tuple": (lambda x, y: (y, y * 2), lambda x: x[0] + x[1]),
-    "nested dict": (lambda x, y: {"a": y, "b": (y * 2, [y.sum(1, keepdim=True)])}, lambda x: x["a"] + x["b"][0] * x["b"][1][0]),
+    "nested dict": (
+        lambda x, y: {"a": y, "b": (y * 2, [y.sum(1, keepdim=True)])},
+        lambda x: x["a"] + x["b"][0] * x["b"][1][0],
+    ),
     "plain values": (lambda x, y: (y, None, 3, 0.5, "word", True), lambda x: x[0] * x[2] * x[3]),
     "int tensor": (lambda x, y: (y, y.argmax(1)), lambda x: x[0] + x[1][:, None]),
     "bool tensor": (lambda x, y: (y, y > 0), lambda x: torch.where(x[1], x[0], x[0] * 0.1)),
@@ -64,6 +66,7 @@ class UsedLater(nn.Module):
 def structures(num_ranks: int) -> list[Case]:
     cases = []
     for name, (make, take) in STRUCTURES.items():
+
         def layers(make: Any = make, take: Any = take) -> list[nn.Module]:
             middle = [Apply(make, take) for _ in range(3)]
             return [Apply(make), *middle, Apply(lambda x, y: y, take), nn.Linear(8, 8)]
@@ -133,7 +136,9 @@ def counted_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def labels(*lists: list[int]) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(len(given), 8, generator=torch.Generator().manual_seed(5)), torch.tensor(given)) for given in lists]
+    return [
+        (torch.randn(len(given), 8, generator=torch.Generator().manual_seed(5)), torch.tensor(given)) for given in lists
+    ]
 
 
 def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -142,7 +147,9 @@ def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def sequences(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(6)
-    return [(torch.randn(*shape, 8, generator=generator), torch.randn(*shape, 8, generator=generator)) for shape in shapes]
+    return [
+        (torch.randn(*shape, 8, generator=generator), torch.randn(*shape, 8, generator=generator)) for shape in shapes
+    ]
 
 
 def half() -> Any:
@@ -221,6 +228,11 @@ def frozen_by_turns(*sets: tuple[int, ...]) -> Callable[[int, nn.Sequential], No
     return lambda step, model: frozen(*sets[step % len(sets)])(step, model)
 
 
+def only_one_bias(step: int, model: nn.Sequential) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "3.0.bias")
+
+
 def freezing(num_ranks: int) -> list[Case]:
     cases = []
     wanted = {
@@ -230,15 +242,25 @@ def freezing(num_ranks: int) -> list[Case]:
         "all but the first frozen": frozen(1, 2, 3, 4, 5),
         "middle frozen": frozen(2, 3),
         "by turns": frozen_by_turns((), (0, 1), (2, 3), (0, 1, 2, 3), ()),
-        "only one bias": lambda step, model: [p.requires_grad_(n == "3.bias") for n, p in model.named_parameters()] and None,
-    }  # fmt: skip
+        "only one bias": only_one_bias,
+    }
     for name, before in wanted.items():
         for mode in ("never", "inline", "overlap"):
             options = {"recompute": mode}
-            cases.append(Case(f"{name}, {mode}", six_linears, lambda: rows(8, 8, 9, 8, 8), options=options, before_step=before))
+            cases.append(
+                Case(f"{name}, {mode}", six_linears, lambda: rows(8, 8, 9, 8, 8), options=options, before_step=before)
+            )
         if num_ranks > 1:
             options = {"schedule": "interleaved", "stages_per_rank": 6 // num_ranks}
-            cases.append(Case(f"{name}, interleaved", six_linears, lambda: rows(8, 8, 9, 8, 8), options=options, before_step=before))
+            cases.append(
+                Case(
+                    f"{name}, interleaved",
+                    six_linears,
+                    lambda: rows(8, 8, 9, 8, 8),
+                    options=options,
+                    before_step=before,
+                )
+            )
     return cases
 
 

@@ -106,7 +106,9 @@ def ten_steps(mode: str, schedule: str) -> list[float]:
         theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
         for step, (inputs, targets) in enumerate(rows(*[8, 11] * 5)):
             loss = pipeline.step(inputs, targets)
-            assert torch.equal(loss, reference_step(reference, mean_square, inputs, targets, num_microbatches=4, step=step))
+            assert torch.equal(
+                loss, reference_step(reference, mean_square, inputs, targets, num_microbatches=4, step=step)
+            )
             limit = 0.1 if step % 2 else 1e6  # one that clips, one that does not
             norm = pipeline.clip_grad_norm_(limit)
             assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), limit)), f"norm of step {step}"
