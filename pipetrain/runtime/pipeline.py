@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import weights
 from pipetrain.runtime.build import build_layers, check_has_parameters, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Programs, Signatures
+from pipetrain.runtime.calls import Call, Programs, Signatures, first_trainable
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, join, num_rows, weights_of
 from pipetrain.runtime.edges import make_edges
@@ -138,7 +139,13 @@ class Pipeline:
                 )
         except (ValueError, TypeError) as error:
             problem = str(error)
-        known = {"plan": repr(self.plan), "schedule": self._programs.describe(), "seed": self._seed, "problem": problem}
+        known = {
+            "plan": repr(self.plan),
+            "schedule": self._programs.describe(),
+            "seed": self._seed,
+            "problem": problem,
+            "first_backward": first_trainable(stages, self.plan),
+        }
         everyone = [
             json.loads(text) for text in self._chain.concatenate(json.dumps(known).encode(), "the other ranks' plans")
         ]
@@ -150,6 +157,7 @@ class Pipeline:
                     raise ValueError(
                         f"rank {rank} was given another {key} than rank 0: {other[key]}, not {everyone[0][key]}"
                     )
+        self._first_backward = min(other["first_backward"] for other in everyone)
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -245,7 +253,8 @@ class Pipeline:
 
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
-            raise ValueError(amended["error"])
+            error = ValueError(amended["error"])
+            raise error if received["error"] else self._fail(error)  # found here: the ranks before this one do not know it
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
@@ -356,11 +365,7 @@ class Pipeline:
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def _layers(self) -> dict[int, nn.Module]:
-        return {
-            stage.first_layer + number: layer
-            for stage in self._stages.values()
-            for number, layer in enumerate(stage.layers)
-        }
+        return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the names of `nn.Sequential(*layers)`."""
@@ -393,26 +398,13 @@ class Pipeline:
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
         on the split.
         """
-        own = {
-            stage.index: [
-                (norm.item(), str(norm.dtype).removeprefix("torch."))
-                for norm in weights.gradient_norms(
-                    {n + stage.first_layer: layer for n, layer in enumerate(stage.layers)}
-                )
-            ]
+        parameters_of = {
+            stage.index: [parameter for _, parameter in weights.named_parameters(stage.layers_by_number())]
             for stage in self._stages.values()
         }
-        parts = self._chain.concatenate(json.dumps(own).encode(), "the gradient norms")
-        of_stage = {int(stage): norms for part in parts for stage, norms in json.loads(part).items()}
-        norms = [
-            torch.tensor(value, dtype=getattr(torch, kind))
-            for stage in sorted(of_stage)
-            for value, kind in of_stage[stage]
-        ]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        total = total.to(self._world.device)
-        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
-        return total
+        return clip_grad_norm(
+            parameters_of, max_norm, lambda own: self._chain.concatenate(own, "the gradient norms"), self._world.device
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors, under the whole model's names."""
