@@ -94,7 +94,8 @@ def _box(event: OpEvent, start: float, left: float, y: float, scale: float) -> s
 def _name(event: OpEvent, start: float, left: float, y: float, scale: float, several: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
     kind, width = event.op.kind, (event.end - event.start) * scale
-    names = [str(event.op)] if several else [f"{kind.value}{event.op.microbatch}", kind.value]
+    names = [f"{kind.value}{event.op.microbatch}", kind.value]
+    names = [str(event.op), *names] if several else names
     name = next((name for name in names if 6.6 * len(name) + 3 <= width), None)
     if name is None:
         return ""
