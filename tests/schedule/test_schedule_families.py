@@ -1,5 +1,7 @@
 """The order of each family, as the staircase that its generator shows."""
 
+import itertools
+
 import pytest
 
 from pipetrain.plan.costs import Costs
@@ -114,7 +116,7 @@ def test_kept_sets_repeat_in_1f1b() -> None:
         kept = sorted(microbatch for one, microbatch in schedule.kept if one == stage)
         in_flight = 4 - stage
         assert len(kept) >= 12 // in_flight - 1
-        assert all(later - earlier >= in_flight for earlier, later in zip(kept, kept[1:], strict=False))
+        assert all(later - earlier >= in_flight for earlier, later in itertools.pairwise(kept))
 
 
 def test_keeping_a_set_never_costs_time() -> None:

@@ -28,9 +28,10 @@ def svg(*shown: Shown, width: int = 960) -> str:
         pieces.append(_panel(one, top, width, longest))
         top += _panel_height(one) + 18
     height = top + 12
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {_TEXT} role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_TEXT} role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
             _HATCH,
