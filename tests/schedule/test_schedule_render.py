@@ -7,14 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.breakdown import break_down
 from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.render.html import html
 from pipetrain.schedule.render.svg import svg
 from pipetrain.schedule.render.table import comparison, ranks_table
 from pipetrain.schedule.render.terminal import legend, staircase
 from pipetrain.schedule.render.trace import chrome_trace
-from pipetrain.schedule.show import show
+from pipetrain.schedule.show import Shown, show
 
 
 class Tags(HTMLParser):
@@ -62,7 +65,17 @@ def test_r_beside_b_has_a_row_of_its_own() -> None:
         OpEvent(0, Lane.COMPUTE, Op.parse("0B0"), 1, 3),
         OpEvent(0, Lane.RECOMPUTE, Op.parse("0R1"), 2, 3),
     ]
-    assert staircase(Timeline(1, tuple(events))) == "rank 0 F0-B0====\n       ......R1~"
+    timeline = Timeline(1, tuple(events))
+    assert staircase(timeline) == "rank 0 F0-B0====\n       ......R1~"
+    schedule = make_schedule(num_stages=1, num_microbatches=2)
+    shown = Shown(schedule, Costs.spread(1), timeline, 0.0, break_down(schedule, timeline))
+    boxes = {
+        rect[0].text.split()[0]: (float(rect.get("y", 0)), float(rect.get("height", 0)))
+        for rect in ElementTree.fromstring(svg(shown)).iter()
+        if rect.get("class") == "op"
+    }
+    assert boxes["0F0"] == boxes["0B0"]
+    assert boxes["0R1"][0] >= sum(boxes["0B0"])
 
 
 def test_svg_has_a_box_for_every_op() -> None:
@@ -96,6 +109,14 @@ def test_html_is_one_self_contained_page() -> None:
     assert seen.count("polygon") == 8
     assert not re.search(r"(src|href)=|url\(http|@import", page)
     assert "addEventListener('pointerenter'" in page
+
+
+def test_two_staircases_share_a_time_scale() -> None:
+    inline = show(num_stages=4, num_microbatches=8, recompute="inline")
+    long = staircase(inline.timeline, width=120)
+    short = staircase(SHOWN.timeline, width=120, seconds=inline.step_seconds)
+    assert [len(line) for line in long.splitlines()] == [len(line) for line in short.splitlines()]
+    assert short.splitlines()[0].endswith("." * 4)
 
 
 def test_chrome_trace() -> None:
