@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: no GPU on this machine"),
 ]
 
+ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 MODES = ["never", "inline", "early", "overlap"]
 SLOW_CYCLES = 100_000_000  # about 50 ms
 
@@ -115,7 +116,7 @@ def test_recompute_ran_on_its_own_stream() -> None:
     policy = RecomputePolicy("overlap", last_stage="always")
     with Pipeline(model, mse, stages_per_rank=2, schedule="interleaved", recompute=policy) as pipeline:
         pipeline.step(inputs, inputs)
-        with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)) as profile:
+        with torch.profiler.profile(activities=ACTIVITIES) as profile:
             pipeline.step(inputs, inputs)
             torch.cuda.synchronize()
         report = pipeline.gather_report()
