@@ -125,6 +125,10 @@ class Stage:
         self._buffers = ChangingBuffers(self.layers)
         self._probe = HeldOutsideProbe(self._name_of, foreign)
 
+    def layers_by_number(self) -> dict[int, nn.Module]:
+        """The layers by their global index."""
+        return {self.first_layer + number: layer for number, layer in enumerate(self.layers)}
+
     # F ------------------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int, given: StageInput, *, keep: bool) -> StageOutput:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
@@ -115,12 +114,3 @@ class Gatherer:
         queue = iter(tensors)
         names = form.spec.split("\n") if form.leaves else []
         return {name: next(queue) if hasattr(leaf, "shape") else leaf for name, leaf in zip(names, form.leaves)}
-
-
-def gradient_norms(layers: Layers) -> list[Tensor]:
-    """The 2-norm of each gradient there is, in the order of the parameters."""
-    return [
-        torch.linalg.vector_norm(parameter.grad)
-        for _, parameter in named_parameters(layers)
-        if parameter.grad is not None
-    ]
