@@ -8,10 +8,15 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.runtime.slots import RecomputeMismatch
+from pipetrain.schedule.policy import RecomputePolicy
+
+ALWAYS = RecomputePolicy(last_stage="always")
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -90,3 +95,37 @@ def test_bad_batch_after_unfreezing() -> None:
     Cause: the refused call was taken for the one in which the ranks tell each other what needs a gradient now.
     """
     run_ranks(2, bad_batch_after_unfreezing)
+
+
+def test_checkpoint_inside_a_layer_is_not_taken_for_a_leak() -> None:
+    """Symptom: a layer with `torch.utils.checkpoint` inside warned that it "holds 5056 bytes outside of its saved tensors".
+
+    Cause: those are the generator states that checkpoint keeps; the limit for what is worth a warning was 4096 bytes.
+    """
+
+    class Checkpointed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return output
+
+    with Pipeline([Checkpointed(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        pipeline.step(*batch())
+
+
+def test_recompute_that_saves_less_names_its_own_layer() -> None:
+    """Symptom: a layer saved a tensor less in R than in F, and the error named the layer after it.
+
+    Cause: what the next layer saved was compared with what had not come; the count at the end of a layer was not.
+    """
+
+    class SavesOnce(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            SavesOnce.calls += 1
+            return x.exp() if SavesOnce.calls > 3 else x.exp().sin()
+
+    layers = [nn.Linear(4, 4), SavesOnce(), nn.Linear(4, 4)]
+    with Pipeline(layers, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        with pytest.raises(RecomputeMismatch, match=r"layer 1 \(SavesOnce\): the recompute ended without saving"):
+            pipeline.step(*batch())
