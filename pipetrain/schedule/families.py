@@ -92,8 +92,8 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
         rank 1     F0 F1 .  .  B0 F2 B1 F3 B2 .  B3              2 in flight
         rank 2        F0 B0 F1 B1 F2 B2 F3 B3                    1 in flight
 
-    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so; with m it is GPipe's order. More
-    of them cover slow hops.
+    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so, up to GPipe's order. More of
+    them cover slow hops.
     """
     _one_stage_per_rank(shape)
     return [_in_turns(stage, in_flight, shape) for stage, in_flight in enumerate(in_flight_of(shape))]
@@ -116,25 +116,31 @@ def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: i
 
 
 def in_flight_of(shape: Shape) -> tuple[int, ...]:
-    """Forwards in flight per stage: the classic numbers, raised to `warmup` if that is one number.
+    """Forwards in flight per stage: the classic numbers, or those that `warmup` asks for.
+
+    One number w is for stage 0; the others have fewer in proportion to their distance from the last, so that each edge
+    has the same number of tensors under way: 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, and never more than m. With
+    w = p that is classic; with w = (m - 1) (p - 1) + 1 every stage but the last has all m in flight, as in GPipe.
+    (The same number on every stage would leave nothing under way and be slower than classic.)
 
     Raises:
-        ValueError: `warmup` is not between the classic number and num_microbatches, or grows from stage to stage (then
-            stage s + 1 would wait for a forward that stage s runs after a backward of stage s + 1).
+        ValueError: `warmup` is less than classic or more than GPipe, or grows from stage to stage (then stage s + 1
+            would wait for a forward that stage s runs after a backward of stage s + 1).
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
     classic = tuple(min(microbatches, stages - stage) for stage in range(stages))
     if warmup is None:
         return classic
-    allowed = f"allowed is one number from 1 to {microbatches} (num_microbatches), or a list of one per stage"
+    edges = max(1, stages - 1)
+    most = max(stages, (microbatches - 1) * edges + 1)
     if isinstance(warmup, int):
-        if not 1 <= warmup <= microbatches:
-            raise ValueError(f"pipeline.warmup={warmup}: {allowed}")
-        last = 1 if shape.alternate_last else warmup
-        return (*(max(least, warmup) for least in classic[:-1]), last)
+        if not 1 <= warmup <= most:
+            raise ValueError(f"pipeline.warmup={warmup}: allowed are 1 to {most}, or a list with one number per stage")
+        spread = (1 - (-(warmup - 1) * (stages - 1 - stage) // edges) for stage in range(stages))
+        return tuple(min(microbatches, max(least, count)) for least, count in zip(classic, spread))
     counts = tuple(warmup)
     if len(counts) != stages:
-        raise ValueError(f"pipeline.warmup={list(counts)} has {len(counts)} numbers for {stages} stages: {allowed}")
+        raise ValueError(f"pipeline.warmup={list(counts)} has {len(counts)} numbers for {stages} stages")
     for stage, (count, least) in enumerate(zip(counts, classic)):
         most = 1 if shape.alternate_last and stage == stages - 1 else microbatches
         if not least <= count <= most:

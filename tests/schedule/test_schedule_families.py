@@ -67,12 +67,20 @@ def order(family: str, rank: int, **numbers: object) -> str:
 def test_1f1b_with_all_forwards_in_flight_is_gpipe() -> None:
     for rank in range(4):
         numbers = {"num_stages": 4, "num_microbatches": 6}
-        assert order("1f1b", rank, warmup=6, **numbers) == order("gpipe", rank, **numbers)
+        assert order("1f1b", rank, warmup=(6 - 1) * 3 + 1, **numbers) == order("gpipe", rank, **numbers)
+        assert order("1f1b", rank, warmup=[6, 6, 6, 1], **numbers) == order("gpipe", rank, **numbers)
 
 
 @pytest.mark.parametrize(
     ("warmup", "stash"),
-    [(None, (4, 3, 2, 1)), (1, (4, 3, 2, 1)), (5, (5, 5, 5, 1)), ([6, 5, 2, 1], (6, 5, 2, 1)), (6, (6, 6, 6, 1))],
+    [
+        (None, (4, 3, 2, 1)),
+        (1, (4, 3, 2, 1)),
+        (4, (4, 3, 2, 1)),
+        (6, (6, 5, 3, 1)),
+        (10, (6, 6, 4, 1)),
+        ([6, 5, 2, 1], (6, 5, 2, 1)),
+    ],
 )
 def test_warmup_is_the_forwards_in_flight(warmup: int | list[int] | None, stash: tuple[int, ...]) -> None:
     schedule = make_schedule("1f1b", num_stages=4, num_microbatches=6, warmup=warmup)
@@ -137,7 +145,7 @@ BAD = [
     ({"first_backward": 5}, "first_backward=5"),
     ({"transport_ahead": -1}, "transport.ahead=-1"),
     ({"warmup": 3}, "pipeline.warmup=3 is for pipeline.schedule=1f1b"),
-    ({"family": "1f1b", "warmup": 9}, "pipeline.warmup=9: allowed is one number from 1 to 8"),
+    ({"family": "1f1b", "warmup": 23}, "pipeline.warmup=23: allowed are 1 to 22"),
     ({"family": "1f1b", "warmup": [4, 3]}, "has 2 numbers for 4 stages"),
     ({"family": "1f1b", "warmup": [4, 2, 2, 1]}, "stage 1 may have 3 to 8"),
     ({"family": "1f1b", "warmup": [4, 5, 2, 1]}, "stage 1 may have at most as many as stage 0"),
