@@ -201,6 +201,7 @@ FAMILIES: dict[str, Generator] = {
     "interleaved": interleaved,
     "inference": inference,
 }
+WITH_WARMUP = ("1f1b",)
 
 
 def generator_of(family: str) -> Generator:

@@ -6,8 +6,9 @@ import pytest
 
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.render.terminal import staircase
 from pipetrain.schedule.show import show
@@ -85,6 +86,19 @@ def test_1f1b_with_all_forwards_in_flight_is_gpipe() -> None:
 def test_warmup_is_the_forwards_in_flight(warmup: int | list[int] | None, stash: tuple[int, ...]) -> None:
     schedule = make_schedule("1f1b", num_stages=4, num_microbatches=6, warmup=warmup)
     assert peak_stash(schedule) == stash
+
+
+def depth_first(shape: Shape) -> list[list[Op]]:
+    """A family of one's own: each microbatch all the way there and back before the next."""
+    pairs = [(kind, i) for i in range(shape.num_microbatches) for kind in (Kind.F, Kind.B)]
+    return [[Op(rank, kind, i) for kind, i in pairs] for rank in range(shape.num_ranks)]
+
+
+def test_a_generator_of_ones_own_needs_nothing_else() -> None:
+    shown = show(depth_first, num_stages=3, num_microbatches=2)
+    assert shown.schedule.family == "depth_first"
+    assert shown.step_seconds == 2 * 3 * (1 + 2)
+    assert not [op for _, _, op in shown.schedule.ops() if op.kind is Kind.R]  # each B follows its F
 
 
 def test_interleaving_leaves_out_what_is_beyond_the_microbatches() -> None:
