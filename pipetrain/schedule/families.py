@@ -43,8 +43,8 @@ Generator = Callable[[Shape], ComputeLanes]
 def gpipe(shape: Shape) -> ComputeLanes:
     """All forwards, then all backwards (Huang et al. 2019); the last stage takes its gradient at once.
 
-    rank 0  F0 F1 F2 .  .  .  .  B0 .  B1 .  B2
-    rank 1     F0 F1 F2 .  .  B0 .  B1 .  B2
+    rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2
+    rank 1     F0 F1 F2 B0 .  B1 .  B2
     rank 2        F0 B0 F1 B1 F2 B2
     """
     lanes: ComputeLanes = []
@@ -88,9 +88,9 @@ def inference(shape: Shape) -> ComputeLanes:
 def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     """One forward, one backward in turns after a warm-up (Narayanan et al. 2019, PipeDream-Flush of 2021).
 
-        rank 0  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3        3 in flight
-        rank 1     F0 F1 .  .  B0 F2 B1 F3 B2 .  B3              2 in flight
-        rank 2        F0 B0 F1 B1 F2 B2 F3 B3                    1 in flight
+        rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3        3 in flight
+        rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3           2 in flight
+        rank 2        F0 B0 F1 B1 F2 B2 F3 B3              1 in flight
 
     Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so, up to GPipe's order. More of
     them cover slow hops.
@@ -163,8 +163,8 @@ def _one_stage_per_rank(shape: Shape) -> None:
 def interleaved(shape: Shape) -> ComputeLanes:
     """1F1B over several stages per rank (Narayanan et al. 2021, section 2.2); here 2 ranks with 2 stages each.
 
-        rank 0  0F0 0F1 2F0 2F1 0F2 .   2B0 0F3 2B1 2F2 0B0 2F3 0B1 ...
-        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 ...
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
     Forwards go through p microbatches on the rank's first stage, then the same on its next, and so on; backwards the
     same from the last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards ahead of the turns. For
