@@ -1,5 +1,6 @@
 """Closed forms, the bound, and what the simulator's links and lanes do."""
 
+import itertools
 import math
 import time
 
@@ -162,10 +163,16 @@ def test_simulation_is_deterministic() -> None:
     assert first == second
 
 
-def test_an_arrival_a_rounding_error_late_does_not_let_r_in_first() -> None:
-    """0.1 + 0.2 is more than 0.3: F1 of stage 1 is ready at the end of its F0 all the same."""
-    costs = Costs.spread(2, forward=[0.3, 0.1 + 0.2], backward=1.0, recompute=0.5)
-    assert step(2, 3, "overlap", costs) <= step(2, 3, "never", costs) + 3 * 0.5
+@pytest.mark.parametrize("family", ["gpipe", "1f1b"])
+def test_rounding_does_not_change_who_goes_first(family: str) -> None:
+    """In tenths 0.1 + 0.2 is not 0.3: an arrival in the last digit too late must not let an R in before its B."""
+    for forward, backward, recompute, hop in itertools.product((1, 3), (2, 3, 7), (1, 2, 6), (0, 1)):
+        whole = Costs.spread(4, forward=forward, backward=backward, recompute=recompute, hop=hop)
+        parts = (forward / 10, backward / 10, recompute / 10, hop / 10)
+        tenths = Costs.spread(4, forward=parts[0], backward=parts[1], recompute=parts[2], hop=parts[3])
+        schedule = make_schedule(family, num_stages=4, num_microbatches=8)
+        exact = simulate(schedule, whole).step_seconds / 10
+        assert simulate(schedule, tenths).step_seconds == pytest.approx(exact, abs=1e-9)
 
 
 def test_wrong_number_of_costs() -> None:
