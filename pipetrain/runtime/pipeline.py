@@ -108,6 +108,7 @@ class Pipeline:
         self._board = FailureBoard(world.store)
         self._monitor = Monitor(world.rank, self._board, timeout_seconds)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
+        self._clock = self._chain.align_clocks()
         self._lanes = make_lanes(world.rank, world.device)
         self._signatures = Signatures()
         self._stages = self._build(layers, checked=balance == "auto")
@@ -187,7 +188,7 @@ class Pipeline:
         self._execute(call, step, inputs, targets)
         recording, peak, index = self._lanes.recording(), self._meter.peak_bytes, self.step_index
         self._last_report = lambda: measure_rank(
-            self._world.rank, index, recording(), self._stages, peak, self._world.device
+            self._world.rank, index, recording(), self._clock, self._stages, peak, self._world.device
         )
         self.step_index += 1
         self._unseen = recording
