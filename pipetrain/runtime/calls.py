@@ -33,12 +33,11 @@ class Introduction:
     plan: str
     schedule: str
     seed: int
-    first_backward: int
     problem: str | None
 
 
-def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> int:
-    """Compare with the other ranks; returns the first stage in which something needs a gradient.
+def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Compare with the other ranks.
 
     Raises:
         ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0.
@@ -51,7 +50,6 @@ def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> in
             mine, first = getattr(other, key), getattr(everyone[0], key)
             if mine != first:
                 raise ValueError(f"rank {rank} was given another {key} than rank 0: {mine}, not {first}")
-    return min(other.first_backward for other in everyone)
 
 
 @dataclass(frozen=True)
@@ -142,13 +140,7 @@ class Signatures:
         number = header["signature"]
         header["described"] = header["described"] or self._trainable.get(number) != flags
         self._trainable[number] = flags
-        own, known = first_trainable(stages, plan), header["first_backward"]
-        if own < known and plan.num_stages != plan.num_ranks:
-            header["error"] = header["error"] or (
-                f"stage {own} has a parameter that needs a gradient, which it had not when the Pipeline was made: with several "
-                "stages per rank make a new Pipeline after requires_grad changed"
-            )
-        header["first_backward"] = min(known, own)
+        header["first_backward"] = min(header["first_backward"], first_trainable(stages, plan))
 
     def forms(self, number: int) -> dict[Op, Form]:
         return self._forms.setdefault(number, {})

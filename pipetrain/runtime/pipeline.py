@@ -14,7 +14,7 @@ from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import losses, weights
 from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, first_trainable, introduce
+from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, introduce
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, cut_targets, join
 from pipetrain.runtime.edges import make_edges
@@ -140,10 +140,9 @@ class Pipeline:
             plan=repr(self.plan),
             schedule=self._programs.describe(),
             seed=self._seed,
-            first_backward=first_trainable(stages, self.plan),
             problem=problem,
         )
-        self._first_backward = introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
+        introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -231,13 +230,10 @@ class Pipeline:
         self._emit_events()
         asked = None
         if self.is_first:
-            # Down the chain each rank learns which stages before its own need gradients. With several stages per rank some
-            # of those lie on ranks after it, so there it is what was found at the start.
-            first = self.plan.num_stages if self.plan.num_stages == self.plan.num_ranks else self._first_backward
             most = self.plan.num_microbatches
             asked = {
                 "step": self.step_index,
-                "first_backward": first,
+                "first_backward": self.plan.num_stages,
                 **self._signatures.ask(kind, inputs, most, self._training),
             }
         what = f"{kind} {self.step_index}"
@@ -249,10 +245,7 @@ class Pipeline:
 
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
-            error = ValueError(amended["error"])
-            raise (
-                error if received["error"] else self._fail(error)
-            )  # found here: the ranks before this one do not know it
+            raise ValueError(amended["error"])
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
