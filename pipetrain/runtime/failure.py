@@ -107,7 +107,7 @@ class Monitor:
             f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
             "needs longer for a step than that"
         )
-        return PipelineError(f"{first} (rank {self.rank} ends)")
+        return PipelineError(f"{first} (rank {self.rank} ends; {what})")
 
 
 def _first_line(error: BaseException) -> str:
