@@ -1,0 +1,94 @@
+"""Starts the ranks of a run on this machine through torchrun, and ends with their exit code and their message."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes
+
+# What ranks get to end a step, an evaluation and their report before torchrun kills them.
+GRACE_SECONDS = 120
+
+
+def is_rank() -> bool:
+    """Whether somebody (torchrun, a SLURM script) has started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per_rank: int) -> Outcome:
+    """Runs `python -m module arguments` on `num_ranks` ranks and waits for them.
+
+    The outcome has the first failure's code and message, and the run folder of rank 0.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
+    _prepare_environment(folder, threads_per_rank)
+    try:
+        killed_by = _run_torchrun(module, arguments, num_ranks, folder)
+        return _sum_up(collect(folder), killed_by)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 1 would make streams wait for each other
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torchrun tells of signals and exit codes in long tables; ranks say what happened in their outcome
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+
+
+def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
+    """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
+    try:
+        torchrun.main([*options, *arguments])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return max(-failure.exitcode, 0)
+    except SignalException:
+        # torchrun has passed the signal on and waited. Ranks that still run were waited for until a second signal came.
+        _end_at_once(folder)
+    return 0
+
+
+def _end_at_once(folder: Path) -> None:
+    for process in processes(folder):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
+
+
+def _sum_up(outcomes: Sequence[Outcome], killed_by: int) -> Outcome:
+    run_dir = next((outcome.run_dir for outcome in outcomes if outcome.run_dir), None)
+    failed = [outcome for outcome in outcomes if outcome.code not in (Exit.DONE, Exit.STOPPED)]
+    if failed:
+        return Outcome(failed[0].rank, failed[0].code, failed[0].message, run_dir)
+    if killed_by:
+        message = f"a rank was killed by {signal.Signals(killed_by).name}; out of memory is a frequent cause"
+        return Outcome(0, Exit.FAILED, message, run_dir)
+    if not outcomes:
+        return Outcome(0, Exit.FAILED, "the ranks ended before they could say why", run_dir)
+    return Outcome(0, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)
+
+
+def tell(outcome: Outcome) -> int:
+    """Says how the run ended, the run folder as the last line of stdout; returns the exit code."""
+    if outcome.run_dir is not None:
+        print(f"run folder: {outcome.run_dir}", flush=True)
+    if outcome.message:
+        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
+    return outcome.code
