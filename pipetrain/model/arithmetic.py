@@ -1,0 +1,60 @@
+"""Sizes, parameters and floating-point operations of a model, from its config alone. Without torch."""
+
+from __future__ import annotations
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.check import Style
+
+
+def num_kv_heads(config: ModelConfig) -> int:
+    """Key and value heads per block."""
+    return config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+
+
+def mlp_size(config: ModelConfig) -> int:
+    """Width inside the MLP.
+
+    SwiGLU has three matrices where GELU has two, so 8/3 instead of 4 keeps the parameters equal (Shazeer, "GLU
+    Variants Improve Transformer", 2020, section 2).
+    """
+    if config.mlp_size is not None:
+        return config.mlp_size
+    if config.name == Style.GPT2:
+        return 4 * config.hidden_size
+    return -(-8 * config.hidden_size // 24) * 8  # 8/3 of hidden_size, rounded up to a multiple of 8
+
+
+def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
+    """Parameters of each of the num_blocks + 2 layers, in order."""
+    hidden, biased = config.hidden_size, config.name == Style.GPT2
+    norm = hidden * (2 if biased else 1)
+    positions = config.max_sequence_length * hidden if biased else 0
+    block = _matrices_of_block(config) + 2 * norm
+    if biased:
+        block += 5 * hidden + mlp_size(config)  # query, key, value, attention output, MLP output; MLP input
+    embedding = vocabulary_size * hidden + positions
+    head = norm + vocabulary_size * hidden
+    return [embedding, *[block] * config.num_blocks, head]
+
+
+def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:
+    """Parameters of the whole model."""
+    return sum(parameters_per_layer(config, vocabulary_size))
+
+
+def flops_per_token(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward, per token of a sample of `sequence_length` tokens.
+
+    `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B): N weights that multiply (the embedding is looked up,
+    so it is not one), L blocks, H heads of Q numbers, T tokens. The causal mask is not subtracted and recomputation is not added:
+    what is divided by this is model FLOPs utilisation.
+    """
+    weights = config.num_blocks * _matrices_of_block(config) + vocabulary_size * config.hidden_size
+    return 6.0 * weights + 12.0 * config.num_blocks * config.hidden_size * sequence_length
+
+
+def _matrices_of_block(config: ModelConfig) -> int:
+    hidden = config.hidden_size
+    kv_size = hidden // config.num_heads * num_kv_heads(config)
+    attention = 2 * hidden * hidden + 2 * hidden * kv_size
+    return attention + (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)

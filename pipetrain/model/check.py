@@ -1,0 +1,90 @@
+"""What a model config must satisfy. Without torch, so that a mistake is told before any process starts."""
+
+from __future__ import annotations
+
+import difflib
+from enum import StrEnum
+
+from pipetrain.config.records import ModelConfig
+
+
+class Style(StrEnum):
+    """The kinds of transformer block that `model.name` chooses from."""
+
+    LLAMA = "llama"
+    GPT2 = "gpt2"
+
+
+def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequence_length: int | None = None) -> None:
+    """Raise ValueError, with the key and what to type next, where `config` describes no model.
+
+    `vocabulary_size` is the tokenizer's, `sequence_length` the data's; None: not compared.
+    """
+    if config.name not in list(Style):
+        nearest = Style(difflib.get_close_matches(config.name, list(Style), n=1, cutoff=0.0)[0])
+        raise ValueError(f"model.name={config.name!r}: allowed are {', '.join(Style)}; did you mean {nearest.value!r}?")
+    if config.path is not None:
+        raise ValueError(
+            f"model.path={config.path}: a saved Hugging Face model cannot be the start of a run yet; "
+            "allowed is a model built from the config: type model.path=null"
+        )
+    _check_ranges(config)
+    _check_heads(config)
+    if sequence_length is not None and sequence_length > config.max_sequence_length:
+        raise ValueError(
+            f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
+            f"{config.max_sequence_length}: set model.max_sequence_length={sequence_length}, or shorter samples"
+        )
+    size = config.vocabulary_size
+    if size is not None and vocabulary_size is not None and size < vocabulary_size:
+        raise ValueError(
+            f"model.vocabulary_size={size} is smaller than the tokenizer's {vocabulary_size}: "
+            f"leave it out, or set model.vocabulary_size={vocabulary_size} or more"
+        )
+
+
+def _check_ranges(config: ModelConfig) -> None:
+    for key in (
+        "num_blocks",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "mlp_size",
+        "vocabulary_size",
+        "max_sequence_length",
+    ):
+        number = getattr(config, key)
+        if number is not None and number < 1:
+            raise ValueError(f"model.{key}={number} must be 1 or more")
+    if not 0.0 <= config.dropout < 1.0:
+        raise ValueError(f"model.dropout={config.dropout} is a probability: at least 0, below 1; 0 switches it off")
+    for key in ("norm_epsilon", "rope_base"):
+        if not getattr(config, key) > 0.0:
+            raise ValueError(f"model.{key}={getattr(config, key)} must be greater than 0")
+
+
+def _check_heads(config: ModelConfig) -> None:
+    hidden, heads = config.hidden_size, config.num_heads
+    if hidden % heads:
+        raise ValueError(
+            f"model.num_heads={heads} does not divide model.hidden_size={hidden}: "
+            f"set model.num_heads={_nearest_divisor(hidden, heads)}, or hidden_size to a multiple of {heads}"
+        )
+    if config.num_kv_heads is not None and heads % config.num_kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={heads}: "
+            f"set model.num_kv_heads={_nearest_divisor(heads, config.num_kv_heads)}, or leave it out"
+        )
+    if config.name == Style.GPT2 and config.num_kv_heads not in (None, heads):
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads}: gpt2 blocks have no grouped queries; leave it out, or set model.name=llama"
+        )
+    if config.name == Style.LLAMA and (hidden // heads) % 2:
+        raise ValueError(
+            f"model.hidden_size={hidden} over model.num_heads={heads} makes heads of {hidden // heads}: rotary positions "
+            f"turn pairs and need an even size; set model.hidden_size={2 * heads * max(1, hidden // heads // 2)}"
+        )
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))

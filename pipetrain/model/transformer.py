@@ -1,0 +1,94 @@
+"""A decoder-only transformer as an ordered list of layers.
+
+    token ids [batch, sequence]
+      layer 0                 Embedding          -> [batch, sequence, hidden]
+      layers 1 .. num_blocks  Block              -> [batch, sequence, hidden]
+      layer num_blocks + 1    Head               -> logits [batch, sequence, vocabulary]
+
+Each layer takes what the one before returned and nothing else, so any of the gaps can be the cut between two stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.attention import Attention
+from pipetrain.model.check import Style, check_model
+from pipetrain.model.linear import embedding, linear
+from pipetrain.model.mlp import GeluMLP, SwiGLU
+
+
+def transformer_layers(config: ModelConfig, vocabulary_size: int) -> list[Callable[[], nn.Module]]:
+    """The num_blocks + 2 layers, each as a function that builds it: a rank calls those of its own stage.
+
+    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    """
+    check_model(config, vocabulary_size=vocabulary_size)
+    size = config.vocabulary_size or vocabulary_size
+    blocks = [partial(Block, config)] * config.num_blocks
+    return [partial(Embedding, config, size), *blocks, partial(Head, config, size)]
+
+
+class Embedding(nn.Module):
+    """Token ids `[batch, sequence]`, int64 -> `[batch, sequence, hidden]`; gpt2: plus a learned vector for each position."""
+
+    def __init__(self, config: ModelConfig, vocabulary_size: int) -> None:
+        super().__init__()
+        self.tokens = embedding(vocabulary_size, config.hidden_size)
+        learned = config.name == Style.GPT2
+        self.positions = embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.max_sequence_length = config.max_sequence_length
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        if length > self.max_sequence_length:
+            raise ValueError(
+                f"a sample has {length} tokens, more than model.max_sequence_length={self.max_sequence_length}: "
+                f"set model.max_sequence_length={length}, or cut the samples"
+            )
+        hidden: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(length, device=ids.device))
+        dropped: Tensor = self.dropout(hidden)
+        return dropped
+
+
+class Block(nn.Module):
+    """`[batch, sequence, hidden]` to the same: attention, then an MLP, each normed before and added to what came in."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = GeluMLP(config) if config.name == Style.GPT2 else SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
+        return output
+
+
+class Head(nn.Module):
+    """`[batch, sequence, hidden]` -> logits `[batch, sequence, vocabulary]`; its weights are its own, not the embedding's."""
+
+    def __init__(self, config: ModelConfig, vocabulary_size: int) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        self.logits = linear(config.hidden_size, vocabulary_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.logits(self.norm(hidden))
+        return logits
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    norm = nn.LayerNorm if config.name == Style.GPT2 else nn.RMSNorm
+    return norm(config.hidden_size, eps=config.norm_epsilon)
