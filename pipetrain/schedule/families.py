@@ -42,9 +42,9 @@ Generator = Callable[[Shape], ComputeLanes]
 def gpipe(shape: Shape) -> ComputeLanes:
     """All forwards, then all backwards (Huang et al. 2019); the last stage takes its gradient at once.
 
-        rank 0  F0 F1 F2 .  .  .  .  B0 .  B1 .  B2
-        rank 1     F0 F1 F2 .  .  B0 .  B1 .  B2
-        rank 2        F0 B0 F1 B1 F2 B2
+    rank 0  F0 F1 F2 .  .  .  .  B0 .  B1 .  B2
+    rank 1     F0 F1 F2 .  .  B0 .  B1 .  B2
+    rank 2        F0 B0 F1 B1 F2 B2
     """
     lanes: ComputeLanes = []
     for rank in range(shape.num_ranks):
@@ -70,12 +70,16 @@ def _backwards_of(stage: int, shape: Shape) -> list[Op]:
 def inference(shape: Shape) -> ComputeLanes:
     """Forwards only.
 
-        rank 0  F0 F1 F2
-        rank 1     F0 F1 F2
-        rank 2        F0 F1 F2
+    rank 0  F0 F1 F2
+    rank 1     F0 F1 F2
+    rank 2        F0 F1 F2
     """
     return [
-        [Op(stage, Kind.F, microbatch) for stage in shape.stages_of(rank) for microbatch in range(shape.num_microbatches)]
+        [
+            Op(stage, Kind.F, microbatch)
+            for stage in shape.stages_of(rank)
+            for microbatch in range(shape.num_microbatches)
+        ]
         for rank in range(shape.num_ranks)
     ]
 

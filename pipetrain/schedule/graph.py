@@ -85,3 +85,57 @@ def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, in
             if other >= 0:
                 partner[other] = place
     return partner
+
+
+def find_circle(schedule: Schedule) -> list[Op]:
+    """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
+
+    Send and receive of a message, which block until both may run, count as one.
+    """
+    graph = op_graph(schedule)
+    ended = _run_all(graph)
+    left = next((place for place, done in enumerate(ended) if not done), None)
+    path: list[int] = []
+    while left is not None and left not in path:
+        path.append(left)
+        left = next(iter(_blockers(graph, schedule, left, ended)), None)
+    circle = path[path.index(left) :] if left is not None else path
+    return [graph.ops[place] for place in circle]
+
+
+def _run_all(graph: OpGraph) -> list[bool]:
+    """Which ops get to run if each takes no time."""
+    pending = list(graph.num_before)
+    behind: dict[int, int] = {}  # the next op of the same compute or recompute lane
+    for lanes in graph.lanes:
+        for lane in (Lane.COMPUTE, Lane.RECOMPUTE):
+            for place in lanes[lane][:-1]:
+                behind[place] = place + 1
+                pending[place + 1] += 1
+    ready = [place for place, count in enumerate(pending) if count == 0]
+    ended = [False] * len(pending)
+    while ready:
+        place = ready.pop()
+        other = graph.partner[place]
+        if ended[place] or (other >= 0 and pending[other] > 0):
+            continue
+        for one in (place, other) if other >= 0 else (place,):
+            ended[one] = True
+            for follower in (*graph.after[one], behind[one]) if one in behind else graph.after[one]:
+                pending[follower] -= 1
+                if pending[follower] == 0:
+                    ready.append(follower)
+    return ended
+
+
+def _blockers(graph: OpGraph, schedule: Schedule, place: int, ended: list[bool]) -> list[int]:
+    """What keeps an op from running: its waits, the op before it in its queue, or the other end of its message."""
+    lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
+    before = range(place - 1, lane.start - 1, -1)
+    if graph.op_lanes[place] in _MESSAGES:
+        op = graph.ops[place]
+        same = ((graph.ops[other].stage, graph.ops[other].kind) == (op.stage, op.kind) for other in before)
+        before = range(next((other for other, one in zip(before, same) if one), -1), -1, -1)
+    candidates = [graph.number[other] for other in schedule.waits.get(graph.ops[place], ()) if other in graph.number]
+    candidates += [*before[:1], graph.partner[place]]
+    return [other for other in candidates if other >= 0 and not ended[other]]

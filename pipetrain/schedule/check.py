@@ -1,0 +1,223 @@
+"""Proves, before anything runs, that a schedule is complete, cannot hang and stays within its bounds.
+
+One function per rule, in an order in which each may rely on those before it. A rule yields the ops that break it, with
+what is wrong; its docstring is the sentence that the error shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from pipetrain.schedule.alive import peak_sets, peak_stash
+from pipetrain.schedule.edges import local_source
+from pipetrain.schedule.graph import find_circle
+from pipetrain.schedule.grid import grid
+from pipetrain.schedule.messages import partner_of, receive_of, send_of
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.schedule import Schedule
+
+Fault = tuple[Op, str]  # the op that breaks the rule, and how
+Rule = Callable[[Schedule], Iterator[Fault]]
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule: the message has the rule, the op and the grid with the op marked."""
+
+
+def check(schedule: Schedule, *, max_stash: int | None = None) -> None:
+    """Returns if the schedule is sound; `max_stash` bounds the microbatches a stage holds between F and B.
+
+    Raises:
+        ScheduleError: the first rule that is broken, by which op.
+    """
+    for rule in RULES:
+        for op, fault in rule(schedule):
+            raise _error(schedule, (rule.__doc__ or rule.__name__).splitlines()[0], op, fault)
+    for stage, count in enumerate(peak_stash(schedule)):
+        if max_stash is not None and count > max_stash:
+            sentence = "No stage holds more microbatches between F and B than its stash allows."
+            raise _error(schedule, sentence, Op(stage, Kind.F, 0), f"stage {stage} holds {count}, allowed {max_stash}")
+
+
+def _error(schedule: Schedule, sentence: str, op: Op, fault: str) -> ScheduleError:
+    return ScheduleError(f"{sentence}\n{op}: {fault}\n{grid(schedule, op)}")
+
+
+def each_op_once(schedule: Schedule) -> Iterator[Fault]:
+    """No op stands in the schedule twice."""
+    counts = Counter(op for _, _, op in schedule.ops())
+    yield from ((op, f"stands there {count} times") for op, count in counts.items() if count > 1)
+
+
+def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
+    """An op runs on the rank that holds its stage, in the lane of its kind, for a microbatch of the step."""
+    lanes = {Kind.F: Lane.COMPUTE, Kind.B: Lane.COMPUTE, Kind.SEND_F: Lane.SEND, Kind.SEND_B: Lane.SEND}
+    lanes |= {Kind.RECV_F: Lane.RECV, Kind.RECV_B: Lane.RECV}
+    lanes[Kind.R] = Lane.RECOMPUTE if schedule.policy.mode is Mode.OVERLAP else Lane.COMPUTE
+    for rank, lane, op in schedule.ops():
+        if not 0 <= op.stage < schedule.num_stages:
+            yield op, f"there are stages 0 to {schedule.num_stages - 1}"
+        elif op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
+            yield op, f"there are microbatches 0 to {schedule.num_microbatches - 1}"
+        elif op.kind not in lanes or op.part is not None or op.peer is not None:
+            yield op, "the executor does not know ops of this form"
+        elif schedule.stage_ranks[op.stage] != rank:
+            yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
+        elif lanes[op.kind] is not lane:
+            yield op, f"{op.kind} belongs into the {lanes[op.kind]} lane, not into {lane}"
+
+
+def each_forward(schedule: Schedule) -> Iterator[Fault]:
+    """Each stage runs one F for each microbatch."""
+    yield from _missing(schedule, Kind.F, 0)
+
+
+def each_backward(schedule: Schedule) -> Iterator[Fault]:
+    """Each stage runs one B for each microbatch, and none where nothing needs a gradient."""
+    yield from _missing(schedule, Kind.B, schedule.first_backward)
+    for _, _, op in schedule.ops():
+        if op.kind is Kind.B and op.stage < schedule.first_backward:
+            yield op, f"stages below {schedule.first_backward} need no gradient"
+
+
+def _missing(schedule: Schedule, kind: Kind, first_stage: int) -> Iterator[Fault]:
+    there = {op for _, _, op in schedule.ops() if op.kind is kind}
+    for stage in range(first_stage, schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            if Op(stage, kind, microbatch) not in there:
+                yield Op(stage, kind, microbatch), "is missing"
+
+
+def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
+    """A set is either kept from F to B or brought back by one R, as the policy says."""
+    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is Kind.R}
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            place, op = (stage, microbatch), Op(stage, Kind.R, microbatch)
+            if stage < schedule.first_backward:
+                if place in recomputed or place in schedule.kept:
+                    yield op, f"stages below {schedule.first_backward} have no B, hence no set"
+            elif schedule.policy.mode is Mode.NEVER and place not in schedule.kept:
+                yield op, "recompute.mode=never keeps every set, this one is not kept"
+            elif place in schedule.kept and place in recomputed:
+                yield op, "the set is kept, so there is nothing to recompute"
+            elif place not in schedule.kept and place not in recomputed:
+                yield op, "is missing: the set is not kept"
+    for stage, microbatch in schedule.kept:
+        if not (0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches):
+            yield Op(stage, Kind.F, microbatch), "is said to be kept, but is not in the schedule"
+
+
+def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:
+    """Each tensor that crosses to another rank has one send and one receive, and there are no others."""
+    there = {op for _, lane, op in schedule.ops() if lane in (Lane.SEND, Lane.RECV)}
+    wanted = set()
+    for _, _, op in schedule.ops():
+        send = send_of(schedule, op) if op.kind in (Kind.F, Kind.B) else None
+        if send is not None:
+            wanted |= {send, partner_of(send)}
+    yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
+    yield from ((op, "moves a tensor that nobody needs") for op in sorted(there - wanted, key=_reading_order))
+
+
+def _reading_order(op: Op) -> tuple[int, str, int]:
+    return op.stage, op.kind.value, op.microbatch or 0
+
+
+def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
+    """The sends and the receives of a link stand in the same order on both ends."""
+    sends: dict[tuple[int, Kind], list[Op]] = {}
+    receives: dict[tuple[int, Kind], list[Op]] = {}
+    for _, lane, op in schedule.ops():
+        if lane is Lane.SEND:
+            sends.setdefault((op.stage, op.kind), []).append(op)
+        elif lane is Lane.RECV:
+            source = partner_of(op)
+            receives.setdefault((source.stage, source.kind), []).append(op)
+    for link, sent in sends.items():
+        for send, receive in zip(sent, receives[link]):
+            if partner_of(send) != receive:
+                yield receive, f"meets {send}"
+
+
+def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
+    """Each wait is one of an op in the schedule for an op in the schedule."""
+    there = {op for _, _, op in schedule.ops()}
+    for op, awaited in schedule.waits.items():
+        if op not in there:
+            yield op, "has waits, but is not in the schedule"
+        for other in awaited:
+            if other not in there:
+                yield op, f"waits for {other}, which is not in the schedule"
+
+
+def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
+    """An op comes after what it reads: by the order of its lane, or by a wait for an op of another lane."""
+    place = {op: (rank, lane, number) for number, (rank, lane, op) in enumerate(schedule.ops())}
+    for op, (rank, lane, number) in place.items():
+        for source in _reads(schedule, op):
+            if source in schedule.waits.get(op, ()):
+                continue
+            other_rank, other_lane, other_number = place[source]
+            if (other_rank, other_lane) != (rank, lane) or other_number > number:
+                yield op, f"does not wait for {source}"
+
+
+def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
+    """The ops without which `op` has nothing to work on."""
+    if op.kind in (Kind.SEND_F, Kind.SEND_B):
+        yield Op(op.stage, Kind.F if op.kind is Kind.SEND_F else Kind.B, op.microbatch)
+    elif op.kind in (Kind.F, Kind.B):
+        source = receive_of(schedule, op) or local_source(schedule, op)
+        if source is not None:
+            yield source
+    if op.kind in (Kind.R, Kind.B):
+        yield Op(op.stage, Kind.F, op.microbatch)
+    if op.kind is Kind.B and (op.stage, op.microbatch) not in schedule.kept:
+        yield Op(op.stage, Kind.R, op.microbatch)
+    if op.kind is Kind.R and schedule.policy.mode is Mode.INLINE:
+        gradient = Op(op.stage, Kind.B, op.microbatch)
+        source = receive_of(schedule, gradient) or local_source(schedule, gradient)
+        if source is not None:
+            yield source
+
+
+def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:
+    """Every op gets its turn, also when a send blocks until its receive is posted.
+
+    The two ends of a message count as one node that comes after all that either waits for; the schedule ends if and
+    only if this graph, with the order of the lanes, has no circle (Kahn 1962).
+    """
+    circle = find_circle(schedule)
+    if circle:
+        chain = ", which waits for ".join(str(op) for op in [*circle[1:], circle[0]])
+        yield circle[0], f"waits for {chain}"
+
+
+def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
+    """A stage never has more than `ahead` recomputed sets alive, nor more than `ahead + keep` sets in all."""
+    if schedule.policy.mode is Mode.NEVER:
+        return
+    ahead, bound = schedule.policy.ahead, schedule.policy.ahead + schedule.policy.keep
+    for stage, peak in enumerate(peak_sets(schedule)):
+        if peak.recomputed > ahead:
+            yield peak.op, f"stage {stage} may have {peak.recomputed} recomputed sets alive, recompute.ahead={ahead}"
+        if peak.sets > bound:
+            yield peak.op, f"stage {stage} may have {peak.sets} sets alive, recompute.ahead + keep = {bound}"
+
+
+RULES: tuple[Rule, ...] = (
+    each_op_once,
+    each_op_in_its_place,
+    each_forward,
+    each_backward,
+    each_set_kept_or_recomputed,
+    each_message_has_two_ends,
+    each_link_in_one_order,
+    each_wait_is_for_an_op,
+    each_op_after_what_it_reads,
+    no_circle_of_waits,
+    sets_within_bounds,
+)
