@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,12 +82,3 @@ def _sum_up(outcomes: Sequence[Outcome], killed_by: int) -> Outcome:
     if not outcomes:
         return Outcome(0, Exit.FAILED, "the ranks ended before they could say why", run_dir)
     return Outcome(0, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)
-
-
-def tell(outcome: Outcome) -> int:
-    """Says how the run ended, the run folder as the last line of stdout; returns the exit code."""
-    if outcome.run_dir is not None:
-        print(f"run folder: {outcome.run_dir}", flush=True)
-    if outcome.message:
-        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
-    return outcome.code

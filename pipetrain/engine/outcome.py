@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def leave(outcome: Outcome) -> None:
             draft = path.with_suffix(".draft")
             draft.write_text(json.dumps(asdict(outcome)))
             draft.rename(path)
+
+
+def end(outcome: Outcome) -> int:
+    """Ends a rank: its outcome goes to the launcher, or to the user where there is none. Returns the exit code.
+
+    Under a launcher a run that was stopped ends with 0: anything else makes torchrun end the ranks that still write.
+    """
+    if has_launcher():
+        leave(outcome)
+        return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code
+    return tell(outcome) if outcome.rank == 0 or outcome.code == Exit.FAILED else outcome.code
+
+
+def tell(outcome: Outcome, *, quiet: bool = False) -> int:
+    """Says how the run ended, the run folder as the last line of stdout unless `quiet`; returns the exit code."""
+    if outcome.run_dir is not None and not quiet:
+        print(f"run folder: {outcome.run_dir}", flush=True)
+    if outcome.message:
+        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
+    return outcome.code
 
 
 def collect(folder: Path) -> list[Outcome]:

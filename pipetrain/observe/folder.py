@@ -68,6 +68,18 @@ class RunFolder:
             _point_latest_to(self.path)
 
 
+def check_free(run_dir: str | None) -> None:
+    """Raises:
+    ValueError: there is a run in the folder already, or it is a file.
+    """
+    if run_dir is None:
+        return
+    if RunFolder(Path(run_dir)).config.exists():
+        raise ValueError(f"run_dir={run_dir}: there is a run in this folder; choose another, or leave run_dir out")
+    if Path(run_dir).exists() and not Path(run_dir).is_dir():
+        raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new")
+
+
 def choose_folder(run_dir: str | None, experiment: str) -> RunFolder:
     """`run_dir`, or `runs/<date>/<time>-<experiment>`; with a number behind it where two runs start in one second."""
     if run_dir is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pipetrain.observe.table import number, size, table
 
 FORMAT_VERSION = 1
 PerRank = tuple[float | None, ...]
@@ -64,61 +65,34 @@ def as_markdown(report: RunReport) -> str:
         "",
         f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers.",
         "",
-        *_table(("", "run"), _totals(report)),
+        table(("", "run"), _totals(report)),
         "",
-        *_table(("", *(f"rank {rank}" for rank in range(num_ranks))), _ranks(report)),
+        table(("", *(f"rank {rank}" for rank in range(num_ranks))), _ranks(report)),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _totals(report: RunReport) -> list[tuple[str, ...]]:
     return [
-        ("loss of the last step, nats per token", _number(report.loss, "{:.3f}")),
-        ("held-out loss, nats per token", _number(report.heldout_loss, "{:.3f}")),
-        ("tokens per second", _number(report.tokens_per_second, "{:,.0f}")),
-        ("step, measured (median)", _number(report.step_seconds_measured, "{:.4f} s")),
-        ("step, predicted", _number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
-        ("bubble", _number(report.bubble_fraction, "{:.1%}")),
+        ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
+        ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
+        ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
+        ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
+        ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
+        ("bubble", number(report.bubble_fraction, "{:.1%}")),
     ]
 
 
 def _ranks(report: RunReport) -> list[tuple[str, ...]]:
     return [
-        ("recompute hidden", *(_number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
-        ("recompute exposed", *(_number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
-        ("peak activations", *map(_bytes, report.peak_activation_bytes)),
-        ("without recomputation", *map(_bytes, report.peak_activation_bytes_never)),
+        ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
+        ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
+        ("peak activations", *map(size, report.peak_activation_bytes)),
+        ("without recomputation", *map(size, report.peak_activation_bytes_never)),
     ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        first, *others = (
-            cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
-        )
-        return "| " + " | ".join((first, *others)) + " |"
-
-    rule = "|" + "|".join("-" * (width + 1) + ("-" if not at else ":") for at, width in enumerate(widths)) + "|"
-    return [line(head), rule, *map(line, rows)]
-
-
-def _number(value: float | None, shape: str) -> str:
-    return "-" if value is None else shape.format(value)
 
 
 def _difference(report: RunReport) -> str:
     if report.step_seconds_measured is None or report.step_seconds_predicted is None:
         return ""
     return f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.1f} GB"

@@ -12,8 +12,7 @@ from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
-FIRST_MEASURED_STEP = 2  # step 1 warms up: shapes are announced, memory is taken
-LAST_MEASURED_STEP = 4
+MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is taken
 FIRST_COMPARED_STEP = 5  # costs are never fitted to the steps that they are compared with
 
 
@@ -45,9 +44,9 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
     )
 
 
-def predict_step_seconds(schedule: Schedule, timelines: Sequence[Timeline]) -> float:
-    """The simulated time of a step whose ops cost what they cost in `timelines`."""
-    return simulate(schedule, measure_costs(schedule.num_stages, timelines)).step_seconds
+def predict_timeline(schedule: Schedule, timelines: Sequence[Timeline]) -> Timeline:
+    """The simulated step, its ops costing what they cost in `timelines`."""
+    return simulate(schedule, measure_costs(schedule.num_stages, timelines))
 
 
 def _sender(op: Op) -> Op | None:
