@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Set
 
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -46,7 +47,7 @@ def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
     found = set()
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
-        for first, second in zip(compute, compute[1:]):
+        for first, second in itertools.pairwise(compute):
             same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
             if same and first.kind is Kind.F and second.kind is Kind.B:
                 found.add((first.stage, first.microbatch or 0))

@@ -1,0 +1,145 @@
+"""A timeline as an SVG picture: a row per rank, a box per op, legible on light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.op import Kind
+from pipetrain.schedule.render.palette import FILL, INK, THEME, WORDS
+from pipetrain.schedule.show import Shown
+
+_MARGIN = 16
+_LABEL = 58
+_ROW, _GAP = 30, 7
+_HEAD = 62
+_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+
+def svg(*shown: Shown, width: int = 960) -> str:
+    """One picture of one schedule, or of several below each other on one time scale."""
+    longest = max(one.step_seconds for one in shown)
+    pieces, top = [], _MARGIN
+    for one in shown:
+        pieces.append(_panel(one, top, width, longest))
+        top += _panel_height(one) + 18
+    height = top + 12
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+            f' font-family="{_FONT}" font-size="13" role="img">',
+            f"<title>{escape('; '.join(one.title for one in shown))}</title>",
+            f"<style>{THEME}</style>",
+            '<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse"'
+            ' patternTransform="rotate(45)"><rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/>'
+            "</pattern></defs>",
+            *pieces,
+            _legend(width, height - 14),
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel_height(one: Shown) -> int:
+    return _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 24
+
+
+def _panel(one: Shown, top: int, width: int, longest: float) -> str:
+    left = _MARGIN + _LABEL
+    scale = (width - left - _MARGIN) / longest if longest > 0 else 0.0
+    several = one.schedule.num_stages > one.schedule.num_ranks
+    lines = [_heading(one, top)]
+    for rank in range(one.schedule.num_ranks):
+        y = top + _HEAD + rank * (_ROW + _GAP)
+        length = one.step_seconds * scale
+        lines.append(f'<text class="text" x="{_MARGIN}" y="{y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
+        lines.append(f'<rect class="idle" x="{left}" y="{y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
+        events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
+        lines += [_box(event, one.timeline.start, left, y, scale, several) for event in events]
+        lines += [_hatch(start, end, one.timeline.start, left, y, scale) for start, end in one.exposed(rank)]
+    lines.append(_axis(one, left, top + _HEAD + one.schedule.num_ranks * (_ROW + _GAP), scale))
+    return "\n".join(lines)
+
+
+def _heading(one: Shown, top: int) -> str:
+    facts = [f"step {_number(one.step_seconds)}", f"bound {_number(one.bound_seconds)}"]
+    facts.append(f"bubble {one.bubble_fraction:.0%}")
+    recompute = sum(rank.recompute_hidden_seconds + rank.recompute_exposed_seconds for rank in one.breakdown)
+    if recompute > 0:
+        hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
+        facts.append(f"recompute hidden {_number(hidden)} of {_number(recompute)}")
+    facts.append(f"sets alive per rank {' '.join(str(rank.peak_sets) for rank in one.breakdown)}")
+    return (
+        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(one.title)}</text>'
+        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _box(event: OpEvent, start: float, left: float, y: float, scale: float, several: bool) -> str:
+    x, width = left + (event.start - start) * scale, (event.end - event.start) * scale
+    if width <= 0:
+        return ""
+    kind = event.op.kind
+    inset = min(0.75, width / 8)
+    label = str(event.op) if several else f"{kind.value}{event.op.microbatch}"
+    text = ""
+    if 6.6 * len(label) + 3 <= width:
+        text = (
+            f'<text x="{x + width / 2:.2f}" y="{y + _ROW / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
+            f' text-anchor="middle">{label}</text>'
+        )
+    return (
+        f'<rect x="{x + inset:.2f}" y="{y}" width="{width - 2 * inset:.2f}" height="{_ROW}" rx="3" fill="{FILL[kind]}">'
+        f"<title>{event.op}  {_number(event.start)} to {_number(event.end)}</title></rect>{text}"
+    )
+
+
+def _hatch(begin: float, end: float, start: float, left: float, y: float, scale: float) -> str:
+    """Marks recomputation for which the next op had to wait."""
+    x, width = left + (begin - start) * scale, (end - begin) * scale
+    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" rx="3" fill="url(#exposed)"/>'
+
+
+def _axis(one: Shown, left: float, y: float, scale: float) -> str:
+    marks = []
+    for mark in _ticks(one.step_seconds):
+        x = left + mark * scale
+        marks.append(f'<line class="line" x1="{x:.2f}" y1="{y - 3}" x2="{x:.2f}" y2="{y + 3}"/>')
+        marks.append(
+            f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{_number(mark)}</text>'
+        )
+    return "".join(marks)
+
+
+def _ticks(step_seconds: float) -> Sequence[float]:
+    """Round numbers from 0 to the step's end, five to ten of them."""
+    if step_seconds <= 0:
+        return [0.0]
+    size = 10.0
+    while size > step_seconds:
+        size /= 10
+    while size * 10 <= step_seconds:
+        size *= 10
+    step = next(part * size / 10 for part in (1, 2, 5, 10) if step_seconds / (part * size / 10) <= 10)
+    return [number * step for number in range(int(step_seconds / step + 1e-9) + 1)]
+
+
+def _legend(width: int, y: float) -> str:
+    pieces, x = [], float(_MARGIN + _LABEL)
+    for kind, word in WORDS.items():
+        pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="{FILL[kind]}"/>')
+        pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{kind} {word}</text>')
+        x += 34 + 7 * len(word) + 14
+    pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="{FILL[Kind.R]}"/>')
+    pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="url(#exposed)"/>')
+    pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">exposed: the next op waits for it</text>')
+    x += 232
+    pieces.append(f'<rect class="idle" x="{x:g}" y="{y - 10}" width="14" height="12" rx="2"/>')
+    pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">bubble</text>')
+    pieces.append(f'<text class="faint" x="{width - _MARGIN}" y="{y}" font-size="12" text-anchor="end">seconds</text>')
+    return "".join(pieces)

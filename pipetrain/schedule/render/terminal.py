@@ -1,0 +1,119 @@
+"""A timeline as text: a row per rank, a column per slice of time.
+
+rank 0 F0F1F2........B0==B1==B2==
+rank 1 ..F0F1F2....B0==B1==B2==
+rank 2 ....F0B0==F1B1==F2B2==
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.op import Kind, Lane
+
+_FILL = {Kind.F: "-", Kind.B: "=", Kind.R: "~"}
+# Foreground and background of the 256 colours: blue, green and orange of Okabe and Ito's palette for all eyes.
+_COLOURS = {Kind.F: "38;5;231;48;5;25", Kind.B: "38;5;16;48;5;36", Kind.R: "38;5;16;48;5;214"}
+_LABEL_COLUMNS = 3  # an op gets this many columns if there is room: "F0" and a gap of its own kind
+
+
+def staircase(timeline: Timeline, *, width: int = 80, colour: bool = False, num_stages: int | None = None) -> str:
+    """The F, R and B of a timeline, never wider than `width` columns.
+
+    `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble. With
+    `colour`, in ANSI colours. A rank whose R ran beside its F and B, as on a GPU, has a second row for R.
+    """
+    computing = [event for event in timeline.events if event.op.kind.computes]
+    names_stage = (num_stages or 0) > timeline.num_ranks or _several_stages(computing)
+    labels = [f"rank {rank} " for rank in range(timeline.num_ranks)]
+    margin = max((len(label) for label in labels), default=0)
+    columns = _columns(computing, timeline.step_seconds, max(1, width - margin), names_stage)
+    lines = []
+    for rank, label in enumerate(labels):
+        events = [event for event in computing if event.rank == rank]
+        for number, row in enumerate(_rows(events)):
+            cells = _cells(row, timeline.start, timeline.step_seconds, columns)
+            lines.append(f"{label if number == 0 else '':<{margin}}{_drawn(cells, names_stage, colour)}")
+    return "\n".join(lines)
+
+
+def legend(*, colour: bool = False) -> str:
+    """What the letters stand for, in one line."""
+    words = {Kind.F: "forward", Kind.B: "backward", Kind.R: "recompute"}
+    return "  ".join(
+        [f"{_painted(kind + _FILL[kind], kind, colour)} {word}" for kind, word in words.items()] + [". idle"]
+    )
+
+
+def _several_stages(events: Sequence[OpEvent]) -> bool:
+    return len({(event.rank, event.op.stage) for event in events}) > len({event.rank for event in events})
+
+
+def _rows(events: Sequence[OpEvent]) -> list[list[OpEvent]]:
+    """The events of a rank in one row, or in two if R ran beside the others."""
+    in_order = sorted(events, key=lambda event: event.start)
+    apart = any(second.start < first.end - 1e-9 * abs(first.end) for first, second in itertools.pairwise(in_order))
+    if not apart:
+        return [in_order]
+    lanes = (Lane.COMPUTE, Lane.RECOMPUTE)
+    return [[event for event in in_order if event.lane is lane] for lane in lanes]
+
+
+def _columns(events: Sequence[OpEvent], step_seconds: float, room: int, names_stage: bool) -> int:
+    """Columns for the step: whole ones per shortest op where that leaves place for its name, else the whole room."""
+    shortest = min((event.end - event.start for event in events if event.end > event.start), default=0.0)
+    if shortest <= 0.0:
+        return room
+    longest_name = max(len(_name(event, names_stage)) for event in events)
+    per_op = min(int(room * shortest / step_seconds + 1e-9), max(_LABEL_COLUMNS, longest_name))
+    return max(1, min(room, round(per_op * step_seconds / shortest))) if per_op >= longest_name else room
+
+
+def _cells(events: Sequence[OpEvent], start: float, step_seconds: float, columns: int) -> list[OpEvent | None]:
+    """Per column the event that covers most of it; None where most is bubble."""
+    cells: list[OpEvent | None] = []
+    first = 0
+    for column in range(columns):
+        left = start + step_seconds * column / columns
+        right = start + step_seconds * (column + 1) / columns
+        while first < len(events) and events[first].end <= left:
+            first += 1
+        best, covered, most = None, 0.0, 0.0
+        for event in events[first:]:
+            if event.start >= right:
+                break
+            part = min(event.end, right) - max(event.start, left)
+            covered += part
+            if part > most * (1 + 1e-9):
+                best, most = event, part
+        cells.append(best if covered >= (right - left) / 2 else None)
+    return cells
+
+
+def _drawn(cells: Sequence[OpEvent | None], names_stage: bool, colour: bool) -> str:
+    pieces = []
+    place = 0
+    while place < len(cells):
+        event, stop = cells[place], place
+        while stop < len(cells) and cells[stop] is event:
+            stop += 1
+        pieces.append("." * (stop - place) if event is None else _block(event, stop - place, names_stage, colour))
+        place = stop
+    return "".join(pieces).rstrip() if colour else "".join(pieces)
+
+
+def _block(event: OpEvent, columns: int, names_stage: bool, colour: bool) -> str:
+    kind, name = event.op.kind, _name(event, names_stage)
+    if len(name) > columns:
+        name = kind.value
+    return _painted(name.ljust(columns, " " if colour else _FILL[kind]), kind, colour)
+
+
+def _name(event: OpEvent, names_stage: bool) -> str:
+    return str(event.op) if names_stage else f"{event.op.kind.value}{event.op.microbatch}"
+
+
+def _painted(text: str, kind: Kind, colour: bool) -> str:
+    return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colour else text
