@@ -30,11 +30,14 @@ from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import RunReport
 from pipetrain.planner.choose import choose_plan, choose_schedule
-from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, predict_timeline
+from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.runtime.failure import PipelineError
 from pipetrain.runtime.measure import Report
+from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.breakdown import bubble_fraction
 from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.show import Shown, show_schedule
 
 
 def train(config: RunConfig) -> Outcome:
@@ -53,7 +56,12 @@ def train(config: RunConfig) -> Outcome:
         recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep=MEASURED_STEPS)))
         recorder.start(as_yaml(config), plan)
         engine = NativeEngine(
-            config, plan, schedule, data.vocabulary_size, device=world.device, on_event=recorder.on_event
+            config,
+            plan,
+            schedule,
+            vocabulary_size=data.vocabulary_size,
+            device=world.device,
+            on_event=recorder.on_event,
         )
         stack.enter_context(closing(engine))
 
@@ -63,9 +71,9 @@ def train(config: RunConfig) -> Outcome:
         weights = engine.weights()
         if last is not None and weights is not None:
             save_weights(folder.weights, weights)
-            predicted = predict_timeline(schedule, recorder.timelines) if recorder.timelines else None
-            report = _sum_up(config, last, recorder.metrics, predicted, heldout_loss, signum)
-            recorder.finish(report, last.timeline, predicted)
+            measured, predicted = _compare(schedule, last, recorder.timelines)
+            report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum)
+            recorder.finish(report, measured, predicted)
         world.largest(0)  # nobody leaves before everything is written
     code = Exit.STOPPED if signum else Exit.DONE
     message = f"stopped by {signal.Signals(signum).name}; the report is written" if signum else ""
@@ -83,7 +91,9 @@ def _run_steps(
         report = engine.gather_report()
         seconds = time.perf_counter() - started
         num_tokens = config.data.batch_size * config.data.sequence_length
-        recorder.end_step(step, report and _metrics(step, result, report, num_tokens / seconds), report and report.timeline)
+        recorder.end_step(
+            step, report and _metrics(step, result, report, num_tokens / seconds), report and report.timeline
+        )
         if every is not None and step % every == 0 and step < config.steps:
             recorder.evaluated(step, engine.evaluate(data.heldout))
         if signum := world.largest(stop.signum):
@@ -113,11 +123,19 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
     )
 
 
+def _compare(schedule: Schedule, last: Report, early: Sequence[Timeline]) -> tuple[Shown, Shown | None]:
+    """The last step, and the step that the op times of `early` steps predict."""
+    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+    measured = Shown(schedule, costs, last.timeline, bound_of(schedule, costs), last.breakdown)
+    return measured, show_schedule(schedule, costs) if early else None
+
+
 def _sum_up(
     config: RunConfig,
+    balance: tuple[int, ...],
     last: Report,
     metrics: Sequence[StepMetrics],
-    predicted: Timeline | None,
+    predicted: Shown | None,
     heldout_loss: float | None,
     signum: int,
 ) -> RunReport:
@@ -135,6 +153,7 @@ def _sum_up(
         experiment=config.experiment,
         schedule=config.pipeline.schedule,
         recompute_mode=config.recompute.mode,
+        balance=balance,
         steps=len(metrics),
         loss=metrics[-1].loss,
         heldout_loss=heldout_loss,

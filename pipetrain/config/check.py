@@ -95,6 +95,10 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
+    if config.pipeline.schedule == "inference":
+        raise ConfigError(
+            "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
+        )
     _check(config, _RUN_RANGES, _RUN_ONLY)
     if config.pipeline.num_microbatches > config.data.batch_size:
         raise ConfigError(

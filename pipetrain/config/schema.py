@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pipetrain.config.problem import ConfigError, nearest
@@ -15,9 +15,9 @@ _T = TypeVar("_T")
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def keys(record: type = RunConfig, prefix: str = "") -> dict[str, type]:
+def keys(record: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
     """Every key by its dotted path, with the type of its value; `model` as well as `model.name`."""
-    found: dict[str, type] = {}
+    found: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(record).items():
         found[prefix + name] = kind
         if dataclasses.is_dataclass(kind):
@@ -40,7 +40,7 @@ def check_key(path: str) -> None:
     raise ConfigError(f"{path}: there is no such key{hint}")
 
 
-def build(record: type[_T], values: Mapping[str, Any], prefix: str = "") -> _T:
+def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = "") -> _T:
     """The record from plain values, each checked against the type of its field.
 
     Raises:
@@ -51,11 +51,12 @@ def build(record: type[_T], values: Mapping[str, Any], prefix: str = "") -> _T:
     for name, value in values.items():
         path = f"{prefix}{name}"
         check_key(path)
-        kind = hints[name]
+        kind: Any = hints[name]
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}={value}: this is a group with keys of its own ({', '.join(keys(kind))})")
-            arguments[name] = build(kind, value, f"{path}.")
+            nested: Callable[..., Any] = kind
+            arguments[name] = build(nested, value, f"{path}.")
         else:
             arguments[name] = _convert(path, value, kind)
     return record(**arguments)

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 class World:
@@ -31,7 +32,7 @@ class World:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=self._timeout)
         else:
-            dist.init_process_group(backend, timeout=self._timeout, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=self._timeout, store=HashStore(), rank=0, world_size=1)
         return self
 
     def __exit__(

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pipetrain.config.records import RunConfig
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import MetricsFile, StepMetrics
-from pipetrain.observe.page import timeline_page
+from pipetrain.observe.page import page
 from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, write_report
 from pipetrain.observe.trace import EventFile
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.render.svg import svg
+from pipetrain.schedule.show import Shown
 
 
 class Recorder:
@@ -59,11 +61,17 @@ class Recorder:
         if heldout_loss is not None:
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
-    def finish(self, report: RunReport, measured: Timeline, predicted: Timeline | None) -> None:
+    def finish(self, report: RunReport, measured: Shown, predicted: Shown | None) -> None:
         """What was done, and what was predicted."""
+        text = as_markdown(report)
         write_report(self._folder.report, report)
-        self._folder.report_text.write_text(as_markdown(report))
-        self._folder.timeline.write_text(timeline_page(report, measured, predicted))
+        self._folder.report_text.write_text(text)
+        pictures = [measured] if predicted is None else [measured, predicted]
+        captions = [
+            "Above: the last step, as measured.",
+            "Below: the step as predicted from the op times of steps 2 to 4.",
+        ]
+        self._folder.timeline.write_text(page(report.experiment, captions[: len(pictures)], svg(*pictures), text))
 
     def close(self) -> None:
         self._stack.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pipetrain.observe.table import number, size, table
 
@@ -47,12 +48,13 @@ def read_report(path: Path) -> RunReport:
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
-    values = json.loads(path.read_text())
+    values: dict[str, Any] = json.loads(path.read_text())
     if values.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
         )
-    return RunReport(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return RunReport(**fields)
 
 
 def as_markdown(report: RunReport) -> str:

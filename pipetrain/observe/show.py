@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+from pipetrain.observe.page import page
 from pipetrain.observe.table import number, table
 from pipetrain.schedule.breakdown import RankBreakdown
+from pipetrain.schedule.op import Lane
+from pipetrain.schedule.render.svg import svg
 from pipetrain.schedule.render.terminal import legend, staircase
 from pipetrain.schedule.show import Shown
 
@@ -36,6 +42,38 @@ def draw(shown: Shown, width: int | None = None) -> str:
             ),
         ]
     )
+
+
+def write_drawing(shown: Shown, path: Path) -> None:
+    """The schedule in the format that the name of `path` asks for.
+
+    Raises:
+        ValueError: an unknown format, or a file that cannot be written.
+    """
+    if path.suffix not in _FORMATS:
+        raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    try:
+        path.write_text(_FORMATS[path.suffix](shown))
+    except OSError as error:
+        raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
+
+
+def _as_html(shown: Shown) -> str:
+    return page(shown.title, [], svg(shown))
+
+
+def _as_json(shown: Shown) -> str:
+    return json.dumps(shown.as_json(), indent=2) + "\n"
+
+
+def _as_csv(shown: Shown) -> str:
+    """A row per rank: its compute lane in order, in the spelling of torch.distributed.pipelining plus R."""
+    schedule = shown.schedule
+    ranks = range(schedule.num_ranks)
+    return "".join(",".join(map(str, schedule.lane(rank, Lane.COMPUTE))) + "\n" for rank in ranks)
+
+
+_FORMATS: dict[str, Callable[[Shown], str]] = {".svg": svg, ".html": _as_html, ".json": _as_json, ".csv": _as_csv}
 
 
 def _row(rank: RankBreakdown) -> tuple[str, ...]:

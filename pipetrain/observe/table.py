@@ -31,5 +31,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def _line(row: Row, widths: Sequence[int]) -> str:
-    cells = [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths))]
+    cells = [
+        cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths))
+    ]
     return "| " + " | ".join(cells) + " |"

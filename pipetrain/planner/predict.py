@@ -1,16 +1,14 @@
-"""What a step should take, from what its ops took in the steps before."""
+"""What ops cost, from what they took in the steps before: the costs that a step is predicted with."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.simulate import simulate
 
 MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is taken
 FIRST_COMPARED_STEP = 5  # costs are never fitted to the steps that they are compared with
@@ -28,7 +26,7 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
         for event in timeline.events:
             if event.op.kind.computes:
                 spent[event.op.kind, event.op.stage].append(event.end - event.start)
-            elif (sent := by_op.get(_sender(event.op))) is not None:
+            elif (sender := _sender(event.op)) is not None and (sent := by_op.get(sender)) is not None:
                 spent[event.op.kind, event.op.stage].append(_hop(sent, event))
 
     def median(kind: Kind, stages: Iterable[int]) -> tuple[float, ...]:
@@ -42,11 +40,6 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
         hop_forward=median(Kind.RECV_F, range(1, num_stages)),
         hop_backward=median(Kind.RECV_B, range(num_stages - 1)),
     )
-
-
-def predict_timeline(schedule: Schedule, timelines: Sequence[Timeline]) -> Timeline:
-    """The simulated step, its ops costing what they cost in `timelines`."""
-    return simulate(schedule, measure_costs(schedule.num_stages, timelines))
 
 
 def _sender(op: Op) -> Op | None:
