@@ -1,0 +1,90 @@
+"""A batch, cut into microbatches along dimension 0, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Tree = Any  # a tensor, or (nested) tuples, lists and dicts of tensors and plain values
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A leaf that goes to every microbatch as it is: its dimension 0 is not the batch (positions, a shared mask)."""
+
+    value: Any
+
+
+def _unwrap(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Whole) else leaf
+
+
+def num_rows(batch: Tree, name: str) -> int | None:
+    """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut.
+
+    Raises:
+        ValueError: tensors that disagree, or one without a dimension 0.
+    """
+    rows: int | None = None
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        place = name + pytree.keystr(path)
+        if leaf.dim() == 0:
+            raise ValueError(
+                f"{place} is a tensor without dimensions and cannot be cut: wrap it in pipetrain.Whole(...)"
+            )
+        if rows is not None and leaf.shape[0] != rows:
+            raise ValueError(
+                f"{place} has {leaf.shape[0]} rows, the tensors before it {rows}: give all the same number, "
+                f"or wrap what is not per row in pipetrain.Whole(...)"
+            )
+        rows = leaf.shape[0]
+    return rows
+
+
+def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
+    """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each.
+
+    Raises:
+        ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
+    """
+    rows = num_rows(batch, name)
+    if rows is not None and rows < num_microbatches:
+        raise ValueError(
+            f"{name} has {rows} rows, fewer than num_microbatches={num_microbatches}: "
+            f"give at least {num_microbatches} rows or set num_microbatches={max(rows, 1)}"
+        )
+    leaves, spec = pytree.tree_flatten(batch)
+    columns: list[Sequence[Any]] = [
+        torch.tensor_split(leaf, num_microbatches)
+        if isinstance(leaf, torch.Tensor)
+        else [_unwrap(leaf)] * num_microbatches
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(num_microbatches)]
+
+
+def join(outputs: Sequence[Tree]) -> Tree:
+    """The outputs of all microbatches as one batch: tensors are concatenated along dimension 0."""
+    spec = pytree.tree_structure(outputs[0])
+    columns = zip(*(pytree.tree_leaves(output) for output in outputs))
+    return pytree.tree_unflatten(
+        [torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns], spec
+    )
+
+
+def weights_of(counts: Sequence[int | float]) -> list[float]:
+    """What each microbatch weighs in the loss: its share n_i / N of all that counts.
+
+    Raises:
+        ValueError: nothing counts in the whole batch, or a negative count.
+    """
+    total = sum(counts)
+    if total <= 0 or any(count < 0 for count in counts):
+        raise ValueError(f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0")
+    return [count / total for count in counts]

@@ -1,0 +1,54 @@
+"""The activation meter: bytes of distinct storages that a rank holds for a later B.
+
+A storage counts once however many tensors look into it, by its identity and not by its address, which the allocator
+gives away again. Parameters and buffers do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class ActivationMeter:
+    """Holds a count per storage. Whoever holds a tensor calls `hold`, and `release` with what that returned."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._weights: frozenset[int] = frozenset()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of these: the parameters and buffers of the rank."""
+        self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def hold(self, tensor: Tensor) -> int:
+        """Count the storage of `tensor`; returns the key to release it by (0: it does not count)."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._weights:
+            return 0
+        holders = self._holders.get(key, 0)
+        self._holders[key] = holders + 1
+        if not holders:
+            size = self._sizes[key] = storage.nbytes()
+            self.current_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        return key
+
+    def release(self, key: int) -> None:
+        """One holder of the storage less. The holder must still own the tensor, so that the identity is not reused."""
+        if not key:
+            return
+        holders = self._holders[key] - 1
+        if holders:
+            self._holders[key] = holders
+        else:
+            del self._holders[key]
+            self.current_bytes -= self._sizes.pop(key)
+
+    def start_step(self) -> None:
+        self.peak_bytes = self.current_bytes

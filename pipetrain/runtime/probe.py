@@ -1,0 +1,77 @@
+"""Finds memory that stays after F outside of saved tensors (`ctx.x = x`, `self.last = x`), which no slot can empty.
+
+Looks at every tensor that Python knows, so it runs on one or two microbatches of a run and not on the others.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def storages_alive() -> dict[int, int]:
+    """Bytes of each storage that a Python tensor looks into, by identity."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing.layout.__str__() == "torch.strided":
+            storage = thing.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def storages_of(value: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+class HeldOutsideProbe:
+    """Watches the forwards of one stage until it knows that nothing is held, or has said what is.
+
+    The first forward is looked at as a whole. Only if something stayed is the second looked at layer by layer: what a
+    layer computes once and keeps (a table of positions) is then there already and is not taken for a leak.
+    """
+
+    def __init__(self, name_of: Callable[[int], str]) -> None:
+        self._name_of = name_of
+        self._forwards = 0
+        self.done = False
+        self._before: dict[int, int] = {}
+        self._born: dict[int, tuple[int, int]] = {}  # storage -> layer that made it, bytes
+
+    def start(self) -> None:
+        self._before = storages_alive()
+        self._born.clear()
+
+    def after_layer(self, layer: int) -> None:
+        if self._forwards == 0:
+            return
+        for key, size in storages_alive().items():
+            if size and key not in self._before and key not in self._born:
+                self._born[key] = (layer, size)
+
+    def end(self, outputs: Any, wanted: Iterable[Any]) -> None:
+        """F is done; `outputs` and `wanted` (the stash) may stay."""
+        self._forwards += 1
+        allowed = storages_of(outputs) | storages_of(list(wanted)) | set(self._before)
+        gc.collect()
+        left = {key: size for key, size in storages_alive().items() if size and key not in allowed}
+        if self._forwards == 1:
+            self.done = not left
+            return
+        self.done = True
+        held: dict[int, int] = {}
+        for key, (layer, size) in self._born.items():
+            if key in left:
+                held[layer] = held.get(layer, 0) + size
+        for layer, size in held.items():
+            warnings.warn(
+                f"{self._name_of(layer)} holds {size} bytes per microbatch outside of its saved tensors (such as ctx.x = x "
+                "or self.last = x): recompute cannot free them. In an autograd.Function use ctx.save_for_backward",
+                stacklevel=2,
+            )
+        self._before.clear()
+        self._born.clear()

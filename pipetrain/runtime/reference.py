@@ -1,0 +1,51 @@
+"""What every schedule must equal: the loop over microbatches on one process, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.runtime.cut import cut, num_rows, weights_of
+from pipetrain.runtime.seeding import generators_restored, layer_seed, seed_generators
+
+
+def reference_step(
+    model: Iterable[nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    num_microbatches: int,
+    seed: int = 0,
+    step: int = 0,
+    count_fn: Callable[[Any], int | float] | None = None,
+) -> Tensor:
+    """Forward and backward of each microbatch in turn; gradients are added to `.grad` of the model's parameters.
+
+    Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
+    n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 adds nothing.
+    """
+    layers = list(model)
+    device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
+    microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
+    counts = [
+        num_rows(part, "inputs") or 1 if count_fn is None else count_fn(label)
+        for part, label in zip(microbatches, labels)
+    ]
+    weights, total = weights_of(counts), None
+    with generators_restored(device):
+        for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
+            if weight == 0:
+                continue
+            for number, layer in enumerate(layers):
+                seed_generators(layer_seed(seed, step, index, number), device)
+                value = layer(value)
+            seed_generators(layer_seed(seed, step, index, len(layers)), device)
+            loss = loss_fn(value, label) * weight
+            torch.autograd.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None  # weights_of refuses a batch in which nothing counts
+    return total

@@ -1,0 +1,58 @@
+"""Random numbers that do not depend on the split: each layer starts from a seed of its own for each microbatch.
+
+The same seed is set in F and again in R, so a dropout mask need not be stashed, and a model cut into four stages draws
+the masks of the model in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """The seed of one layer for one microbatch; `microbatch` counts over all replicas, `layer` over the whole model."""
+    return mix(seed, step, microbatch, layer)
+
+
+def weight_seed(seed: int, layer: int) -> int:
+    """The seed from which the weights of a layer are drawn when a rank builds it."""
+    return mix(seed, layer)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Set the default generators that a layer on `device` draws from.
+
+    Not `torch.manual_seed`, which seeds every back-end of the machine: this runs once per layer and microbatch.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+@contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Give the user's generators back as they were."""
+    cpu = torch.default_generator.get_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

@@ -1,0 +1,80 @@
+"""Stages run by hand on one process, in GPipe order: what the executor does, without ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.runtime.cut import cut, weights_of
+from pipetrain.runtime.meter import ActivationMeter
+from pipetrain.runtime.seeding import generators_restored, layer_seed
+from pipetrain.runtime.stage import Stage, StageInput
+
+CPU = torch.device("cpu")
+
+
+def make_stages(
+    layers: Sequence[nn.Module], balance: Sequence[int], loss_fn: Callable[[Any, Any], Tensor], meter: ActivationMeter
+) -> list[Stage]:
+    stages, first = [], 0
+    for index, count in enumerate(balance):
+        loss = loss_fn if index == len(balance) - 1 else None
+        own = list(layers[first : first + count])
+        stages.append(Stage(index, own, first_layer=first, device=CPU, meter=meter, loss_fn=loss))
+        first += count
+    return stages
+
+
+def run_step(
+    stages: Sequence[Stage],
+    inputs: Any,
+    targets: Any,
+    m: int,
+    *,
+    keep: Callable[[int], bool] = lambda microbatch: False,
+    before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
+    step: int = 0,
+) -> Tensor:
+    """All F, then R and B of each microbatch, last stage first."""
+    microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
+    weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
+    total = torch.zeros(())
+    with generators_restored(CPU):
+        for i in range(m):
+            value = microbatches[i]
+            wants: frozenset[int] = frozenset()
+            for stage in stages:
+                leaves, spec = pytree.tree_flatten(value)
+                given = StageInput(
+                    tuple(leaves),
+                    spec,
+                    wants,
+                    lambda layer, i=i: layer_seed(0, step, i, layer),
+                    labels[i],
+                    weights[i],
+                )
+                value = stage.forward(i, given, keep=keep(i))
+                held = stage._held.get(i)
+                wants = frozenset(n for n, root in enumerate(held.roots) if root is not None) if held else frozenset()
+            total = total + value
+        for i in range(m):
+            gradients: Sequence[Tensor | None] = ()
+            for stage in reversed(stages):
+                if i not in stage._held:
+                    break
+                if not keep(i):
+                    before_recompute(stage.index, i)
+                    stage.recompute(i)
+                gradients = stage.backward(i, gradients)
+    return total
+
+
+def twins(layers: Sequence[nn.Module]) -> tuple[nn.Sequential, nn.Sequential]:
+    """Two equal models without gradients: one for the reference, one for the stages."""
+    model = nn.Sequential(*layers)
+    return copy.deepcopy(model), copy.deepcopy(model)
