@@ -55,7 +55,7 @@ def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = ""
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}={value}: this is a group with keys of its own ({', '.join(keys(kind))})")
-            nested: Callable[..., Any] = kind
+            nested = typing.cast(Callable[..., Any], kind)
             arguments[name] = build(nested, value, f"{path}.")
         else:
             arguments[name] = _convert(path, value, kind)

@@ -55,10 +55,7 @@ class RunFolder:
         Raises:
             ValueError: a run is in it already, or it cannot be made.
         """
-        if self.metrics.exists():
-            raise ValueError(
-                f"run_dir={self.path}: there is a run in this folder; choose another, or leave run_dir out"
-            )
+        check_free(str(self.path))
         try:
             for folder in (self.path, self.path / "events", self.path / "weights"):
                 folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
