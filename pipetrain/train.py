@@ -118,8 +118,8 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
         recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
         wait_activation_seconds=per_rank("wait_activation_seconds"),
         wait_gradient_seconds=per_rank("wait_gradient_seconds"),
-        peak_activation_bytes=tuple(report.peak_activation_bytes),
-        peak_memory_bytes=tuple(report.peak_memory_bytes),
+        peak_activation_bytes=report.peak_activation_bytes,
+        peak_memory_bytes=report.peak_memory_bytes,
     )
 
 
@@ -165,7 +165,7 @@ def _sum_up(
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
         peak_activation_bytes=tuple(map(max, zip(*(step.peak_activation_bytes for step in metrics)))),
-        peak_activation_bytes_never=tuple(last.peak_activation_bytes_never),
+        peak_activation_bytes_never=last.peak_activation_bytes_never,
     )
 
 

@@ -25,8 +25,8 @@ class StepMetrics:
     recompute_exposed_seconds: PerRank
     wait_activation_seconds: PerRank
     wait_gradient_seconds: PerRank
-    peak_activation_bytes: PerRank
-    peak_memory_bytes: PerRank
+    peak_activation_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[int | None, ...]
 
 
 class MetricsFile:

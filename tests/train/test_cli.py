@@ -1,0 +1,113 @@
+"""The command line: exit codes, one clear message, and nothing heavy loaded for it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipetrain.cli import COMMANDS, main
+
+MISTAKES = {
+    "unknown key": ["train", "recompute.mod=inline"],
+    "range": ["train", "steps=0"],
+    "unsupported": ["train", "parallel.num_replicas=2"],
+    "microbatches": ["train", "pipeline.num_microbatches=17"],
+    "balance": ["train", "pipeline.balance=[3,4]"],
+    "fewer layers than stages": ["train", "pipeline.num_stages=7"],
+    "stages unknown": ["train", "pipeline.num_stages=null"],
+    "schedule": ["train", "pipeline.schedule=gpip"],
+    "model": ["train", "model.num_heads=3"],
+    "mode": ["show", "recompute.mode=never_"],
+    "costs": ["show", "cost.forward_seconds=[1,2,3]"],
+    "format": ["show", "--out=x.png"],
+    "run": ["report", "runs/nothing"],
+    "command": ["trian"],
+}
+WORDS = {
+    "balance": ["[3, 4]", "7 layers", "has 6", "balance=[3, 3]"],
+    "fewer layers than stages": ["6 layers", "7 stages"],
+    "model": ["model.num_heads=3", "model.hidden_size=128"],
+    "schedule": ["'gpip'", "'gpipe'"],
+    "costs": ["cost.forward_seconds has 3 numbers", "or 2"],
+    "stages unknown": ["pipeline.num_stages=2"],
+    "command": ["trian", "train, show"],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_with_2_and_one_line(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(MISTAKES[name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pipetrain: ")
+    assert captured.err.count("\n") == 1
+    assert [word for word in WORDS.get(name, []) if word not in captured.err] == [], captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "pipeline.num_stages=4"], 0),
+        (["train", "recompute.mod=inline"], 2),
+        (["train", "model.num_heads=3"], 2),
+        (["--help"], 0),
+    ],
+    ids=["show", "unknown key", "model", "help"],
+)
+def test_light_commands_are_fast_and_need_no_torch(arguments: list[str], code: int) -> None:
+    program = f"import sys; from pipetrain.cli import main; code = main({arguments}); print('torch' in sys.modules); sys.exit(code)"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: pipetrain {command}")
+    assert main(["--help"]) == 0
+    assert f"  {command}" in capsys.readouterr().out
+
+
+def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--json", "pipeline.num_stages=3", "recompute.mode=inline"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {
+        "step_seconds",
+        "bound_seconds",
+        "bubble_fraction",
+        "recompute_hidden_seconds",
+        "recompute_exposed_seconds",
+        "peak_sets",
+        "ops",
+    }
+    assert len(shown["peak_sets"]) == 3
+    assert set(shown["ops"][0]) == {"rank", "lane", "op", "start", "end"}
+
+
+def test_json_in_a_file_leaves_the_drawing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "show.json"
+    assert main(["show", f"--json={file}", "cost.hop_seconds=0.5"]) == 0
+    assert "rank 0 F0" in capsys.readouterr().out
+    assert json.loads(file.read_text())["step_seconds"] > 0
+
+
+def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = []
+    for overrides in ([], ["cost.forward_seconds=[1,2]"], ["cost.hop_seconds=1"]):
+        assert main(["show", "--json", *overrides]) == 0
+        figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
+    assert figures[0] == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
+    assert figures[1] == 35.0  # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
+    assert figures[2] == 34.0  # 2 (p - 1) hops more
