@@ -31,7 +31,7 @@ def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per
     _prepare_environment(folder, threads_per_rank)
     try:
         killed_by = _run_torchrun(module, arguments, num_ranks, folder)
-        return _sum_up(collect(folder), killed_by)
+        return sum_up(collect(folder), killed_by)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -71,7 +71,8 @@ def _end_at_once(folder: Path) -> None:
             os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
 
 
-def _sum_up(outcomes: Sequence[Outcome], killed_by: int) -> Outcome:
+def sum_up(outcomes: Sequence[Outcome], killed_by: int) -> Outcome:
+    """One outcome for the run: its first failure, else that a rank was killed by a signal, else how all ranks ended."""
     run_dir = next((outcome.run_dir for outcome in outcomes if outcome.run_dir), None)
     failed = [outcome for outcome in outcomes if outcome.code not in (Exit.DONE, Exit.STOPPED)]
     if failed:
@@ -81,4 +82,4 @@ def _sum_up(outcomes: Sequence[Outcome], killed_by: int) -> Outcome:
         return Outcome(0, Exit.FAILED, message, run_dir)
     if not outcomes:
         return Outcome(0, Exit.FAILED, "the ranks ended before they could say why", run_dir)
-    return Outcome(0, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)
+    return Outcome(outcomes[0].rank, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)

@@ -105,9 +105,9 @@ def test_json_in_a_file_leaves_the_drawing(tmp_path: pathlib.Path, capsys: pytes
 
 def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     figures = []
-    for overrides in ([], ["cost.forward_seconds=[1,2]"], ["cost.hop_seconds=1"]):
+    for overrides in ([], ["cost.forward_seconds=[1,2]"], ["cost.hop_seconds=3"]):
         assert main(["show", "--json", *overrides]) == 0
         figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
     assert figures[0] == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
     assert figures[1] == 35.0  # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
-    assert figures[2] == 34.0  # 2 (p - 1) hops more
+    assert figures[2] == 33.0  # rank 1 runs 8 x 3 from 4 to 28, the last gradient arrives at 31, then a B
