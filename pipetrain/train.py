@@ -20,7 +20,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.engine import Engine, StepResult
 from pipetrain.engine.native import NativeEngine
-from pipetrain.engine.outcome import Exit, Outcome, announce, end
+from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.engine.stop import StopRequest
 from pipetrain.engine.weights import save_weights
 from pipetrain.engine.world import World
@@ -68,12 +68,13 @@ def train(config: RunConfig) -> Outcome:
         signum = _run_steps(config, data, engine, recorder, world, stop)
         last = engine.gather_report()
         heldout_loss = None if signum else engine.evaluate(data.heldout)
-        weights = engine.weights()
-        if last is not None and weights is not None:
-            save_weights(folder.weights, weights)
+        if last is not None:
             measured, predicted = _compare(schedule, last, recorder.timelines)
             report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum)
             recorder.finish(report, measured, predicted)
+        weights = engine.weights()
+        if weights is not None:
+            save_weights(folder.weights, weights)
         world.largest(0)  # nobody leaves before everything is written
     code = Exit.STOPPED if signum else Exit.DONE
     message = f"stopped by {signal.Signals(signum).name}; the report is written" if signum else ""
@@ -175,6 +176,7 @@ def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
     if world.rank == 0:
         folder = choose_folder(config.run_dir, config.experiment)
         folder.create()
+        announce_run_dir(str(folder.path))
         chosen = str(folder.path)
     return RunFolder(Path(world.from_first(chosen)))
 

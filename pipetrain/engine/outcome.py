@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
+_RUN_DIR = "run-dir"
 
 
 class Exit(enum.IntEnum):
@@ -24,7 +25,7 @@ class Exit(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one rank. `message` is for the user; `run_dir` is known to rank 0."""
+    """How a rank, or the whole run, ended. `message` is for the user."""
 
     rank: int
     code: int
@@ -41,6 +42,18 @@ def announce(rank: int) -> None:
     """Tells the launcher which process `rank` is, so that it can end it at once."""
     if has_launcher():
         (Path(os.environ[FOLDER_VARIABLE]) / f"process-{rank:04d}").write_text(str(os.getpid()))
+
+
+def announce_run_dir(path: str) -> None:
+    """Tells the launcher the run folder, which is there even if the run fails."""
+    if has_launcher():
+        (Path(os.environ[FOLDER_VARIABLE]) / _RUN_DIR).write_text(path)
+
+
+def run_dir_of(folder: Path) -> str | None:
+    """The run folder that rank 0 has announced in `folder`."""
+    file = folder / _RUN_DIR
+    return file.read_text() if file.is_file() else None
 
 
 def processes(folder: Path) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as processes
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.loss import next_token_loss
@@ -96,7 +96,7 @@ def cases(num_stages: int) -> Iterator[Case]:
 
 def _on_ranks(num_ranks: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="pipetrain-verify-") as folder:
-        processes.spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
         found = json.loads((Path(folder) / "rows.json").read_text())
     return [Row(case, *result) for case, result in zip(cases(num_ranks), found)]
 

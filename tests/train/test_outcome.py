@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from pipetrain.engine.launch import sum_up
-from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, announce, collect, end, processes, tell
+from pipetrain.engine.outcome import (
+    FOLDER_VARIABLE,
+    Exit,
+    Outcome,
+    announce,
+    announce_run_dir,
+    collect,
+    end,
+    processes,
+    run_dir_of,
+    tell,
+)
 
 STOPPED = "stopped by SIGINT"
 
@@ -20,19 +31,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_stopped_run_is_75_though_torchrun_must_not_see_it(folder: Path) -> None:
     assert end(Outcome(1, Exit.STOPPED, STOPPED)) == Exit.DONE  # else torchrun would end rank 0, which still writes
     assert end(Outcome(0, Exit.STOPPED, STOPPED, "runs/x")) == Exit.DONE
-    assert sum_up(collect(folder), 0) == Outcome(1, Exit.STOPPED, STOPPED, "runs/x")
+    announce_run_dir("runs/x")
+    assert sum_up(collect(folder), 0, run_dir_of(folder)) == Outcome(1, Exit.STOPPED, STOPPED, "runs/x")
 
 
 def test_the_first_failure_is_the_one_that_is_told(folder: Path) -> None:
     end(Outcome(0, Exit.STOPPED, STOPPED, "runs/x"))
     assert end(Outcome(2, Exit.FAILED, "rank 2 failed in 2F0")) == Exit.FAILED
     assert end(Outcome(1, Exit.FAILED, "rank 1 ends because of it")) == Exit.FAILED
-    assert sum_up(collect(folder), signal.SIGKILL) == Outcome(2, Exit.FAILED, "rank 2 failed in 2F0", "runs/x")
+    assert sum_up(collect(folder), signal.SIGKILL, "runs/x") == Outcome(
+        2, Exit.FAILED, "rank 2 failed in 2F0", "runs/x"
+    )
 
 
 def test_a_killed_rank_leaves_nothing_and_is_told_all_the_same(folder: Path) -> None:
-    assert "SIGKILL" in sum_up(collect(folder), signal.SIGKILL).message
-    assert sum_up(collect(folder), 0).code == Exit.FAILED
+    assert "SIGKILL" in sum_up(collect(folder), signal.SIGKILL, run_dir_of(folder)).message
+    assert sum_up(collect(folder), 0, None).code == Exit.FAILED
 
 
 def test_processes_are_announced(folder: Path) -> None:
