@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ class Costs:
     """Times in seconds: F, B and R per stage, a hop per stage edge (edge s joins stage s and stage s + 1).
 
     `forward`, `backward` and `recompute` have one entry per stage; `hop_forward` (activations) and
-    `hop_backward` (gradients) one per edge, hence `num_stages - 1`.
+    `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
+    input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
     """
 
     forward: tuple[float, ...]
@@ -21,6 +23,8 @@ class Costs:
     recompute: tuple[float, ...]
     hop_forward: tuple[float, ...]
     hop_backward: tuple[float, ...]
+    input_bytes: tuple[float, ...] = ()
+    set_bytes: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -54,3 +58,29 @@ class Costs:
             hop_forward=hops,
             hop_backward=hops,
         )
+
+    def with_links(
+        self,
+        *,
+        forward_bytes: float,
+        backward_bytes: float,
+        latency_seconds: Sequence[tuple[float, float]],
+        bytes_per_second: Sequence[tuple[float, float]],
+    ) -> Costs:
+        """The same costs with hops of latency + bytes / bandwidth; both per edge, as (forward, backward).
+
+        Raises:
+            ValueError: not one entry per edge, or a bandwidth that is not positive.
+        """
+        edges = self.num_stages - 1
+        for name, given in (("latency_seconds", latency_seconds), ("bytes_per_second", bytes_per_second)):
+            if len(given) != edges:
+                raise ValueError(f"{name} has {len(given)} entries for {edges} edges between stages")
+        if any(min(pair) <= 0 for pair in bytes_per_second):
+            raise ValueError(f"bytes_per_second={list(bytes_per_second)}: a link needs a bandwidth above 0")
+
+        def hops(direction: int, num_bytes: float) -> tuple[float, ...]:
+            links = zip(latency_seconds, bytes_per_second)
+            return tuple(latency[direction] + num_bytes / bandwidth[direction] for latency, bandwidth in links)
+
+        return dataclasses.replace(self, hop_forward=hops(0, forward_bytes), hop_backward=hops(1, backward_bytes))

@@ -6,6 +6,7 @@ gives away again. Parameters and buffers do not count.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -20,6 +21,8 @@ class ActivationMeter:
         self._weights: frozenset[int] = frozenset()
         self.current_bytes = 0
         self.peak_bytes = 0
+        # Re-entrant: a slot may be collected, and release, while the same thread holds.
+        self._lock = threading.RLock()
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these: the parameters and buffers of the rank."""
@@ -31,24 +34,26 @@ class ActivationMeter:
         key: int = storage._cdata
         if key in self._weights:
             return 0
-        holders = self._holders.get(key, 0)
-        self._holders[key] = holders + 1
-        if not holders:
-            size = self._sizes[key] = storage.nbytes()
-            self.current_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        with self._lock:
+            holders = self._holders.get(key, 0)
+            self._holders[key] = holders + 1
+            if not holders:
+                size = self._sizes[key] = storage.nbytes()
+                self.current_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         return key
 
     def release(self, key: int) -> None:
         """One holder of the storage less. The holder must still own the tensor, so that the identity is not reused."""
         if not key:
             return
-        holders = self._holders[key] - 1
-        if holders:
-            self._holders[key] = holders
-        else:
-            del self._holders[key]
-            self.current_bytes -= self._sizes.pop(key)
+        with self._lock:
+            holders = self._holders[key] - 1
+            if holders:
+                self._holders[key] = holders
+            else:
+                del self._holders[key]
+                self.current_bytes -= self._sizes.pop(key)
 
     def start_step(self) -> None:
         self.peak_bytes = self.current_bytes

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+# Less than this per microbatch is not worth a word.
+_SMALL_BYTES = 4096
 
 
 def storages_alive() -> dict[int, int]:
     """Bytes of each storage that a Python tensor looks into, by identity."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.layout.__str__() == "torch.strided":
+        if issubclass(type(thing), Tensor) and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return found
@@ -35,8 +39,10 @@ class HeldOutsideProbe:
     layer computes once and keeps (a table of positions) is then there already and is not taken for a leak.
     """
 
-    def __init__(self, name_of: Callable[[int], str]) -> None:
+    def __init__(self, name_of: Callable[[int], str], foreign: Callable[[], Set[int]]) -> None:
+        """`foreign()` are the storages that other threads make meanwhile: messages that arrive."""
         self._name_of = name_of
+        self._foreign = foreign
         self._forwards = 0
         self.done = False
         self._before: dict[int, int] = {}
@@ -57,10 +63,12 @@ class HeldOutsideProbe:
         """F is done; `outputs` and `wanted` (the stash) may stay."""
         self._forwards += 1
         allowed = storages_of(outputs) | storages_of(list(wanted)) | set(self._before)
-        gc.collect()
-        left = {key: size for key, size in storages_alive().items() if size and key not in allowed}
+        left = self._left(allowed)
+        if sum(left.values()) >= _SMALL_BYTES:
+            gc.collect()  # cycles are garbage, not held
+            left = self._left(allowed)
         if self._forwards == 1:
-            self.done = not left
+            self.done = sum(left.values()) < _SMALL_BYTES
             return
         self.done = True
         held: dict[int, int] = {}
@@ -68,6 +76,8 @@ class HeldOutsideProbe:
             if key in left:
                 held[layer] = held.get(layer, 0) + size
         for layer, size in held.items():
+            if size < _SMALL_BYTES:
+                continue
             warnings.warn(
                 f"{self._name_of(layer)} holds {size} bytes per microbatch outside of its saved tensors (such as ctx.x = x "
                 "or self.last = x): recompute cannot free them. In an autograd.Function use ctx.save_for_backward",
@@ -75,3 +85,8 @@ class HeldOutsideProbe:
             )
         self._before.clear()
         self._born.clear()
+
+    def _left(self, allowed: Set[int]) -> dict[int, int]:
+        alive = storages_alive()
+        foreign = self._foreign()
+        return {key: size for key, size in alive.items() if size and key not in allowed and key not in foreign}

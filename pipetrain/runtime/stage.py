@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +69,15 @@ class StageInput:
     weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class StageOutput:
+    """What F gives, detached: the leaves of the output tree and which of them want a gradient."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    wants_gradient: tuple[bool, ...]
+
+
 @dataclass
 class _Held:
     """What a stage holds of a microbatch between its F and its B."""
@@ -97,6 +106,7 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
+        foreign: Callable[[], Set[int]] = frozenset,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -111,12 +121,12 @@ class Stage:
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
         self._buffers = ChangingBuffers(self.layers)
-        self._probe = HeldOutsideProbe(self._name_of)
+        self._probe = HeldOutsideProbe(self._name_of, foreign)
 
     # F ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, given: StageInput, *, keep: bool) -> Any:
-        """F with a graph. Returns the output tree detached; with a loss, the weighted loss (None where the weight is 0).
+    def forward(self, microbatch: int, given: StageInput, *, keep: bool) -> StageOutput:
+        """F with a graph. With a loss, the output is the weighted loss; the stage's own output where the weight is 0.
 
         Raises:
             SavedTensorChanged, ValueError (a loss that is no scalar), or what a layer raises.
@@ -125,22 +135,21 @@ class Stage:
         before = self._meter.current_bytes
         held, outputs = self._forward_kept(given) if keep else self._forward_late(given)
         leaves, spec = pytree.tree_flatten(outputs)
-        with_gradient = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, with_gradient)]
-        held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, with_gradient) if wanted]
+        wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
+        held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
         held.late.end_forward()
-        if not held.kinds:  # nothing here needs a gradient: no R, no B, nothing to hold
-            self.set_bytes[microbatch] = self.stash_bytes[microbatch] = 0
-            return pytree.tree_unflatten(leaves, spec)
-        if held.given is None:
-            self.set_bytes[microbatch] = self._meter.current_bytes - before
-        else:
-            held.keys = [self._meter.hold(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)]
-            self.stash_bytes[microbatch] = self._meter.current_bytes - before
+        if any(wants):
+            self._hold(microbatch, held, before)
+        return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
+
+    def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
-        if self.loss_fn is not None and given.weight == 0:
-            return None
-        return pytree.tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        if held.given is None:
+            self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before
+        else:
+            held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
+            self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
     def _forward_kept(self, given: StageInput) -> tuple[_Held, Any]:
         saved = self._buffers.save(everything=False)
@@ -314,19 +323,18 @@ class Stage:
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
-    def infer(self, given: StageInput) -> Any:
-        """F without a graph: the output tree, or the weighted loss where there is a loss and `target` is wanted."""
+    def infer(self, given: StageInput, *, with_loss: bool) -> StageOutput:
+        """F without a graph; with the weighted loss at its end where that is wanted and the microbatch counts."""
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
                 seed_generators(given.seed_of(self.first_layer + number), self._device)
                 value = layer(value)
-        return value
-
-    def evaluate_loss(self, output: Any, given: StageInput) -> Tensor:
-        with torch.no_grad():
-            seed_generators(given.seed_of(self.first_layer + len(self.layers)), self._device)
-            return self._loss(output, given)
+            if with_loss and self.loss_fn is not None and given.weight != 0:
+                seed_generators(given.seed_of(self.first_layer + len(self.layers)), self._device)
+                value = self._loss(value, given)
+        leaves, spec = pytree.tree_flatten(value)
+        return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 
     def _check_parameters(self, held: _Held) -> None:
         now = self._parameter_versions()

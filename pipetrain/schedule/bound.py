@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.make import make_schedule
@@ -27,8 +29,8 @@ def bound(
 
     The proof is that of `bound_of`. Where no family fixes which sets are kept, stage s can keep few: a kept set lives
     from F to B, at least L = f_s + b_s and the round trip through the stages after s. The `keep` places of a stage
-    offer keep * W seconds of life in the window W = T - head - tail in which the stage works, so that at most
-    keep * W / L sets are kept, and W >= m (f + b) + (m - keep * W / L) r gives W >= m (f + b + r) / (1 + keep * r / L).
+    offer keep * W seconds of life in the window W = T - head - tail in which the stage runs, so that at most
+    keep * W / L sets are kept and n_rec(s) >= m - keep * W / L. T is at least the least time that satisfies this.
     """
     policy = RecomputePolicy.of(policy)
     stages = costs.num_stages
@@ -46,10 +48,11 @@ def bound(
         )
         return bound_of(schedule, costs)
     links = _Links(costs, tuple(stage % ranks for stage in range(stages)), first_backward)
-    recompute = [
-        _least_recompute(stage, costs, links, num_microbatches, policy, first_backward) for stage in range(stages)
-    ]
-    return _bound(links, num_microbatches, recompute)
+
+    def recompute(stage: int, step_seconds: float) -> float:
+        return _least_recompute(links, stage, step_seconds, num_microbatches, policy) * costs.recompute[stage]
+
+    return _least_time(links, num_microbatches, recompute)
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
@@ -64,12 +67,13 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     For equal stages this is max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
     """
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward)
-    recompute = []
-    for stage in range(schedule.num_stages):
-        kept = sum(one == stage for one, _ in schedule.kept)
+    kept = Counter(stage for stage, _ in schedule.kept)
+
+    def recompute(stage: int, _: float) -> float:
         sets = schedule.num_microbatches if stage >= schedule.first_backward else 0
-        recompute.append((sets - kept) * costs.recompute[stage])
-    return _bound(links, schedule.num_microbatches, recompute)
+        return (sets - kept[stage]) * costs.recompute[stage]
+
+    return _least_time(links, schedule.num_microbatches, recompute)
 
 
 class _Links:
@@ -101,21 +105,34 @@ class _Links:
 
 
 def _least_recompute(
-    stage: int, costs: Costs, links: _Links, microbatches: int, policy: RecomputePolicy, first_backward: int
+    links: _Links, stage: int, step_seconds: float, microbatches: int, policy: RecomputePolicy
 ) -> float:
-    """Seconds of R that stage `stage` cannot avoid."""
-    if policy.mode is Mode.NEVER or stage < first_backward:
+    """How many R stage `stage` cannot avoid in a step of this length; not a whole number where sets are kept."""
+    if policy.mode is Mode.NEVER or stage < links.first_backward:
         return 0.0
-    auto = policy.last_stage is LastStage.AUTO
-    if auto and (stage == costs.num_stages - 1 or microbatches == 1):
+    last = len(links.stage_ranks) - 1
+    if policy.last_stage is LastStage.AUTO and (stage == last or microbatches == 1):
         return 0.0
-    work = microbatches * (links.forward[stage] + links.backward[stage])
-    full = microbatches * costs.recompute[stage]
-    life = links.forward[stage] + links.backward[stage] + links.beyond(stage)
-    if policy.keep == 0 or life == 0.0:
-        return full if policy.keep == 0 else 0.0
-    window = (work + full) / (1 + policy.keep * costs.recompute[stage] / life)
-    return max(0.0, window - work)
+    if policy.keep == 0:
+        return float(microbatches)
+    life = links.forward[stage] + links.beyond(stage) + links.backward[stage]
+    window = step_seconds - links.head(stage) - links.tail(stage)
+    return max(0.0, microbatches - policy.keep * window / life) if life > 0 else 0.0
+
+
+def _least_time(links: _Links, microbatches: int, recompute: Callable[[int, float], float]) -> float:
+    """The least T for which `recompute(stage, T)`, which does not grow with T, leaves time for all the work."""
+
+    def needed(step_seconds: float) -> float:
+        return _bound(links, microbatches, [recompute(stage, step_seconds) for stage in range(len(links.stage_ranks))])
+
+    low, high = needed(math.inf), needed(0.0)
+    if math.isinf(high) or low == high:
+        return low
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if needed(middle) <= middle else (middle, high)
+    return low
 
 
 def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.edges import local_source
 from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.memory import sets_over_time
 from pipetrain.schedule.messages import receive_of
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.schedule import Schedule
@@ -123,22 +124,6 @@ def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float)
     """When F or B `op` had its activation or gradient (its set does not count)."""
     source = receive_of(schedule, op) or local_source(schedule, op)
     return default if source is None else ends.get(source, default)
-
-
-def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, int]]:
-    """The number of sets alive after each change, with its time: a set comes with F (kept) or R and goes with B."""
-    changes: list[tuple[float, int]] = []
-    for event in events:
-        is_kept = (event.op.stage, event.op.microbatch) in schedule.kept
-        if event.op.kind is Kind.R or (event.op.kind is Kind.F and is_kept):
-            changes.append((event.start, 1))
-        elif event.op.kind is Kind.B:
-            changes.append((event.end, -1))
-    alive, counts = 0, []
-    for time, change in sorted(changes):
-        alive += change
-        counts.append((time, alive))
-    return counts
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

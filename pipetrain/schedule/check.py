@@ -20,6 +20,7 @@ from pipetrain.schedule.schedule import Schedule
 
 Fault = tuple[Op, str]  # the op that breaks the rule, and how
 Rule = Callable[[Schedule], Iterator[Fault]]
+Queue = tuple[object, ...]
 
 
 class ScheduleError(ValueError):
@@ -154,15 +155,25 @@ def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
 
 
 def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
-    """An op comes after what it reads: by the order of its lane, or by a wait for an op of another lane."""
-    place = {op: (rank, lane, number) for number, (rank, lane, op) in enumerate(schedule.ops())}
-    for op, (rank, lane, number) in place.items():
-        for source in _reads(schedule, op):
-            if source in schedule.waits.get(op, ()):
-                continue
-            other_rank, other_lane, other_number = place[source]
-            if (other_rank, other_lane) != (rank, lane) or other_number > number:
-                yield op, f"does not wait for {source}"
+    """An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it."""
+    queue_of: dict[Op, tuple[Queue, int]] = {}
+    queues: dict[Queue, list[Op]] = {}
+    for rank, lane, op in schedule.ops():
+        queue: Queue = (rank, lane, op.stage, op.kind) if lane in (Lane.SEND, Lane.RECV) else (rank, lane)
+        ops = queues.setdefault(queue, [])
+        queue_of[op] = queue, len(ops)
+        ops.append(op)
+    for own, ops in queues.items():
+        ended: dict[Queue, int] = {}  # per queue, the last of its ops that has ended before this one starts
+        for number, op in enumerate(ops):
+            ended[own] = number - 1
+            for awaited in schedule.waits.get(op, ()):
+                other, place = queue_of[awaited]
+                ended[other] = max(place, ended.get(other, -1))
+            for source in _reads(schedule, op):
+                other, place = queue_of[source]
+                if place > ended.get(other, -1):
+                    yield op, f"does not wait for {source}"
 
 
 def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:

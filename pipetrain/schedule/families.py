@@ -18,7 +18,7 @@ class Shape:
     """What a generator gets to know: stage s lives on rank `stage_ranks[s]`.
 
     `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, for families that know the word.
+    flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care.
     """
 
     num_stages: int
@@ -26,6 +26,7 @@ class Shape:
     num_ranks: int
     alternate_last: bool = True
     warmup: int | Sequence[int] | None = None
+    first_backward: int = 0
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -84,8 +85,114 @@ def inference(shape: Shape) -> ComputeLanes:
     ]
 
 
+def one_forward_one_backward(shape: Shape) -> ComputeLanes:
+    """One forward, one backward in turns after a warm-up (Narayanan et al. 2019, PipeDream-Flush of 2021).
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3        3 in flight
+        rank 1     F0 F1 .  .  B0 F2 B1 F3 B2 .  B3              2 in flight
+        rank 2        F0 B0 F1 B1 F2 B2 F3 B3                    1 in flight
+
+    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so; with m it is GPipe's order. More
+    of them cover slow hops.
+    """
+    _one_stage_per_rank(shape)
+    return [_in_turns(stage, in_flight, shape) for stage, in_flight in enumerate(in_flight_of(shape))]
+
+
+def _in_turns(stage: int, in_flight: int, shape: Shape) -> list[Op]:
+    microbatches = range(shape.num_microbatches)
+    forwards = [Op(stage, Kind.F, microbatch) for microbatch in microbatches]
+    backwards = [Op(stage, Kind.B, microbatch) for microbatch in microbatches]
+    return merge_in_turns(forwards, backwards, in_flight)
+
+
+def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: int) -> list[Op]:
+    """`in_flight` forwards, then a backward and a forward in turns, then the backwards that are left."""
+    lane = list(forwards[:in_flight])
+    for number, backward in enumerate(backwards):
+        lane.append(backward)
+        lane += forwards[in_flight + number : in_flight + number + 1]
+    return lane
+
+
+def in_flight_of(shape: Shape) -> tuple[int, ...]:
+    """Forwards in flight per stage: the classic numbers, raised to `warmup` if that is one number.
+
+    Raises:
+        ValueError: `warmup` is not between the classic number and num_microbatches, or grows from stage to stage (then
+            stage s + 1 would wait for a forward that stage s runs after a backward of stage s + 1).
+    """
+    stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
+    classic = tuple(min(microbatches, stages - stage) for stage in range(stages))
+    if warmup is None:
+        return classic
+    allowed = f"allowed is one number from 1 to {microbatches} (num_microbatches), or a list of one per stage"
+    if isinstance(warmup, int):
+        if not 1 <= warmup <= microbatches:
+            raise ValueError(f"pipeline.warmup={warmup}: {allowed}")
+        last = 1 if shape.alternate_last else warmup
+        return (*(max(least, warmup) for least in classic[:-1]), last)
+    counts = tuple(warmup)
+    if len(counts) != stages:
+        raise ValueError(f"pipeline.warmup={list(counts)} has {len(counts)} numbers for {stages} stages: {allowed}")
+    for stage, (count, least) in enumerate(zip(counts, classic)):
+        most = 1 if shape.alternate_last and stage == stages - 1 else microbatches
+        if not least <= count <= most:
+            raise ValueError(f"pipeline.warmup={list(counts)}: stage {stage} may have {least} to {most}")
+        if stage > 0 and count > counts[stage - 1]:
+            raise ValueError(
+                f"pipeline.warmup={list(counts)}: stage {stage} may have at most as many as stage {stage - 1}"
+            )
+    return counts
+
+
+def _one_stage_per_rank(shape: Shape) -> None:
+    if shape.num_ranks != shape.num_stages:
+        raise ValueError(
+            f"pipeline.schedule='1f1b' holds one stage per rank, not {shape.num_stages} stages on {shape.num_ranks} ranks; "
+            "set pipeline.schedule=interleaved"
+        )
+
+
+def interleaved(shape: Shape) -> ComputeLanes:
+    """1F1B over several stages per rank (Narayanan et al. 2021, section 2.2); here 2 ranks with 2 stages each.
+
+        rank 0  0F0 0F1 2F0 2F1 0F2 .   2B0 0F3 2B1 2F2 0B0 2F3 0B1 ...
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 ...
+
+    Forwards go through p microbatches on the rank's first stage, then the same on its next, and so on; backwards the
+    same from the last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards ahead of the turns. For
+    a number of microbatches that p does not divide, it is the order of the next multiple without those beyond.
+    """
+    ranks = shape.num_ranks
+    per_rank, rest = divmod(shape.num_stages, ranks)
+    if rest:
+        raise ValueError(
+            f"pipeline.schedule='interleaved' needs the same number of stages on each rank, {shape.num_stages} stages do "
+            f"not fit {ranks} ranks; use {per_rank * ranks} or {(per_rank + 1) * ranks} stages"
+        )
+    lanes = []
+    for rank in range(ranks):
+        stages = shape.stages_of(rank)
+        forwards = [Op(stage, Kind.F, microbatch) for stage, microbatch in _in_groups(stages, shape)]
+        backwards = [Op(stage, Kind.B, microbatch) for stage, microbatch in _in_groups(stages[::-1], shape)]
+        ahead = (ranks - rank - 1) * (2 if per_rank > 1 else 1) + (per_rank - 1) * ranks
+        lane = merge_in_turns(forwards, backwards, ahead + 1)
+        lanes.append([op for op in lane if (op.microbatch or 0) < shape.num_microbatches])
+    return lanes
+
+
+def _in_groups(stages: Sequence[int], shape: Shape) -> list[tuple[int, int]]:
+    """(stage, microbatch) for groups of as many microbatches as ranks, the last group filled up."""
+    size = shape.num_ranks
+    starts = range(0, shape.num_microbatches, size)
+    return [(stage, start + offset) for start in starts for stage in stages for offset in range(size)]
+
+
 FAMILIES: dict[str, Generator] = {
     "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
     "inference": inference,
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipetrain.plan.costs import Costs
+from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.edges import add_edges
-from pipetrain.schedule.families import Shape, generator_of
+from pipetrain.schedule.families import ComputeLanes, Shape, generator_of
+from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
@@ -26,33 +28,35 @@ def make_schedule(
     first_backward: int = 0,
     transport_ahead: int = 2,
 ) -> Schedule:
-    """The schedule of a family, complete: ops of all lanes and what each waits for.
+    """The schedule of a family, or of a file that ends in .csv: ops of all lanes and what each waits for.
 
     Stage s lives on rank s mod `num_ranks` (default: a rank per stage). `warmup` is for `1f1b`: forwards in flight, a
     number or one per stage. `first_backward` is the first stage in which something needs a gradient, `num_stages` for
     forwards only. `costs` help to choose which sets to keep, where the policy keeps some.
 
     Raises:
-        ValueError: an unknown family, or numbers that do not fit each other.
+        ValueError: an unknown family, a file that does not fit, or numbers that do not fit each other.
     """
     policy = RecomputePolicy.of(recompute)
     ranks = num_stages if num_ranks is None else num_ranks
     _check_numbers(num_stages, num_microbatches, ranks, first_backward, transport_ahead)
     if family == "inference":
         first_backward = num_stages
-    shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup)
-    compute = generator_of(family)(shape)
-    draft = draft_of(family, shape, compute, policy, first_backward)
-    return lower(draft, frozenset(), transport_ahead)
+    if warmup is not None and family != "1f1b":
+        raise ValueError(f"pipeline.warmup={warmup} is for pipeline.schedule=1f1b, not for {family!r}; leave it out")
+    if policy.keep > num_microbatches and first_backward < num_stages:
+        raise ValueError(f"recompute.keep={policy.keep}: a step has {num_microbatches} microbatches, so 0 to that many")
+    shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup, first_backward)
+    compute = read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
+    draft = draft_of(family, shape, compute, policy)
+    return with_best_kept(draft, costs or Costs.spread(num_stages), lambda kept: lower(draft, kept, transport_ahead))
 
 
-def draft_of(
-    family: str, shape: Shape, compute: Sequence[Sequence[Op]], policy: RecomputePolicy, first_backward: int
-) -> Schedule:
-    """A schedule of F and B alone, without the B of stages in which nothing needs a gradient."""
+def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: RecomputePolicy) -> Schedule:
+    """The compute lanes alone, without the R and B of stages in which nothing needs a gradient."""
 
     def needed(op: Op) -> bool:
-        return op.kind is not Kind.B or op.stage >= first_backward
+        return op.kind is Kind.F or op.stage >= shape.first_backward
 
     return Schedule(
         family=family,
@@ -62,7 +66,7 @@ def draft_of(
         lanes=tuple({Lane.COMPUTE: tuple(op for op in ops if needed(op))} for ops in compute),
         waits={},
         kept=frozenset(),
-        first_backward=first_backward,
+        first_backward=shape.first_backward,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, Mode
@@ -22,24 +22,46 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         overlap               the same as without R; on the recompute lane R0 R1 R2
 
     R follows the order of the B that read them, also over several stages of a rank, so that the two lanes cannot wait
-    for each other in a circle.
+    for each other in a circle. A schedule that comes with R, from a file, has already said what is recomputed.
     """
     policy = schedule.policy
-    backwards = {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind is Kind.B}
+    backwards = _places(schedule, Kind.B)
+    written = _places(schedule, Kind.R)
     if policy.mode is Mode.NEVER:
+        if written:
+            raise ValueError("recompute.mode=never, but the schedule itself has R; choose another mode or remove them")
         return dataclasses.replace(schedule, kept=frozenset(backwards))
-    kept = backwards & chosen
-    if policy.last_stage is LastStage.AUTO:
-        kept |= directly_followed(schedule)
-    lanes = []
-    for rank in range(schedule.num_ranks):
-        compute = schedule.lane(rank, Lane.COMPUTE)
-        if policy.mode is Mode.OVERLAP:
-            recompute = tuple(_recompute_of(op) for op in compute if _needs_recompute(op, kept))
-            lanes.append({**schedule.lanes[rank], Lane.RECOMPUTE: recompute})
-        else:
-            lanes.append({**schedule.lanes[rank], Lane.COMPUTE: tuple(_with_recompute(compute, kept))})
-    return dataclasses.replace(schedule, lanes=tuple(lanes), kept=frozenset(kept))
+    if written:
+        kept = backwards - written
+    else:
+        kept = backwards & chosen
+        if policy.last_stage is LastStage.AUTO:
+            kept |= directly_followed(schedule)
+    lanes = tuple(_with_lanes(dict(lanes), policy.mode, kept) for lanes in schedule.lanes)
+    return dataclasses.replace(schedule, lanes=lanes, kept=frozenset(kept))
+
+
+def _places(schedule: Schedule, kind: Kind) -> set[tuple[int, int]]:
+    return {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind is kind}
+
+
+def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], mode: Mode, kept: Sets) -> dict[Lane, tuple[Op, ...]]:
+    """The lanes of one rank with R where the mode wants it; R that stand there already stay in their order."""
+    compute = lanes[Lane.COMPUTE]
+    if not any(op.kind is Kind.R for op in compute):
+        compute = tuple(with_recompute(compute, lambda op: (op.stage, op.microbatch) not in kept))
+    if mode is not Mode.OVERLAP:
+        return {**lanes, Lane.COMPUTE: compute}
+    recompute = tuple(op for op in compute if op.kind is Kind.R)
+    return {**lanes, Lane.COMPUTE: tuple(op for op in compute if op.kind is not Kind.R), Lane.RECOMPUTE: recompute}
+
+
+def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
+    """`compute` with an R before each B that is `wanted`."""
+    for op in compute:
+        if op.kind is Kind.B and wanted(op):
+            yield Op(op.stage, Kind.R, op.microbatch)
+        yield op
 
 
 def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
@@ -52,18 +74,3 @@ def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
             if same and first.kind is Kind.F and second.kind is Kind.B:
                 found.add((first.stage, first.microbatch or 0))
     return found
-
-
-def _needs_recompute(op: Op, kept: Sets) -> bool:
-    return op.kind is Kind.B and (op.stage, op.microbatch) not in kept
-
-
-def _recompute_of(op: Op) -> Op:
-    return Op(op.stage, Kind.R, op.microbatch)
-
-
-def _with_recompute(compute: Iterable[Op], kept: Sets) -> Iterable[Op]:
-    for op in compute:
-        if _needs_recompute(op, kept):
-            yield _recompute_of(op)
-        yield op

@@ -12,6 +12,7 @@ from pipetrain.schedule.breakdown import RankBreakdown, break_down, bubble_fract
 from pipetrain.schedule.check import check
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.memory import bytes_over_time
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
@@ -44,6 +45,14 @@ class Shown:
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
         return f"{schedule.family}, {schedule.policy.mode}: {size}"
+
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
+        if not self.costs.set_bytes or not self.costs.input_bytes:
+            return None
+        ranks = range(self.schedule.num_ranks)
+        curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
+        return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""

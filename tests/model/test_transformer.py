@@ -123,14 +123,19 @@ def test_grouped_queries_equal_repeated_heads() -> None:
     torch.testing.assert_close(grouped(hidden), full(hidden))
 
 
-def test_attention_is_softmax_of_scaled_products() -> None:
-    """Against the formula of Vaswani et al., 2017, section 3.2.1, written out."""
+@both_styles
+def test_attention_is_softmax_of_scaled_products(config: ModelConfig) -> None:
+    """Against the formula of Vaswani et al., 2017, section 3.2.1, written out, with queries and keys turned for llama."""
     torch.manual_seed(0)
-    attention, hidden = Attention(GPT2), torch.randn(2, 10, 32)
+    attention, hidden = Attention(config), torch.randn(2, 10, 32)
     query, key, value = (
-        F.linear(hidden, layer.weight, layer.bias).unflatten(-1, (4, 8)).transpose(1, 2)
+        F.linear(hidden, layer.weight, layer.bias).unflatten(-1, (-1, 8)).transpose(1, 2)
         for layer in (attention.query, attention.key, attention.value)
     )
+    if config is LLAMA:
+        tables = rotary_tables(10, 8, config.rope_base, hidden.device)
+        query, key = rotate(query, *tables), rotate(key, *tables)
+        key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
     scores = query @ key.mT / math.sqrt(8)
     scores = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), -math.inf)
     expected = attention.output((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))

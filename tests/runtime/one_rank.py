@@ -58,9 +58,9 @@ def run_step(
                     labels[i],
                     weights[i],
                 )
-                value = stage.forward(i, given, keep=keep(i))
-                held = stage._held.get(i)
-                wants = frozenset(n for n, root in enumerate(held.roots) if root is not None) if held else frozenset()
+                output = stage.forward(i, given, keep=keep(i))
+                value = pytree.tree_unflatten(output.leaves, output.spec)
+                wants = frozenset(n for n, wanted in enumerate(output.wants_gradient) if wanted)
             total = total + value
         for i in range(m):
             gradients: Sequence[Tensor | None] = ()

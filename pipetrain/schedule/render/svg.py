@@ -11,10 +11,13 @@ from pipetrain.schedule.render.palette import FILL, INK, THEME, WORDS
 from pipetrain.schedule.show import Shown
 
 _MARGIN = 16
-_LABEL = 58
+LEFT, RIGHT = 74, 16  # beside the time axis
+
 _ROW, _GAP = 30, 7
 _HEAD = 62
-_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_TEXT = """font-family="ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13\""""
+_HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
 def svg(*shown: Shown, width: int = 960) -> str:
@@ -27,13 +30,10 @@ def svg(*shown: Shown, width: int = 960) -> str:
     height = top + 12
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-            f' font-family="{_FONT}" font-size="13" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {_TEXT} role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
-            '<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse"'
-            ' patternTransform="rotate(45)"><rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/>'
-            "</pattern></defs>",
+            _HATCH,
             *pieces,
             _legend(width, height - 14),
             "</svg>\n",
@@ -46,7 +46,7 @@ def _panel_height(one: Shown) -> int:
 
 
 def _panel(one: Shown, top: int, width: int, longest: float) -> str:
-    left = _MARGIN + _LABEL
+    left = LEFT
     scale = (width - left - _MARGIN) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
     lines = [_heading(one, top)]
@@ -56,8 +56,9 @@ def _panel(one: Shown, top: int, width: int, longest: float) -> str:
         lines.append(f'<text class="text" x="{_MARGIN}" y="{y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
         lines.append(f'<rect class="idle" x="{left}" y="{y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
         events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
-        lines += [_box(event, one.timeline.start, left, y, scale, several) for event in events]
+        lines += [_box(event, one.timeline.start, left, y, scale) for event in events]
         lines += [_hatch(start, end, one.timeline.start, left, y, scale) for start, end in one.exposed(rank)]
+        lines += [_name(event, one.timeline.start, left, y, scale, several) for event in events]
     lines.append(_axis(one, left, top + _HEAD + one.schedule.num_ranks * (_ROW + _GAP), scale))
     return "\n".join(lines)
 
@@ -80,29 +81,34 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _box(event: OpEvent, start: float, left: float, y: float, scale: float, several: bool) -> str:
+def _box(event: OpEvent, start: float, left: float, y: float, scale: float) -> str:
     x, width = left + (event.start - start) * scale, (event.end - event.start) * scale
-    if width <= 0:
-        return ""
-    kind = event.op.kind
     inset = min(0.75, width / 8)
-    label = str(event.op) if several else f"{kind.value}{event.op.microbatch}"
-    text = ""
-    if 6.6 * len(label) + 3 <= width:
-        text = (
-            f'<text x="{x + width / 2:.2f}" y="{y + _ROW / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
-            f' text-anchor="middle">{label}</text>'
-        )
     return (
-        f'<rect x="{x + inset:.2f}" y="{y}" width="{width - 2 * inset:.2f}" height="{_ROW}" rx="3" fill="{FILL[kind]}">'
-        f"<title>{event.op}  {_number(event.start)} to {_number(event.end)}</title></rect>{text}"
+        f'<rect class="op" data-microbatch="{event.op.microbatch}" x="{x + inset:.2f}" y="{y}"'
+        f' width="{width - 2 * inset:.2f}" height="{_ROW}" rx="3" fill="{FILL[event.op.kind]}">'
+        f"<title>{event.op}  {_number(event.start)} to {_number(event.end)}</title></rect>"
+    )
+
+
+def _name(event: OpEvent, start: float, left: float, y: float, scale: float, several: bool) -> str:
+    """The op's name in its box; the kind alone, or nothing, where that does not fit."""
+    kind, width = event.op.kind, (event.end - event.start) * scale
+    names = [str(event.op)] if several else [f"{kind.value}{event.op.microbatch}", kind.value]
+    name = next((name for name in names if 6.6 * len(name) + 3 <= width), None)
+    if name is None:
+        return ""
+    x = left + (event.start - start) * scale + width / 2
+    return (
+        f'<text x="{x:.2f}" y="{y + _ROW / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
+        f' text-anchor="middle" pointer-events="none">{name}</text>'
     )
 
 
 def _hatch(begin: float, end: float, start: float, left: float, y: float, scale: float) -> str:
     """Marks recomputation for which the next op had to wait."""
     x, width = left + (begin - start) * scale, (end - begin) * scale
-    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" rx="3" fill="url(#exposed)"/>'
+    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" rx="3" fill="url(#exposed)" pointer-events="none"/>'
 
 
 def _axis(one: Shown, left: float, y: float, scale: float) -> str:
@@ -130,7 +136,7 @@ def _ticks(step_seconds: float) -> Sequence[float]:
 
 
 def _legend(width: int, y: float) -> str:
-    pieces, x = [], float(_MARGIN + _LABEL)
+    pieces, x = [], float(LEFT)
     for kind, word in WORDS.items():
         pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="{FILL[kind]}"/>')
         pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{kind} {word}</text>')

@@ -1,0 +1,116 @@
+"""Nothing hangs: every wait has a time-out, knows what it waits for, and ends when another rank has failed.
+
+The first failure of a pipeline is written to the store that all ranks share. Whoever then waits reads it there, so each
+rank can name the rank and the op at which it began, however many ranks lie between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+# How often a rank that waits looks whether another has failed.
+_POLL_SECONDS = 1.0
+
+
+class PipelineError(RuntimeError):
+    """The pipeline cannot go on; the message names the rank, the op and what to do."""
+
+
+class FailureBoard:
+    """The first failure of the pipeline, as all ranks see it. Without a store (one rank) it stays on this rank."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._text: str | None = None
+
+    def post(self, text: str) -> str:
+        """Report a failure; returns the first one, which may be another rank's."""
+        if self._text is None:
+            self._text = text
+            if self._store is not None:
+                # The store may have gone down with its host: then what this rank knows must do.
+                with contextlib.suppress(RuntimeError):
+                    self._text = self._store.compare_set("failure", "", text).decode()
+        return self._text
+
+    def read(self) -> str | None:
+        """The first failure, if there is one."""
+        if self._text is None and self._store is not None:
+            try:
+                if self._store.check(["failure"]):
+                    self._text = self._store.get("failure").decode()
+            except RuntimeError:
+                return None
+        return self._text
+
+
+class Monitor:
+    """Where the thread that computes waits for the threads that transfer."""
+
+    def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.board = board
+        self.timeout_seconds = timeout_seconds
+        self._condition = threading.Condition()
+        self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
+
+    def done(self, finish: Callable[[], None]) -> None:
+        """A transfer ended: run `finish`, which publishes its result, and wake who waits."""
+        with self._condition:
+            finish()
+            self._condition.notify_all()
+
+    def lost(self, what: str, peer: str, error: BaseException) -> None:
+        """A transfer failed: the rank at its other end is gone."""
+        with self._condition:
+            if self._lost is None:
+                self._lost = (peer, f"{what} ({_first_line(error)})")
+            self._condition.notify_all()
+
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until `ready()`; `what()` says what for, as in `rank 2 waits in 2RECV_B3 from rank 3`.
+
+        Raises:
+            PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
+        """
+        with self._condition:
+            if ready():
+                return
+            deadline = time.monotonic() + self.timeout_seconds
+            while not ready():
+                if self._lost is not None:
+                    raise self._explain_loss(what())
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._explain_timeout(what())
+                if not self._condition.wait(min(left, _POLL_SECONDS)):
+                    failure = self.board.read()
+                    if failure is not None:
+                        raise PipelineError(f"{failure} (rank {self.rank} ends; {what()})")
+
+    def _explain_loss(self, what: str) -> PipelineError:
+        assert self._lost is not None
+        peer, where = self._lost
+        first = self.board.post(
+            f"{peer} is gone: rank {self.rank} lost its connection in {where}. It was killed, ran out of memory, or its "
+            "machine is down: see its own output"
+        )
+        return PipelineError(f"{first} (rank {self.rank} ends; {what})")
+
+    def _explain_timeout(self, what: str) -> PipelineError:
+        first = self.board.post(
+            f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
+            "needs longer for a step than that"
+        )
+        return PipelineError(f"{first} (rank {self.rank} ends)")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    # gloo begins its messages with the place in its own source.
+    return text[0].rsplit("] ", 1)[-1][:160] if text else type(error).__name__

@@ -1,0 +1,477 @@
+"""The pipeline as a user's training loop sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime import weights
+from pipetrain.runtime.build import build_layers, check_has_parameters, check_sharing, layers_of
+from pipetrain.runtime.calls import Call, Programs, Signatures
+from pipetrain.runtime.chain import Chain
+from pipetrain.runtime.cut import cut, join, num_rows, weights_of
+from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.runtime.lanes import Recording, make_lanes
+from pipetrain.runtime.measure import RankReport, Report, measure_rank
+from pipetrain.runtime.meter import ActivationMeter
+from pipetrain.runtime.seeding import generators_restored
+from pipetrain.runtime.stage import LossFn, Stage
+from pipetrain.runtime.transport import Transport
+from pipetrain.runtime.world import join as join_world
+from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+
+
+class Pipeline:
+    """A model cut into stages over the ranks of torch.distributed, trained microbatch by microbatch.
+
+    Args:
+        model: an `nn.Sequential`, a list of layers, or a list of callables that return a layer each (only this rank's are
+            called, each after seeding with (seed, layer index)). Layer i gets what layer i - 1 returned, as one argument.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor.
+        num_microbatches: slices of a batch.
+        schedule: the name of a family, a CSV file, or a `Schedule`.
+        recompute: a mode or a `RecomputePolicy`.
+        balance: `"auto"` or the number of layers of each stage.
+        num_stages: default: ranks x stages_per_rank.
+        group: a process group of torch.distributed; default: all its ranks. Where torch.distributed is not initialised,
+            it is from torchrun's variables, and without them the pipeline has one rank.
+        device: default: this rank's GPU where there are enough, else the CPU.
+        seed: of dropout and, for callables, of the weights.
+        count_fn: what of a microbatch's target counts in the loss; default: its rows.
+        timeout_seconds: longest wait for another rank.
+        on_event: is given every `OpEvent`, after its step.
+
+    Every rank calls the same methods in the same order. A rank that is not the first may pass None as inputs, one that
+    is not the last None as targets.
+
+    Raises:
+        ValueError: arguments that do not fit each other; the same on every rank.
+        PipelineError: another rank did not come.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: LossFn | None = None,
+        *,
+        num_microbatches: int = 8,
+        schedule: str | Schedule = "gpipe",
+        recompute: str | RecomputePolicy = "overlap",
+        balance: str | Sequence[int] = "auto",
+        num_stages: int | None = None,
+        stages_per_rank: int = 1,
+        num_replicas: int = 1,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        count_fn: Callable[[Any], int | float] | None = None,
+        timeout_seconds: float = 600.0,
+        on_event: Callable[[OpEvent], None] | None = None,
+    ) -> None:
+        if num_replicas != 1:
+            raise ValueError(f"parallel.num_replicas={num_replicas}: only one replica is supported so far")
+        layers = layers_of(model)
+        self._world = world = join_world(group, device, timeout_seconds)
+        self.plan = make_plan(
+            len(layers),
+            num_ranks=world.num_ranks,
+            num_stages=num_stages,
+            stages_per_rank=stages_per_rank,
+            num_microbatches=num_microbatches,
+            balance=balance,
+        )
+        check_sharing(layers, self.plan)
+        self._programs = Programs(schedule, RecomputePolicy.of(recompute), self.plan, world.rank)
+        self.step_index = 0
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._count_fn = count_fn
+        self._on_event = on_event
+        self._training = True
+        self._failed: str | None = None
+        self._closed = False
+        self._last_report: Callable[[], RankReport] | None = None
+        self._unseen: Recording | None = None  # what on_event was not given yet
+        self._meter = ActivationMeter()
+        self._board = FailureBoard(world.store)
+        self._monitor = Monitor(world.rank, self._board, timeout_seconds)
+        self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
+        self._signatures = Signatures()
+        self._stages = self._build(layers, checked=balance == "auto")
+        self._transport = Transport(
+            self.plan.stage_ranks, world.rank, world.store, self._monitor, self._meter, world.device
+        )
+        self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
+        self._lanes = make_lanes(world.rank, world.device)
+        self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
+
+    def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
+        """This rank's stages. What is wrong on one rank is raised on all."""
+        stages: dict[int, Stage] = {}
+        problem = None
+        try:
+            for index in self.plan.stages_of(self._world.rank):
+                numbers = self.plan.layers_of(index)
+                built = build_layers(layers, numbers, seed=self._seed, device=self._world.device)
+                if checked:
+                    check_has_parameters(index, built, numbers)
+                stages[index] = Stage(
+                    index,
+                    built,
+                    first_layer=numbers.start,
+                    device=self._world.device,
+                    meter=self._meter,
+                    loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
+                    foreign=lambda: self._transport.storages(),
+                )
+        except (ValueError, TypeError) as error:
+            problem = str(error)
+        known = {"plan": repr(self.plan), "schedule": self._programs.describe(), "seed": self._seed, "problem": problem}
+        everyone = [
+            json.loads(text) for text in self._chain.concatenate(json.dumps(known).encode(), "the other ranks' plans")
+        ]
+        for rank, other in enumerate(everyone):
+            if other["problem"]:
+                raise ValueError(other["problem"])
+            for key in ("plan", "schedule", "seed"):
+                if other[key] != everyone[0][key]:
+                    raise ValueError(
+                        f"rank {rank} was given another {key} than rank 0: {other[key]}, not {everyone[0][key]}"
+                    )
+        return stages
+
+    # What the pipeline is -----------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return 0 in self._stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.plan.num_stages - 1 in self._stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of `step`, with every stage's gradients."""
+        return self._programs.training(first_backward=0).schedule
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, targets: Any = None, *, scale: float = 1.0) -> Tensor:
+        """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank.
+
+        Args:
+            inputs: the batch, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the first rank.
+            targets: likewise, on the last rank.
+            scale: multiplies what is back-propagated, and not the loss that is returned.
+
+        Raises:
+            ValueError: a batch that cannot be cut; a loss that is no scalar.
+            PipelineError: another rank failed, or the loss is not finite.
+        """
+        call = self._start_call("step", inputs)
+        step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=True, with_loss=True, scale=scale)
+        if call.error is None and call.first_backward >= self.plan.num_stages and self.is_last:
+            raise self._fail(ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True"))
+        self._execute(call, step, inputs, targets)
+        recording, peak, index = self._lanes.recording(), self._meter.peak_bytes, self.step_index
+        self._last_report = lambda: measure_rank(
+            self._world.rank, index, recording(), self._stages, peak, self._world.device
+        )
+        self.step_index += 1
+        self._unseen = recording
+        if self._world.device.type == "cpu":
+            self._emit_events()
+        return self._loss_of(step)
+
+    def _emit_events(self) -> None:
+        """Hand over the events of the last step; on a GPU, when the next one starts, so that nothing waits for them."""
+        recording, self._unseen = self._unseen, None
+        if recording is not None and self._on_event is not None:
+            for event in recording():
+                self._on_event(event)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """The loss of a batch of any size, on every rank; layers in eval mode, no gradients."""
+        was_training = self._training
+        self.eval()
+        try:
+            call = self._start_call("evaluate", inputs)
+            step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=False, with_loss=True)
+            self._execute(call, step, inputs, targets)
+            return self._loss_of(step)
+        finally:
+            self.train(was_training)
+
+    def __call__(self, inputs: Any = None) -> Any:
+        """The output of the model on the last stage's rank, without a graph; None on the others."""
+        call = self._start_call("call", inputs)
+        step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=False, with_loss=False)
+        self._execute(call, step, inputs, None)
+        return join([step.outputs[number] for number in range(call.num_microbatches)]) if self.is_last else None
+
+    def _start_call(self, kind: str, inputs: Any) -> Call:
+        """Agree on what is called: rank 0 says so down the chain."""
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
+        if self._failed is not None:
+            raise PipelineError(f"the pipeline failed before and cannot go on: {self._failed}")
+        self._emit_events()
+        asked = self._ask(kind, inputs) if self.is_first else None
+        what = f"{kind} {self.step_index}"
+        received: dict[str, Any] = {}
+
+        def amend(header: dict[str, Any]) -> None:
+            received.update(header)
+            self._signatures.amend(header, self._stages, self.plan)
+
+        amended = self._chain.relay(asked, amend, what)
+        if amended["error"]:
+            raise ValueError(amended["error"])
+        if (amended["kind"], amended["step"]) != (kind, self.step_index):
+            raise self._fail(
+                PipelineError(
+                    f"rank {self._world.rank} called {what} where rank 0 called {amended['kind']} {amended['step']}: every "
+                    "rank must call the same methods in the same order"
+                )
+            )
+        return Call.of(received, amended)
+
+    def _ask(self, kind: str, inputs: Any) -> dict[str, Any]:
+        """The header of a call, on the first rank; a mistake in its inputs travels in it, so that every rank raises it."""
+        header: dict[str, Any] = {
+            "kind": kind,
+            "step": self.step_index,
+            "error": None,
+            "first_backward": self.plan.num_stages,
+        }
+        try:
+            rows = num_rows(inputs, "inputs")
+            if rows is None:
+                raise ValueError(f"{kind} was given no inputs on rank 0, which holds the first stage")
+            wanted = self.plan.num_microbatches if kind == "step" else min(self.plan.num_microbatches, rows)
+            if rows < wanted or rows == 0:
+                cut(inputs, max(wanted, 1))
+        except (ValueError, TypeError) as error:
+            return {
+                **header,
+                "error": str(error)[:800],
+                "rows": 0,
+                "num_microbatches": 0,
+                "signature": 0,
+                "described": False,
+            }
+        number, described = self._signatures.number_of(kind, wanted, self._training, inputs)
+        return {**header, "rows": rows, "num_microbatches": wanted, "signature": number, "described": described}
+
+    def _execute(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
+        m = call.num_microbatches
+        try:
+            if self.is_first:
+                step.microbatches = cut(_to(inputs, self._world.device), m)
+            if self.is_last and step.with_loss:
+                self._prepare_targets(call, step, targets)
+            self._meter.exclude(self._weights())
+            if step.with_graph:
+                self._meter.start_step()
+            program = self._programs.training(call.first_backward) if step.with_graph else self._programs.inference(m)
+            self._executor.done.clear()
+            self._transport.start_step(
+                self._signatures.forms(call.signature),
+                described=(call.described_before, call.described_after),
+                record=self._lanes.record,
+                done=self._executor.done,
+            )
+            with generators_restored(self._world.device):
+                self._executor.run(program, step)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _prepare_targets(self, call: Call, step: Step, targets: Any) -> None:
+        if self._loss_fn is None:
+            raise ValueError("this Pipeline has no loss_fn: give one to step or evaluate")
+        rows = num_rows(targets, "targets")
+        if rows is not None and rows != call.rows:
+            raise ValueError(f"targets have {rows} rows on the last rank, inputs {call.rows} on the first")
+        m = call.num_microbatches
+        step.targets = cut(_to(targets, self._world.device), m, "targets")
+        if self._count_fn is not None:
+            step.weights = weights_of([self._count_fn(target) for target in step.targets])
+        else:
+            share, rest = divmod(call.rows, m)
+            step.weights = weights_of([share + (number < rest) for number in range(m)])
+
+    def _loss_of(self, step: Step) -> Tensor:
+        """The sum of the last rank's microbatch losses, in order, on every rank."""
+        values = torch.zeros(3, dtype=torch.float64)  # the sum, its dtype, the first microbatch that is not finite
+        if self.is_last:
+            total: Tensor | None = None
+            bad = -1
+            for number, loss in sorted(step.outputs.items()):
+                total = loss if total is None else total + loss
+                if bad < 0 and not torch.isfinite(loss):
+                    bad = number
+            assert total is not None
+            values = torch.tensor([total.item(), _FLOATS.index(total.dtype), bad], dtype=torch.float64)
+        loss, kind, bad_one = self._chain.from_last(values, f"the loss of step {step.index}").tolist()
+        if bad_one >= 0:
+            raise PipelineError(
+                f"the loss of microbatch {int(bad_one)} in step {step.index} is not finite (the sum is {loss}): look at that "
+                "batch, lower the learning rate, or clip the gradients"
+            )
+        return torch.tensor(loss, dtype=_FLOATS[int(kind)], device=self._world.device)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """A call failed: the pipeline cannot go on, and the other ranks are told."""
+        if self._failed is None:
+            line = (str(error).strip().splitlines() or [""])[0]
+            self._failed = self._board.post(f"rank {self._world.rank} failed: {type(error).__name__}: {line}")
+            self._executor.drop()
+        return error
+
+    def _weights(self) -> Iterator[Tensor]:
+        for stage in self._stages.values():
+            for layer in stage.layers:
+                yield from layer.parameters()
+                yield from layer.buffers()
+
+    # Parameters ---------------------------------------------------------------------------------------------------
+
+    def _layers(self) -> dict[int, nn.Module]:
+        return {
+            stage.first_layer + number: layer
+            for stage in self._stages.values()
+            for number, layer in enumerate(stage.layers)
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names of `nn.Sequential(*layers)`."""
+        return weights.named_parameters(self._layers())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put this rank's layers into training mode. Collective in meaning: do it on every rank."""
+        self._training = mode
+        for layer in self._layers().values():
+            layer.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        return self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before. Collective.
+
+        The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
+        on the split.
+        """
+        own = {
+            stage.index: [
+                (norm.item(), str(norm.dtype).removeprefix("torch."))
+                for norm in weights.gradient_norms(
+                    {n + stage.first_layer: layer for n, layer in enumerate(stage.layers)}
+                )
+            ]
+            for stage in self._stages.values()
+        }
+        parts = self._chain.concatenate(json.dumps(own).encode(), "the gradient norms")
+        of_stage = {int(stage): norms for part in parts for stage, norms in json.loads(part).items()}
+        norms = [
+            torch.tensor(value, dtype=getattr(torch, kind))
+            for stage in sorted(of_stage)
+            for value, kind in of_stage[stage]
+        ]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        total = total.to(self._world.device)
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's tensors, under the whole model's names."""
+        return weights.state_dict(self._layers())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's tensors from `state`, which may hold the whole model's."""
+        weights.load_state_dict(self._layers(), state)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's tensors on the CPU of rank 0, None on the others. Collective."""
+        gathered = self._gatherer.gather(self.state_dict())
+        if gathered is None:
+            return None
+        return dict(sorted(gathered.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+
+    # Reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> RankReport:
+        """This rank's last step. Does not communicate.
+
+        Raises:
+            RuntimeError: there was no step yet.
+        """
+        if self._last_report is None:
+            raise RuntimeError("there is no report before the first step")
+        return self._last_report()
+
+    def gather_report(self) -> Report | None:
+        """The last step of all ranks on rank 0, None on the others. Collective."""
+        parts = self._chain.gather(self.report.to_json(), "the reports")
+        return None if parts is None else Report.of(map(RankReport.from_json, parts), self.schedule)
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads and connections, and torch.distributed if it was initialised here."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._failed is None:
+            self._emit_events()
+            self._transport.close()
+            self._chain.close()
+        self._world.leave()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        self.close()
+
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

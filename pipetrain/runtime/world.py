@@ -1,0 +1,64 @@
+"""The processes of a pipeline: who this one is, and the store through which all meet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+# Pipelines of one process are numbered: several may live at once, made in the same order on every rank.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among `num_ranks`. `store` is this pipeline's own part of the store; None for a rank alone."""
+
+    rank: int
+    num_ranks: int
+    store: Store | None
+    device: torch.device
+    owns_process_group: bool  # torch.distributed was initialised here, and `leave` undoes it
+
+    def leave(self) -> None:
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(group: Any, device: torch.device | str | None, timeout_seconds: float) -> World:
+    """The world of a new pipeline: of `group`, of torch.distributed, of torchrun's variables, or of one rank."""
+    chosen = choose_device(device)
+    number = next(_numbers)
+    owns = False
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return World(0, 1, None, chosen, owns_process_group=False)
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        owns = True
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not in `group`: make the Pipeline on the ranks of the group only")
+    members = "" if group is None else "-" + "-".join(map(str, dist.get_process_group_ranks(group)))
+    store = PrefixStore(f"pipetrain/pipeline-{number}{members}", dist.distributed_c10d._get_default_store())
+    return World(rank, size, store if size > 1 else None, chosen, owns)
+
+
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or this rank's GPU where there are enough, or the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        enough = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        chosen = torch.device("cuda", local) if enough else torch.device("cpu")
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", chosen.index or 0)
+        torch.cuda.set_device(chosen)
+    return chosen

@@ -1,0 +1,114 @@
+"""Schedules, costs and broken schedules for property tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+
+TIMES = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 3.0]), st.floats(0.0, 4.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `make_schedule`, and costs for it."""
+
+    arguments: dict[str, Any]
+    costs: Costs
+
+    def make(self) -> Schedule:
+        return make_schedule(**self.arguments, costs=self.costs)
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20) -> Case:
+    family = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "inference"]))
+    ranks = draw(st.integers(1, max_ranks))
+    stages = ranks * (1 if family == "1f1b" else draw(st.integers(1, 3)))
+    microbatches = draw(st.integers(1, max_microbatches))
+    policy = RecomputePolicy(
+        mode=draw(st.sampled_from(Mode)),
+        ahead=draw(st.integers(1, 3)),
+        keep=draw(st.one_of(st.just(0), st.integers(0, min(4, microbatches)))),
+        last_stage=draw(st.sampled_from(LastStage)),
+    )
+    arguments = {
+        "family": family,
+        "num_stages": stages,
+        "num_ranks": ranks,
+        "num_microbatches": microbatches,
+        "recompute": policy,
+        "first_backward": draw(st.one_of(st.just(0), st.integers(0, stages))),
+        "transport_ahead": draw(st.integers(0, 3)),
+    }
+    if family == "1f1b":
+        arguments["warmup"] = draw(st.one_of(st.none(), st.integers(1, microbatches)))
+    return Case(arguments, draw(costs_of(stages)))
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int) -> Costs:
+    def times(count: int) -> tuple[float, ...]:
+        if draw(st.booleans()):
+            return (draw(TIMES),) * count
+        return tuple(draw(st.lists(TIMES, min_size=count, max_size=count)))
+
+    return Costs(times(stages), times(stages), times(stages), times(stages - 1), times(stages - 1))
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> tuple[Schedule, Op | None]:
+    """A valid schedule that was broken, or not: an op dropped, doubled, moved within its lane or to another rank, two
+    swapped, a wait left out, or a policy that allows less than the schedule takes. With the op that is waited for no
+    more, if it is that."""
+    schedule = draw(cases(max_ranks=4, max_microbatches=6)).make()
+    change = draw(st.sampled_from(["drop", "double", "move", "swap", "emigrate", "unwait", "tighten"]))
+    if change == "unwait":
+        return draw(without_a_wait(schedule))
+    if change == "tighten":
+        policy = schedule.policy
+        ahead, keep = draw(st.integers(1, policy.ahead)), draw(st.integers(0, policy.keep))
+        return dataclasses.replace(schedule, policy=dataclasses.replace(policy, ahead=ahead, keep=keep)), None
+    places = [(rank, lane) for rank in range(schedule.num_ranks) for lane in Lane if schedule.lane(rank, lane)]
+    rank, lane = draw(st.sampled_from(places))
+    ops = list(schedule.lane(rank, lane))
+    first, second = draw(st.integers(0, len(ops) - 1)), draw(st.integers(0, len(ops) - 1))
+    if change == "swap":
+        ops[first], ops[second] = ops[second], ops[first]
+    elif change == "double":
+        ops.insert(second, ops[first])
+    else:
+        op = ops.pop(first)
+        if change == "move":
+            ops.insert(second, op)
+        elif change == "emigrate":
+            other_rank, other_lane = draw(st.sampled_from(places))
+            if (other_rank, other_lane) != (rank, lane):
+                others = schedule.lane(other_rank, other_lane)
+                place = draw(st.integers(0, len(others)))
+                schedule = with_lane(schedule, other_rank, other_lane, (*others[:place], op, *others[place:]))
+    return with_lane(schedule, rank, lane, tuple(ops)), None
+
+
+@st.composite
+def without_a_wait(draw: st.DrawFn, schedule: Schedule) -> tuple[Schedule, Op | None]:
+    edges = [(op, other) for op, awaited in schedule.waits.items() if op.kind.computes for other in awaited]
+    if not edges:
+        return schedule, None
+    op, gone = draw(st.sampled_from(edges))
+    rest = tuple(other for other in schedule.waits[op] if other != gone)
+    return dataclasses.replace(schedule, waits={**schedule.waits, op: rest}), gone
+
+
+def with_lane(schedule: Schedule, rank: int, lane: Lane, ops: tuple[Op, ...]) -> Schedule:
+    lanes = list(schedule.lanes)
+    lanes[rank] = {**lanes[rank], lane: ops}
+    return dataclasses.replace(schedule, lanes=tuple(lanes))

@@ -1,0 +1,120 @@
+"""Runs a schedule op by op with blocking sends, and complains. Knows nothing of `check` nor of the passes.
+
+It is unlucky: recomputations run as early as they may (which fills the memory), a message moves only when no rank can
+compute, and the queue of `late` (an op) gets its turn only when no other has one.
+"""
+
+from __future__ import annotations
+
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.schedule import Schedule
+
+
+class OracleError(Exception):
+    pass
+
+
+class Oracle:
+    def __init__(self, schedule: Schedule, late: Op | None = None) -> None:
+        self.schedule = schedule
+        self.late = late
+        self.done: set[Op] = set()
+        self.kept: set[tuple[int, int]] = set()
+        self.recomputed: set[tuple[int, int]] = set()
+        self.lanes = [{lane: list(schedule.lane(rank, lane)) for lane in Lane} for rank in range(schedule.num_ranks)]
+        self.links: dict[tuple[Lane, int, Kind], list[Op]] = {}
+        for rank, lane, op in schedule.ops():
+            self.need(
+                0 <= op.stage < schedule.num_stages and schedule.stage_ranks[op.stage] == rank, f"{op}: wrong rank"
+            )
+            if lane in (Lane.SEND, Lane.RECV):
+                self.need(op.kind.startswith(lane.name), f"{op}: wrong lane")
+                self.links.setdefault((lane, op.stage, op.kind), []).append(op)
+            else:
+                own = op.kind is Kind.R and schedule.policy.mode is Mode.OVERLAP
+                self.need(op.kind.computes and own == (lane is Lane.RECOMPUTE), f"{op}: wrong lane")
+
+    def need(self, truth: bool, complaint: str) -> None:
+        if not truth:
+            raise OracleError(complaint)
+
+    def run(self) -> None:
+        is_late = [self.late in lanes[Lane.RECOMPUTE] for lanes in self.lanes]
+        while (
+            self.run_heads(Lane.RECOMPUTE, [lanes for lanes, late in zip(self.lanes, is_late) if not late])
+            or self.run_heads(Lane.COMPUTE, self.lanes)
+            or self.move()
+            or self.run_heads(Lane.RECOMPUTE, self.lanes)
+        ):
+            pass
+        left = [op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE) for op in lanes[lane]]
+        self.need(not left and not any(self.links.values()), f"never runs: {left}")
+        for stage in range(self.schedule.num_stages):
+            for microbatch in range(self.schedule.num_microbatches):
+                self.need(Op(stage, Kind.F, microbatch) in self.done, "F missing")
+                wanted = stage >= self.schedule.first_backward
+                self.need((Op(stage, Kind.B, microbatch) in self.done) == wanted, "B missing or too many")
+
+    def ready(self, op: Op) -> bool:
+        return all(other in self.done for other in self.schedule.waits.get(op, ()))
+
+    def run_heads(self, lane: Lane, ranks: list[dict[Lane, list[Op]]]) -> bool:
+        ready = [lanes[lane].pop(0) for lanes in ranks if lanes[lane] and self.ready(lanes[lane][0])]
+        for op in ready:
+            self.execute(op)
+        return bool(ready)
+
+    def move(self) -> bool:
+        late = (Lane.RECV, self.late.stage, self.late.kind) if self.late else None
+        for queue in sorted(self.links, key=lambda queue: queue == late):
+            _, stage, kind = queue
+            if kind in (Kind.RECV_F, Kind.RECV_B):
+                source = (stage - 1, Kind.SEND_F, Kind.F) if kind is Kind.RECV_F else (stage + 1, Kind.SEND_B, Kind.B)
+                sends, receives = self.links.get((Lane.SEND, *source[:2]), []), self.links[queue]
+                if sends and receives and self.ready(sends[0]) and self.ready(receives[0]):
+                    self.pass_on(sends.pop(0), receives.pop(0), source[2])
+                    return True
+        return False
+
+    def pass_on(self, send: Op, receive: Op, source: Kind) -> None:
+        self.need(send.microbatch == receive.microbatch, f"{send} meets {receive}")
+        self.need(Op(send.stage, source, send.microbatch) in self.done, f"{send}: nothing to send")
+        self.need(not {send, receive} & self.done, f"{send} twice")
+        self.done |= {send, receive}
+
+    def arrived(self, op: Op, kind: Kind) -> bool:
+        """Whether the activation (F) or the gradient (B) for `op` is on its rank."""
+        other = op.stage + (-1 if kind is Kind.F else 1)
+        if not 0 <= other < self.schedule.num_stages:
+            return True
+        local = self.schedule.stage_ranks[other] == self.schedule.stage_ranks[op.stage]
+        message = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+        return (Op(other, kind, op.microbatch) if local else Op(op.stage, message, op.microbatch)) in self.done
+
+    def execute(self, op: Op) -> None:
+        place = (op.stage, op.microbatch or 0)
+        self.need(op not in self.done, f"{op} twice")
+        if op.kind is not Kind.R:
+            self.need(self.arrived(op, op.kind), f"{op} without its input")
+        if op.kind is Kind.F and place in self.schedule.kept:
+            self.kept.add(place)
+        if op.kind is Kind.R:
+            self.need(Op(op.stage, Kind.F, op.microbatch) in self.done, f"{op} before its F")
+            self.need(place not in self.kept | self.recomputed, f"{op} of a set that is there")
+            inline = self.schedule.policy.mode is Mode.INLINE
+            self.need(not inline or self.arrived(op, Kind.B), f"{op} before its gradient")
+            self.recomputed.add(place)
+        self.within_bounds(op)
+        if op.kind is Kind.B:
+            self.need(place in self.kept | self.recomputed, f"{op} without its set")
+            self.kept.discard(place)
+            self.recomputed.discard(place)
+        self.done.add(op)
+
+    def within_bounds(self, op: Op) -> None:
+        policy = self.schedule.policy
+        recomputed = sum(stage == op.stage for stage, _ in self.recomputed)
+        total = recomputed + sum(stage == op.stage for stage, _ in self.kept)
+        if policy.mode is not Mode.NEVER:
+            self.need(recomputed <= policy.ahead and total <= policy.ahead + policy.keep, f"{op}: too many sets")
