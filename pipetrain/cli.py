@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipetrain.engine.outcome import Exit
+
+if TYPE_CHECKING:
+    from pipetrain.schedule.show import Shown
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
@@ -105,7 +109,7 @@ def _train(arguments: Arguments) -> int:
     config = load(arguments.overrides)
     check_run(config)
     check_model(config.model, sequence_length=config.data.sequence_length)
-    num_ranks = choose_num_ranks(config.pipeline)
+    num_ranks = choose_num_ranks(config)
     choose_plan(config, num_ranks)
     choose_schedule(config, num_ranks)
     check_free(config.run_dir)
@@ -127,28 +131,40 @@ def _train(arguments: Arguments) -> int:
 def _add_show(parser: Parser) -> None:
     _add_overrides(parser)
     _add_json(parser)
-    parser.add_argument("--out", metavar="FILE", help="write a picture or table: FILE.svg, .html, .json or .csv")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
+    )
+    parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 
 
 def _show(arguments: Arguments) -> int:
-    from pipetrain.config.check import check_schedule
-    from pipetrain.config.load import load
     from pipetrain.observe.show import draw, write_drawing
-    from pipetrain.planner.choose import choose_costs, choose_num_ranks, choose_schedule
-    from pipetrain.schedule.show import show_schedule
 
-    config = load(arguments.overrides)
-    check_schedule(config)
-    schedule = choose_schedule(config, choose_num_ranks(config.pipeline))
-    shown = show_schedule(schedule, choose_costs(config, schedule.num_stages))
+    shown = [_simulated(arguments.overrides)]
+    if arguments.against is not None:
+        shown.append(_simulated([*arguments.overrides, *shlex.split(arguments.against)]))
     if arguments.json is not None:
-        _write_json(shown.as_json(), arguments.json)
+        values = [one.as_json() for one in shown]
+        _write_json(values[0] if len(values) == 1 else values, arguments.json)
     if arguments.out is not None:
         write_drawing(shown, Path(arguments.out))
     if arguments.json != "-":
         print(draw(shown, width=arguments.width))
     return Exit.DONE
+
+
+def _simulated(overrides: Sequence[str]) -> Shown:
+    from pipetrain.config.check import check_schedule
+    from pipetrain.config.load import load
+    from pipetrain.planner.choose import choose_costs, choose_num_ranks, choose_schedule
+    from pipetrain.schedule.show import show_schedule
+
+    config = load(overrides)
+    check_schedule(config)
+    num_ranks = choose_num_ranks(config)
+    costs = choose_costs(config, num_ranks * config.pipeline.stages_per_rank)
+    return show_schedule(choose_schedule(config, num_ranks, costs), costs)
 
 
 def _add_report(parser: Parser) -> None:

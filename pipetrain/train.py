@@ -92,9 +92,10 @@ def _run_steps(
         report = engine.gather_report()
         seconds = time.perf_counter() - started
         num_tokens = config.data.batch_size * config.data.sequence_length
-        recorder.end_step(
-            step, report and _metrics(step, result, report, num_tokens / seconds), report and report.timeline
-        )
+        if report is None:
+            recorder.end_step(step)
+        else:
+            recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
         if every is not None and step % every == 0 and step < config.steps:
             recorder.evaluated(step, engine.evaluate(data.heldout))
         if signum := world.largest(stop.signum):
@@ -145,7 +146,8 @@ def _sum_up(
     settled = compared or metrics
 
     def median(name: str) -> float:
-        return statistics.median(getattr(step, name) for step in settled)
+        values: list[float] = [getattr(step, name) for step in settled]
+        return statistics.median(values)
 
     def medians(name: str) -> tuple[float, ...]:
         return tuple(map(statistics.median, zip(*(getattr(step, name) for step in settled))))

@@ -75,11 +75,6 @@ def check_schedule(config: RunConfig) -> None:
         ConfigError: a value out of range, or one that is not supported.
     """
     _check(config, _SCHEDULE_RANGES, _SCHEDULE_ONLY)
-    if config.pipeline.warmup is not None and config.pipeline.schedule == "gpipe":
-        raise ConfigError(
-            f"pipeline.warmup={config.pipeline.warmup}: gpipe runs all forwards first and has no warm-up; "
-            "use pipeline.schedule=1f1b, or pipeline.warmup=null"
-        )
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
         raise ConfigError(
             f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "

@@ -45,7 +45,7 @@ class Recorder:
         """The sink for this rank's events."""
         self._events(event)
 
-    def end_step(self, step: int, metrics: StepMetrics | None, timeline: Timeline | None) -> None:
+    def end_step(self, step: int, metrics: StepMetrics | None = None, timeline: Timeline | None = None) -> None:
         """Step number `step` is over; rank 0 has its figures."""
         self._events.end_step(step)
         if metrics is None or timeline is None or self._metrics_file is None:

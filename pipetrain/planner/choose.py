@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from typing import cast
 
-from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import PipelineConfig, RecomputeConfig, RunConfig
+from pipetrain.config.records import RecomputeConfig, RunConfig
 from pipetrain.plan.costs import Costs
 from pipetrain.plan.plan import Plan, make_plan
 from pipetrain.schedule.check import check
+from pipetrain.schedule.csv_file import size_of_csv
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 
+DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
 EMBEDDING_AND_HEAD = 2  # layers of the model besides its blocks
 
 
-def choose_num_ranks(config: PipelineConfig) -> int:
-    """Ranks that the pipeline needs where nobody has started any yet.
+def choose_num_ranks(config: RunConfig) -> int:
+    """Ranks to start: as many as the stages need, as the schedule's file has, as the machine has, or two.
 
     Raises:
-        ConfigError: neither the number of stages nor the number of ranks is known.
+        ValueError: the schedule's file cannot be read.
     """
-    if config.num_stages is None:
-        raise ConfigError(
-            "pipeline.num_stages=null: say how many stages the model is cut into, as in pipeline.num_stages=2"
-        )
-    return config.num_stages // config.stages_per_rank
+    pipeline = config.pipeline
+    if pipeline.num_stages is not None:
+        return pipeline.num_stages // pipeline.stages_per_rank
+    if pipeline.schedule.endswith(".csv"):
+        return size_of_csv(pipeline.schedule)[1]
+    return config.cluster.gpus_per_node or DEFAULT_RANKS
 
 
 def choose_plan(config: RunConfig, num_ranks: int) -> Plan:

@@ -17,10 +17,12 @@ MISTAKES = {
     "microbatches": ["train", "pipeline.num_microbatches=17"],
     "balance": ["train", "pipeline.balance=[3,4]"],
     "fewer layers than stages": ["train", "pipeline.num_stages=7"],
-    "stages unknown": ["train", "pipeline.num_stages=null"],
     "schedule": ["train", "pipeline.schedule=gpip"],
     "model": ["train", "model.num_heads=3"],
     "mode": ["show", "recompute.mode=never_"],
+    "against": ["show", "--against=recompute.mod=inline"],
+    "file": ["show", "pipeline.schedule=missing.csv"],
+    "warm-up": ["show", "pipeline.warmup=3"],
     "costs": ["show", "cost.forward_seconds=[1,2,3]"],
     "format": ["show", "--out=x.png"],
     "run": ["report", "runs/nothing"],
@@ -31,8 +33,9 @@ WORDS = {
     "fewer layers than stages": ["6 layers", "7 stages"],
     "model": ["model.num_heads=3", "model.hidden_size=128"],
     "schedule": ["'gpip'", "'gpipe'"],
+    "against": ["recompute.mod:", "'recompute.mode'"],
+    "warm-up": ["pipeline.warmup=3", "1f1b"],
     "costs": ["cost.forward_seconds has 3 numbers", "or 2"],
-    "stages unknown": ["pipeline.num_stages=2"],
     "command": ["trian", "train, show"],
 }
 
@@ -101,6 +104,15 @@ def test_json_in_a_file_leaves_the_drawing(tmp_path: pathlib.Path, capsys: pytes
     assert main(["show", f"--json={file}", "cost.hop_seconds=0.5"]) == 0
     assert "rank 0 F0" in capsys.readouterr().out
     assert json.loads(file.read_text())["step_seconds"] > 0
+
+
+def test_a_schedule_goes_to_a_file_and_comes_back(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.csv"
+    options = ["pipeline.num_stages=4", "recompute.mode=inline"]
+    assert main(["show", "--json", *options, f"--out={file}", "pipeline.schedule=1f1b"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["show", "--json", "pipeline.num_stages=4", "recompute.mode=inline", f"pipeline.schedule={file}"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == shown["step_seconds"]
 
 
 def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
