@@ -215,7 +215,7 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _add_verify(parser: Parser) -> None:
-    parser.add_argument("--quick", action="store_true", help="two stages only")
+    parser.add_argument("--quick", action="store_true", help="two ranks only")
     _add_json(parser)
 
 

@@ -31,8 +31,8 @@ SEED = 3
 NUM_STEPS = 3
 NUM_MICROBATCHES = 3
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
-STAGES = (1, 2, 3)
-QUICK_STAGES = (2,)
+RANKS = (1, 2, 3)
+QUICK_RANKS = (2,)
 
 Layers = list[Callable[[], nn.Module]]
 
@@ -42,9 +42,13 @@ class Case:
     """One pipeline to compare."""
 
     model: str
-    num_stages: int
+    num_ranks: int
     schedule: str
     mode: str
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
 
 
 @dataclass(frozen=True)
@@ -70,28 +74,28 @@ def verify(*, quick: bool = False) -> list[Row]:
     Raises:
         RuntimeError: a rank failed.
     """
-    return [row for num_stages in (QUICK_STAGES if quick else STAGES) for row in _on_ranks(num_stages)]
+    return [row for num_ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(num_ranks)]
 
 
 def as_table(rows: list[Row]) -> str:
     """A line per case and a verdict."""
-    lines = [f"{'model':<12} {'stages':>6}  {'schedule':<12} {'recompute':<9}  result"]
+    lines = [f"{'model':<12} {'ranks':>5}  {'schedule':<12} {'recompute':<9}  result"]
     for row in rows:
         case = row.case
         result = "equal" if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
-        lines.append(f"{case.model:<12} {case.num_stages:>6}  {case.schedule:<12} {case.mode:<9}  {result}")
+        lines.append(f"{case.model:<12} {case.num_ranks:>5}  {case.schedule:<12} {case.mode:<9}  {result}")
     wrong = sum(not row.is_equal for row in rows)
     lines += ["", f"{len(rows)} cases, {wrong} differ" if wrong else f"{len(rows)} cases, all equal bit for bit"]
     return "\n".join(lines)
 
 
-def cases(num_stages: int) -> Iterator[Case]:
+def cases(num_ranks: int) -> Iterator[Case]:
     """All models, trainable schedules and modes."""
     for model in _MODELS:
         for schedule in FAMILIES:
             if schedule != "inference":
                 for mode in Mode:
-                    yield Case(model, num_stages, schedule, mode.value)
+                    yield Case(model, num_ranks, schedule, mode.value)
 
 
 def _on_ranks(num_ranks: int) -> list[Row]:
@@ -127,6 +131,7 @@ def _differences(case: Case) -> Iterator[tuple[str, float]]:
         loss_fn,
         num_microbatches=NUM_MICROBATCHES,
         schedule=case.schedule,
+        stages_per_rank=case.stages_per_rank,
         recompute=case.mode,
         seed=SEED,
     ) as pipeline:
@@ -185,11 +190,11 @@ def _dense() -> tuple[Layers, LossFunction, BatchOf]:
         generator = torch.Generator().manual_seed(step)
         return torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator)
 
-    return [lambda: _Dense(8)] * 5, nn.functional.mse_loss, batch
+    return [lambda: _Dense(8)] * 7, nn.functional.mse_loss, batch
 
 
 def _transformer() -> tuple[Layers, LossFunction, BatchOf]:
-    config = ModelConfig(num_blocks=2, hidden_size=16, num_heads=2, dropout=0.1)
+    config = ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1)
     vocabulary_size = 32
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
