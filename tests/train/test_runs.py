@@ -200,6 +200,41 @@ def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path
     assert report["steps"] == len(metrics.read_text().splitlines()) < 100000
 
 
+def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = [*PIPETRAIN, "train", *TINY, f"data.path={text}", "steps=100000", "run_dir=killed"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**environment(), "TMPDIR": str(tmp_path)},
+    )
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
+        ranks = [int(file.read_text()) for file in sorted(tmp_path.glob("pipetrain-*/process-*"))]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        stdout, stderr = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 1
+    assert stderr.splitlines()[-1].startswith("pipetrain: ")
+    assert "rank 1 is gone" in stderr.splitlines()[-1]
+    assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'killed'}"
+    assert [pid for pid in ranks if is_alive(pid)] == []
+    assert list(tmp_path.glob("pipetrain-*")) == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_too_many_ranks_is_told_once(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = ["--standalone", "--nproc-per-node=2", "-m", "pipetrain.train"]
     done = subprocess.run(
