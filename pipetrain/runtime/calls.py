@@ -85,13 +85,28 @@ class Signatures:
         number = header["signature"]
         header["described"] = header["described"] or self._trainable.get(number) != flags
         self._trainable[number] = flags
-        for index, stage in stages.items():
-            if any(parameter.requires_grad for layer in stage.layers for parameter in layer.parameters()):
-                header["first_backward"] = min(header["first_backward"], index)
-        assert header["first_backward"] <= plan.num_stages
+        own, known = first_trainable(stages, plan), header["first_backward"]
+        if own < known and plan.num_stages != plan.num_ranks:
+            header["error"] = header["error"] or (
+                f"stage {own} has a parameter that needs a gradient, which it had not when the Pipeline was made: with several "
+                "stages per rank make a new Pipeline after requires_grad changed"
+            )
+        header["first_backward"] = min(known, own)
 
     def forms(self, number: int) -> dict[Op, Form]:
         return self._forms.setdefault(number, {})
+
+
+def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
+    """The first of these stages in which a parameter needs a gradient; `num_stages` where there is none."""
+    return min(
+        (
+            index
+            for index, stage in stages.items()
+            if any(parameter.requires_grad for layer in stage.layers for parameter in layer.parameters())
+        ),
+        default=plan.num_stages,
+    )
 
 
 class Programs:

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import weights
 from pipetrain.runtime.build import build_layers, check_has_parameters, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Programs, Signatures
+from pipetrain.runtime.calls import Call, Programs, Signatures, first_trainable
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, join, num_rows, weights_of
+from pipetrain.runtime.edges import make_edges
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.lanes import Recording, make_lanes
+from pipetrain.runtime.lanes import Recording, make_lanes, sharing
 from pipetrain.runtime.measure import RankReport, Report, measure_rank
 from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.seeding import generators_restored
@@ -91,7 +93,8 @@ class Pipeline:
             balance=balance,
         )
         check_sharing(layers, self.plan)
-        self._programs = Programs(schedule, RecomputePolicy.of(recompute), self.plan, world.rank)
+        self._policy = RecomputePolicy.of(recompute)
+        self._programs = Programs(schedule, self._policy, self.plan, world.rank)
         self.step_index = 0
         self._loss_fn = loss_fn
         self._seed = seed
@@ -106,13 +109,12 @@ class Pipeline:
         self._board = FailureBoard(world.store)
         self._monitor = Monitor(world.rank, self._board, timeout_seconds)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
+        self._lanes = make_lanes(world.rank, world.device)
         self._signatures = Signatures()
         self._stages = self._build(layers, checked=balance == "auto")
-        self._transport = Transport(
-            self.plan.stage_ranks, world.rank, world.store, self._monitor, self._meter, world.device
-        )
+        edges = None if world.store is None else make_edges(world.store, self._lanes, self._monitor, world.device)
+        self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
-        self._lanes = make_lanes(world.rank, world.device)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
 
     def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
@@ -133,10 +135,17 @@ class Pipeline:
                     meter=self._meter,
                     loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
                     foreign=lambda: self._transport.storages(),
+                    share=sharing(self._lanes, self._policy.ahead),
                 )
         except (ValueError, TypeError) as error:
             problem = str(error)
-        known = {"plan": repr(self.plan), "schedule": self._programs.describe(), "seed": self._seed, "problem": problem}
+        known = {
+            "plan": repr(self.plan),
+            "schedule": self._programs.describe(),
+            "seed": self._seed,
+            "problem": problem,
+            "first_backward": first_trainable(stages, self.plan),
+        }
         everyone = [
             json.loads(text) for text in self._chain.concatenate(json.dumps(known).encode(), "the other ranks' plans")
         ]
@@ -148,6 +157,7 @@ class Pipeline:
                     raise ValueError(
                         f"rank {rank} was given another {key} than rank 0: {other[key]}, not {everyone[0][key]}"
                     )
+        self._first_backward = min(other["first_backward"] for other in everyone)
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -243,7 +253,8 @@ class Pipeline:
 
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
-            raise ValueError(amended["error"])
+            error = ValueError(amended["error"])
+            raise error if received["error"] else self._fail(error)  # found here: the ranks before this one do not know it
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
@@ -295,7 +306,6 @@ class Pipeline:
             self._transport.start_step(
                 self._signatures.forms(call.signature),
                 described=(call.described_before, call.described_after),
-                record=self._lanes.record,
                 done=self._executor.done,
             )
             with generators_restored(self._world.device):
@@ -355,11 +365,7 @@ class Pipeline:
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def _layers(self) -> dict[int, nn.Module]:
-        return {
-            stage.first_layer + number: layer
-            for stage in self._stages.values()
-            for number, layer in enumerate(stage.layers)
-        }
+        return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the names of `nn.Sequential(*layers)`."""
@@ -392,26 +398,13 @@ class Pipeline:
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
         on the split.
         """
-        own = {
-            stage.index: [
-                (norm.item(), str(norm.dtype).removeprefix("torch."))
-                for norm in weights.gradient_norms(
-                    {n + stage.first_layer: layer for n, layer in enumerate(stage.layers)}
-                )
-            ]
+        parameters_of = {
+            stage.index: [parameter for _, parameter in weights.named_parameters(stage.layers_by_number())]
             for stage in self._stages.values()
         }
-        parts = self._chain.concatenate(json.dumps(own).encode(), "the gradient norms")
-        of_stage = {int(stage): norms for part in parts for stage, norms in json.loads(part).items()}
-        norms = [
-            torch.tensor(value, dtype=getattr(torch, kind))
-            for stage in sorted(of_stage)
-            for value, kind in of_stage[stage]
-        ]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        total = total.to(self._world.device)
-        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
-        return total
+        return clip_grad_norm(
+            parameters_of, max_norm, lambda own: self._chain.concatenate(own, "the gradient norms"), self._world.device
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors, under the whole model's names."""
