@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import sys
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
+BENCH = "bench"  # has options of its own
 _OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
 
 
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return Exit.DONE if words else Exit.WRONG_INPUT
+    if words[0] == BENCH and (benchmarks := _benchmarks()) is not None:
+        return _bench(benchmarks, words[1:])
     if words[0] not in COMMANDS:
         return _refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
     command = COMMANDS[words[0]]
@@ -60,9 +64,29 @@ def _refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    helps = {name: command.help for name, command in COMMANDS.items()}
+    if _benchmarks() is not None:
+        helps[BENCH] = "comparisons with other systems, measured on this machine"
+    width = max(map(len, helps))
+    lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
     return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])
+
+
+def _benchmarks() -> Path | None:
+    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    folders = (package / "benchmarks", package.parent / "benchmarks")
+    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
+
+
+def _bench(folder: Path, words: Sequence[str]) -> int:
+    if folder.parent.name == "pipetrain":
+        module = importlib.import_module("pipetrain.benchmarks.command")
+    else:
+        sys.path.insert(0, str(folder.parent))
+        module = importlib.import_module("benchmarks.command")
+    code: int = module.main(words)
+    return code
 
 
 def _add_overrides(parser: Parser) -> None:
@@ -96,12 +120,13 @@ def _add_train(parser: Parser) -> None:
 def _train(arguments: Arguments) -> int:
     from pipetrain.config.check import check_run
     from pipetrain.config.load import load
-    from pipetrain.engine.launch import is_rank, launch
+    from pipetrain.engine.launch import check_not_a_slurm_task, is_rank, launch
     from pipetrain.engine.outcome import tell
     from pipetrain.model.check import check_model
     from pipetrain.observe.folder import check_free
     from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
 
+    check_not_a_slurm_task()
     if is_rank():
         from pipetrain.train import main as train_as_rank
 

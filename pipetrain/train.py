@@ -173,14 +173,20 @@ def _sum_up(
 
 
 def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
-    """Rank 0 chooses and makes it; the others are told."""
-    chosen = ""
+    """Rank 0 chooses and makes it; the others are told, also what went wrong."""
+    chosen, problem = "", ""
     if world.rank == 0:
-        folder = choose_folder(config.run_dir, config.experiment)
-        folder.create()
-        announce_run_dir(str(folder.path))
-        chosen = str(folder.path)
-    return RunFolder(Path(world.from_first(chosen)))
+        try:
+            folder = choose_folder(config.run_dir, config.experiment)
+            folder.create()
+            chosen = str(folder.path)
+            announce_run_dir(chosen)
+        except ValueError as error:
+            problem = str(error)
+    chosen, problem = world.from_first((chosen, problem))
+    if problem:
+        raise ValueError(problem)
+    return RunFolder(Path(chosen))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,18 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_not_a_slurm_task() -> None:
+    """Raises:
+    ValueError: srun started this command several times, and each of them would start all ranks.
+    """
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1 and not is_rank():
+        raise ValueError(
+            f"srun started {num_tasks} tasks of this command, each of which would start all ranks; use srun --ntasks=1 on "
+            "one node, or one task per node with: torchrun ... -m pipetrain.train KEY=VALUE ..."
+        )
+
+
 def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per_rank: int) -> Outcome:
     """Runs `python -m module arguments` on `num_ranks` ranks and waits for them.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+
+_T = TypeVar("_T")
 
 
 class World:
@@ -47,7 +49,7 @@ class World:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
 
-    def from_first(self, value: str) -> str:
+    def from_first(self, value: _T) -> _T:
         """The `value` of rank 0. Collective."""
         shared = [value]
         dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))

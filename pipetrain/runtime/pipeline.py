@@ -254,7 +254,9 @@ class Pipeline:
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
             error = ValueError(amended["error"])
-            raise error if received["error"] else self._fail(error)  # found here: the ranks before this one do not know it
+            raise (
+                error if received["error"] else self._fail(error)
+            )  # found here: the ranks before this one do not know it
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
