@@ -9,7 +9,6 @@ Every crossing between lanes has the same three moments, on both:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,8 +73,6 @@ class CudaLanes:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        # One hardware queue would make the streams wait for each other (Megatron-LM sets 1 for another reason).
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._rank = rank
         self._device = device
         self._compute = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
