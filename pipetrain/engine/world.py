@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 _T = TypeVar("_T")
 

@@ -149,6 +149,28 @@ def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys:
     assert capsys.readouterr().out == (folder / "report.md").read_text()
 
 
+def test_losses_do_not_depend_on_the_split(finished: Finished, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = [*TINY, f"data.path={text}", "pipeline.num_stages=1", "recompute=never", "run_dir=alone"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "pipetrain.train", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=100,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.splitlines()[-1] == f"run folder: {tmp_path / 'alone'}"
+    runs = [lines_of(folder / "metrics.jsonl") for folder in (finished[0] / "runs" / "latest", tmp_path / "alone")]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in runs[0]] == [line[key] for line in runs[1]]
+    first, second = (
+        (folder / "report.json").read_text() for folder in (finished[0] / "runs" / "latest", tmp_path / "alone")
+    )
+    assert json.loads(first)["heldout_loss"] == json.loads(second)["heldout_loss"]
+
+
 def test_events_are_those_of_the_schedule(finished: Finished) -> None:
     for rank in (0, 1):
         events = lines_of(finished[0] / "runs" / "latest" / "events" / f"rank-{rank:04d}.jsonl")
