@@ -11,6 +11,7 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.schedule.check import check
 from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.families import Generator
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.memory import bytes_over_time
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
@@ -97,7 +98,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def show(
-    family: str = "gpipe",
+    family: str | Generator = "gpipe",
     *,
     num_stages: int,
     num_microbatches: int,

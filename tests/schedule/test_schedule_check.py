@@ -67,7 +67,7 @@ BROKEN = {
         dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
         "does not wait for 1F1",
     ),
-    "ahead": (rewaited("1R1", "1F1"), "stage 1 may have 2 recomputed sets alive, recompute.ahead=1"),
+    "ahead": (rewaited("1R1", "1F1", "1F2"), "stage 1 may have 2 recomputed sets alive, recompute.ahead=1"),
 }
 
 

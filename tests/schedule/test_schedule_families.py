@@ -6,8 +6,9 @@ import pytest
 
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.render.terminal import staircase
 from pipetrain.schedule.show import show
@@ -67,16 +68,37 @@ def order(family: str, rank: int, **numbers: object) -> str:
 def test_1f1b_with_all_forwards_in_flight_is_gpipe() -> None:
     for rank in range(4):
         numbers = {"num_stages": 4, "num_microbatches": 6}
-        assert order("1f1b", rank, warmup=6, **numbers) == order("gpipe", rank, **numbers)
+        assert order("1f1b", rank, warmup=(6 - 1) * 3 + 1, **numbers) == order("gpipe", rank, **numbers)
+        assert order("1f1b", rank, warmup=[6, 6, 6, 1], **numbers) == order("gpipe", rank, **numbers)
 
 
 @pytest.mark.parametrize(
     ("warmup", "stash"),
-    [(None, (4, 3, 2, 1)), (1, (4, 3, 2, 1)), (5, (5, 5, 5, 1)), ([6, 5, 2, 1], (6, 5, 2, 1)), (6, (6, 6, 6, 1))],
+    [
+        (None, (4, 3, 2, 1)),
+        (1, (4, 3, 2, 1)),
+        (4, (4, 3, 2, 1)),
+        (6, (6, 5, 3, 1)),
+        (10, (6, 6, 4, 1)),
+        ([6, 5, 2, 1], (6, 5, 2, 1)),
+    ],
 )
 def test_warmup_is_the_forwards_in_flight(warmup: int | list[int] | None, stash: tuple[int, ...]) -> None:
     schedule = make_schedule("1f1b", num_stages=4, num_microbatches=6, warmup=warmup)
     assert peak_stash(schedule) == stash
+
+
+def depth_first(shape: Shape) -> list[list[Op]]:
+    """A family of one's own: each microbatch all the way there and back before the next."""
+    pairs = [(kind, i) for i in range(shape.num_microbatches) for kind in (Kind.F, Kind.B)]
+    return [[Op(rank, kind, i) for kind, i in pairs] for rank in range(shape.num_ranks)]
+
+
+def test_a_generator_of_ones_own_needs_nothing_else() -> None:
+    shown = show(depth_first, num_stages=3, num_microbatches=2)
+    assert shown.schedule.family == "depth_first"
+    assert shown.step_seconds == 2 * 3 * (1 + 2)
+    assert not [op for _, _, op in shown.schedule.ops() if op.kind is Kind.R]  # each B follows its F
 
 
 def test_interleaving_leaves_out_what_is_beyond_the_microbatches() -> None:
@@ -137,7 +159,7 @@ BAD = [
     ({"first_backward": 5}, "first_backward=5"),
     ({"transport_ahead": -1}, "transport.ahead=-1"),
     ({"warmup": 3}, "pipeline.warmup=3 is for pipeline.schedule=1f1b"),
-    ({"family": "1f1b", "warmup": 9}, "pipeline.warmup=9: allowed is one number from 1 to 8"),
+    ({"family": "1f1b", "warmup": 23}, "pipeline.warmup=23: allowed are 1 to 22"),
     ({"family": "1f1b", "warmup": [4, 3]}, "has 2 numbers for 4 stages"),
     ({"family": "1f1b", "warmup": [4, 2, 2, 1]}, "stage 1 may have 3 to 8"),
     ({"family": "1f1b", "warmup": [4, 5, 2, 1]}, "stage 1 may have at most as many as stage 0"),
