@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipetrain.engine.outcome import Exit
+from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from pipetrain.schedule.show import Shown
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=f"pipetrain {words[0]}", description=command.help, allow_abbrev=False)
     command.add_arguments(parser)
     # `--json` alone must not take the override behind it for its file
-    arguments = parser.parse_intermixed_args(["--json=-" if word == "--json" else word for word in words[1:]])
+    arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
     try:
         return command.run(arguments)
     except ValueError as error:
@@ -97,21 +98,6 @@ def _add_json(parser: Parser) -> None:
     parser.add_argument("--json", metavar="FILE", help="JSON to stdout, and nothing else there; --json=FILE writes it")
 
 
-def _write_json(value: Any, target: str) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        _write(Path(target), text)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
-
-
 def _add_train(parser: Parser) -> None:
     _add_overrides(parser)
     _add_json(parser)
@@ -149,8 +135,8 @@ def _train(arguments: Arguments) -> int:
 
         report = RunFolder(Path(outcome.run_dir)).report
         if report.is_file():
-            _write_json(json.loads(report.read_text()), arguments.json)
-    return tell(outcome, quiet=arguments.json == "-")
+            write_json(json.loads(report.read_text()), arguments.json)
+    return tell(outcome, quiet=arguments.json == STDOUT)
 
 
 def _add_show(parser: Parser) -> None:
@@ -171,10 +157,10 @@ def _show(arguments: Arguments) -> int:
         shown.append(_simulated([*arguments.overrides, *shlex.split(arguments.against)]))
     if arguments.json is not None:
         values = [one.as_json() for one in shown]
-        _write_json(values[0] if len(values) == 1 else values, arguments.json)
+        write_json(values[0] if len(values) == 1 else values, arguments.json)
     if arguments.out is not None:
         write_drawing(shown, Path(arguments.out))
-    if arguments.json != "-":
+    if arguments.json != STDOUT:
         print(draw(shown, width=arguments.width))
     return Exit.DONE
 
@@ -205,8 +191,8 @@ def _report(arguments: Arguments) -> int:
 
     report = read_report(find_folder(arguments.run).report)
     if arguments.json is not None:
-        _write_json(asdict(report), arguments.json)
-    if arguments.json != "-":
+        write_json(asdict(report), arguments.json)
+    if arguments.json != STDOUT:
         print(as_markdown(report), end="")
     return Exit.DONE
 
@@ -249,8 +235,8 @@ def _verify(arguments: Arguments) -> int:
 
     rows = verify(quick=arguments.quick)
     if arguments.json is not None:
-        _write_json([row.as_json() for row in rows], arguments.json)
-    if arguments.json != "-":
+        write_json([row.as_json() for row in rows], arguments.json)
+    if arguments.json != STDOUT:
         print(as_table(rows))
     return Exit.DONE if all(row.is_equal for row in rows) else Exit.DIFFERENT
 

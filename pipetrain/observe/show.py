@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipetrain.observe.output import write_text
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.render.html import html
 from pipetrain.schedule.render.svg import svg
@@ -41,10 +42,7 @@ def write_drawing(shown: Sequence[Shown], path: Path) -> None:
         raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
     if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
         raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
-    try:
-        path.write_text(_FORMATS[ending](*shown))
-    except OSError as error:
-        raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
+    write_text(path, _FORMATS[ending](*shown))
 
 
 _FORMATS: dict[str, Callable[..., str]] = {
