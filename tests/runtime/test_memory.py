@@ -62,10 +62,11 @@ def test_overlap_holds_hardly_more_than_inline(peaks_of: dict[str, list[tuple[in
         assert overlap[0] <= 1.05 * inline[0]
 
 
+# The estimate counts sets and stashes; outputs that wait to be sent, up to one per microbatch, come on top.
 @pytest.mark.parametrize("mode", ["inline", "overlap"])
 def test_what_never_would_have_held(peaks_of: dict[str, list[tuple[int, int]]], mode: str) -> None:
     for (measured, _), (_, estimated) in zip(peaks_of["never"], peaks_of[mode]):
-        assert estimated == pytest.approx(measured, rel=0.04)
+        assert estimated == pytest.approx(measured, rel=0.07)
 
 
 # The meter against a count of its own ---------------------------------------------------------------------------------
