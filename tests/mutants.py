@@ -87,7 +87,7 @@ MUTANTS = (
         "pipetrain/runtime/stage.py",
         "torch.set_autocast_cache_enabled(False)",
         "torch.set_autocast_cache_enabled(True)",
-        (STAGE, "-k", "autocast"),
+        (STAGE, "-k", "casts"),
     ),
     Mutant(
         "R changes the buffers",
