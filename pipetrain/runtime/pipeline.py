@@ -103,7 +103,6 @@ class Pipeline:
         self._count_fn = count_fn
         self._on_event = on_event
         self._training = True
-        self._failed: str | None = None
         self._closed = False
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: Recording | None = None  # what on_event was not given yet
@@ -119,6 +118,7 @@ class Pipeline:
         self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
+        self._monitor.on_failure = self._abort
 
     def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
         """This rank's stages. What is wrong on one rank is raised on all."""
@@ -228,8 +228,8 @@ class Pipeline:
         """Agree on what is called: rank 0 says so down the chain."""
         if self._closed:
             raise PipelineError("the pipeline is closed")
-        if self._failed is not None:
-            raise PipelineError(f"the pipeline failed before and cannot go on: {self._failed}")
+        if self._monitor.failure is not None:
+            raise PipelineError(f"the pipeline failed before and cannot go on: {self._monitor.failure}")
         self._emit_events()
         asked = None
         if self.is_first:
@@ -296,12 +296,16 @@ class Pipeline:
         return losses.checked(values, step.index).to(self._world.device)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """A call failed: the pipeline cannot go on, and the other ranks are told."""
-        if self._failed is None:
-            line = (str(error).strip().splitlines() or [""])[0]
-            self._failed = self._board.post(f"rank {self._world.rank} failed: {type(error).__name__}: {line}")
-            self._executor.drop()
+        """A call failed on this rank: the pipeline cannot go on, and the other ranks are told."""
+        line = (str(error).strip().splitlines() or [""])[0]
+        self._monitor.fail(f"rank {self._world.rank} failed: {type(error).__name__}: {line}")
         return error
+
+    def _abort(self) -> None:
+        """Let go of everything that is held or waited for."""
+        self._executor.drop()
+        self._transport.abort()
+        self._chain.abort()
 
     def _weights(self) -> Iterator[Tensor]:
         for stage in self._stages.values():
@@ -393,10 +397,10 @@ class Pipeline:
         if self._closed:
             return
         self._closed = True
-        if self._failed is None:
+        if self._monitor.failure is None:
             self._emit_events()
-            self._transport.close()
-            self._chain.close()
+        self._transport.close()
+        self._chain.close()
         self._world.leave()
 
     def __enter__(self) -> Pipeline:

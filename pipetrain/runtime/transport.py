@@ -30,7 +30,11 @@ class Inbound(Protocol):
         tensors, on the lane that uses them.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Everything has been sent and received."""
+
+    def abort(self) -> None:
+        """The step has failed: break the connection, so that nobody waits on it."""
 
 
 class Outbound(Protocol):
@@ -42,7 +46,11 @@ class Outbound(Protocol):
         """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when the
         tensors need no longer be held."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Everything has been sent and received."""
+
+    def abort(self) -> None:
+        """The step has failed: break the connection, so that nobody waits on it."""
 
 
 class Edges(Protocol):
@@ -163,11 +171,17 @@ class Transport:
             return f"rank {self._rank} waits in {op} from {self._inbound[op.stage, op.kind].peer}"
         return f"rank {self._rank} waits in {op} to {self._outbound[op.stage, op.kind].peer}"
 
+    def _ends(self) -> list[Inbound | Outbound]:
+        return [*self._inbound.values(), *self._outbound.values()]
+
     def close(self) -> None:
-        for inbound in self._inbound.values():
-            inbound.close()
-        for outbound in self._outbound.values():
-            outbound.close()
+        for end in self._ends():
+            end.close()
+
+    def abort(self) -> None:
+        """A step has failed: break every connection, so that nobody waits on this rank."""
+        for end in self._ends():
+            end.abort()
 
 
 def wanted(form: Form) -> frozenset[int]:
