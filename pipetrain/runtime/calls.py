@@ -171,12 +171,16 @@ class Programs:
         self._plan = plan
         self._rank = rank
         self._cache: dict[tuple[str, int, int], Program] = {}
-        self.training(first_backward=0)
+        self.whole()
 
     def describe(self) -> str:
         """For comparing ranks."""
         wanted = self._wanted if isinstance(self._wanted, str) else repr(self._wanted.lanes)
         return f"{wanted} {self._policy}"
+
+    def whole(self) -> Program:
+        """The program of `step` with every stage's gradients, or with those that a given schedule has."""
+        return self.training(self._wanted.first_backward if isinstance(self._wanted, Schedule) else 0)
 
     def training(self, first_backward: int) -> Program:
         """The program of `step` where stages below `first_backward` need no gradient."""

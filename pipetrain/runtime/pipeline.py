@@ -163,7 +163,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of `step`, with every stage's gradients."""
-        return self._programs.training(first_backward=0).schedule
+        return self._programs.whole().schedule
 
     @property
     def device(self) -> torch.device:
