@@ -14,6 +14,7 @@ from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.runtime.slots import RecomputeMismatch
+from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 
 ALWAYS = RecomputePolicy(last_stage="always")
@@ -130,3 +131,23 @@ def test_recompute_that_saves_less_names_its_own_layer() -> None:
     pipeline = Pipeline(layers, mean_square, num_microbatches=3, recompute=ALWAYS)
     with pytest.raises(RecomputeMismatch, match=message):
         pipeline.step(*batch())
+
+
+def step_with_a_schedule_for_a_frozen_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3, first_backward=1)
+    with Pipeline(model, mean_square, num_microbatches=3, schedule=schedule, timeout_seconds=10.0) as pipeline:
+        assert pipeline.schedule == schedule
+        assert torch.equal(
+            pipeline.step(*batch()), reference_step(reference, mean_square, *batch(), num_microbatches=3)
+        )
+
+
+def test_a_schedule_made_for_a_frozen_first_stage() -> None:
+    """Symptom: a schedule made with first_backward=1 was refused, with the advice to make one with first_backward=0.
+
+    Cause: the schedules were first checked as if every stage needed gradients.
+    """
+    run_ranks(2, step_with_a_schedule_for_a_frozen_stage)

@@ -161,18 +161,26 @@ def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
 class Programs:
     """The schedules of a pipeline, checked before they run and laid out for one rank."""
 
-    def __init__(self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int, transport_ahead: int | None
+    ) -> None:
+        """`transport_ahead`: tensors of a link that are received and not yet used; None: as many as there are."""
         self._wanted = schedule
+        self._transport_ahead = transport_ahead
         self._policy = policy
         self._plan = plan
         self._rank = rank
         self._cache: dict[tuple[str, int, int], Program] = {}
-        self.training(first_backward=0)
+        self.whole()
 
     def describe(self) -> str:
         """For comparing ranks."""
         wanted = self._wanted if isinstance(self._wanted, str) else repr(self._wanted.lanes)
         return f"{wanted} {self._policy}"
+
+    def whole(self) -> Program:
+        """The program of `step` with every stage's gradients, or with those that a given schedule has."""
+        return self.training(self._wanted.first_backward if isinstance(self._wanted, Schedule) else 0)
 
     def training(self, first_backward: int) -> Program:
         """The program of `step` where stages below `first_backward` need no gradient."""
@@ -194,6 +202,7 @@ class Programs:
                 num_ranks=self._plan.num_ranks,
                 recompute=self._policy,
                 first_backward=first_backward,
+                transport_ahead=num_microbatches if self._transport_ahead is None else self._transport_ahead,
             )
             check(schedule)
             self._cache[key] = Program.of(schedule, self._rank)

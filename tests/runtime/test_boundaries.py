@@ -245,7 +245,7 @@ def freezing(num_ranks: int) -> list[Case]:
         "only one bias": only_one_bias,
     }
     for name, before in wanted.items():
-        for mode in ("never", "inline", "overlap"):
+        for mode in ("inline", "overlap"):
             options = {"recompute": mode}
             cases.append(
                 Case(f"{name}, {mode}", six_linears, lambda: rows(8, 8, 9, 8, 8), options=options, before_step=before)
