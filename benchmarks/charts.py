@@ -52,7 +52,13 @@ def draw_bars(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def draw_points(
-    path: Path, title: str, x_name: str, y_name: str, series: Mapping[str, Sequence[tuple[float, float]]], *, log: bool = False
+    path: Path,
+    title: str,
+    x_name: str,
+    y_name: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    log: bool = False,
 ) -> None:
     """A line with points per series."""
     plt = _pyplot()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .result import Options, Result
+from .unavailable import Unavailable
 
 NAMES = {
     "overlap": "emulated stages beside torch and DeepSpeed: 2, 4 and 8 stages",
@@ -22,10 +23,6 @@ NAMES = {
 }
 
 
-class Unavailable(RuntimeError):
-    """This machine cannot run the benchmark; the message is one line that says what is missing and how to get it."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 also where a promise was missed or the machine lacks something (it is said), 2 for a wrong option."""
     parser = argparse.ArgumentParser(
@@ -34,9 +31,13 @@ def main(argv: Sequence[str]) -> int:
         epilog="\n".join(f"  {name:10} {what}" for name, what in NAMES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *NAMES], help=", ".join(NAMES) + "; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", choices=[[], *NAMES], help=", ".join(NAMES) + "; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that every system gets its turn (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="the smallest case, once: shows that it runs, proves nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="the smallest case, once: shows that it runs, proves nothing"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and plots")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="all figures as JSON, to stdout or FILE")
     try:
@@ -46,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     if given.rounds < 1:
         print(f"pipetrain bench: --rounds={given.rounds}: at least 1 round is needed", file=sys.stderr)
         return 2
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the fork server starts: a rank is one device of one thread
+    # Before the fork server starts: a rank is one device of one thread, and nobody looks up names of hosts.
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu")
     options = Options(rounds=1 if given.quick else given.rounds, quick=given.quick, out=given.out)
     results = {}
     for name in given.names or NAMES:

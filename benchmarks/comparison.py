@@ -60,7 +60,9 @@ class Comparison:
         rows = [
             row
             for row in self.rows
-            if row.system.is_peer and row.trials and row.system.recomputes == recomputes
+            if row.system.is_peer
+            and row.trials
+            and row.system.recomputes == recomputes
             and family in (None, row.system.family)
         ]
         return min(rows, key=lambda row: row.median_seconds, default=None)
@@ -138,7 +140,9 @@ class Comparison:
                 found.append(f"{where} took {share:.3f} of the bound: a fault of this benchmark, the row is void")
             expected = not row.system.recomputes and row.system.is_peer and self.bound_hop_seconds == 0
             if expected and row.median_seconds > MOST_OF_NEVER * self.bound_of(row.system.name):
-                found.append(f"{where} took {share:.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void")
+                found.append(
+                    f"{where} took {share:.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void"
+                )
         return found
 
     def memory_targets(self, where: str) -> list[Target]:
@@ -185,7 +189,9 @@ def chart(path: Path, comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         unit = comparison.workload.forward_seconds
         bars = [
-            Bar(row.system.name, row.median_seconds / unit, min(row.rounds) / unit, max(row.rounds) / unit, _colour(row))
+            Bar(
+                row.system.name, row.median_seconds / unit, min(row.rounds) / unit, max(row.rounds) / unit, _colour(row)
+            )
             for row in comparison.rows
             if row.trials
         ]

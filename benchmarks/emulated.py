@@ -17,10 +17,18 @@ from torch import Tensor, nn
 
 NUM_SAVED = 16
 _DEVICE = threading.Lock()
+_watchers: list[Callable[[], None]] = []
+
+
+def watch(watcher: Callable[[], None]) -> None:
+    """Call `watcher` whenever a stage of this process computes."""
+    _watchers.append(watcher)
 
 
 def occupy_device(seconds: float) -> None:
     """Sleep while nothing else of this process may."""
+    for watcher in _watchers:
+        watcher()
     if seconds > 0:
         with _DEVICE:
             time.sleep(seconds)

@@ -3,6 +3,7 @@
 A dispatch mode sees each operation of the thread that computes; every storage that goes into or comes out of one is
 followed by a weak reference until it is gone. Parameters, their gradients, buffers and the user's batch are left out.
 What remains is what is held for a later backward, messages included, plus the temporaries of the operation at hand.
+An emulated stage makes all it saves at one moment, so there the count is taken while it sleeps and nothing is temporary.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """`current_bytes` and `peak_bytes` of distinct storages, while it is entered."""
+    """`current_bytes` and `peak_bytes` of distinct storages, while it is entered.
 
-    def __init__(self, leave_out: Iterable[Tensor]) -> None:
+    The peak is taken after every operation, or only where `sample` is called.
+    """
+
+    def __init__(self, leave_out: Iterable[Tensor], *, every_operation: bool) -> None:
         super().__init__()
+        self._every_operation = every_operation
         self.current_bytes = 0
         self.peak_bytes = 0
         self._left_out = [tensor.untyped_storage() for tensor in leave_out]  # held, so that no identity is used again
@@ -37,12 +42,12 @@ class LiveStorages(TorchDispatchMode):
                 self.current_bytes -= storage.nbytes()
             self._left_out.append(storage)
             self._known.add(id(storage))
-        self.peak_bytes = self.current_bytes
+        self.peak_bytes = 0
 
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -50,8 +55,12 @@ class LiveStorages(TorchDispatchMode):
         for leaf in pytree.arg_tree_leaves(*args, result, **(kwargs or {})):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf)
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self._every_operation:
+            self.sample()
         return result
+
+    def sample(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def _see(self, tensor: Tensor) -> None:
         storage: torch.UntypedStorage = tensor.untyped_storage()

@@ -34,7 +34,10 @@ class Table:
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.headers))]
 
         def aligned(line: Sequence[str]) -> str:
-            cells = [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths))]
+            cells = [
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths))
+            ]
             return "  ".join(cells).rstrip()
 
         ruler = "  ".join("-" * width for width in widths)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .emulated import EmulatedWorkload, watch
 from .live import LiveStorages
 from .ranks import Place, RanksFailed, run_ranks
 from .systems import Runner, System, Workload
@@ -63,12 +64,9 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """All rounds as they were."""
-        system = {
-            key: value for key, value in asdict(self.system).items()  # type: ignore[call-overload]
-        }
         return {
             "name": self.system.name,
-            "system": system,
+            "system": asdict(self.system),  # type: ignore[call-overload]
             "error": self.error,
             "trials": [asdict(trial) for trial in self.trials],
         }
@@ -139,15 +137,18 @@ def run_trial(system: System, workload: Workload, steps: int, count_bytes: bool)
         start = time.perf_counter()
         runner.step()
         spans.append((start, time.perf_counter()))
-    live_bytes = _live_bytes(runner) if count_bytes else None
+    live_bytes = _live_bytes(runner, workload) if count_bytes else None
     result = {"spans": spans, "live_bytes": live_bytes, "meter_bytes": runner.own_peak_bytes()}
     dist.barrier()
     runner.close()
     return result
 
 
-def _live_bytes(runner: Runner) -> int:
-    live = LiveStorages(runner.tensors())
+def _live_bytes(runner: Runner, workload: Workload) -> int:
+    emulated = isinstance(workload, EmulatedWorkload)
+    live = LiveStorages(runner.tensors(), every_operation=not emulated)
+    if emulated:
+        watch(live.sample)
     with live:
         runner.step()  # shows the buffers that a system keeps from step to step
         live.restart(runner.tensors())

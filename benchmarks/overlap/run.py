@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pipetrain.schedule.policy import Mode
+
 from ..comparison import Comparison, chart, compare, peers_for
 from ..emulated import EmulatedWorkload
 from ..result import Options, Result, Target
 from ..systems import Ours
 from ..trial import measure_hop
-from pipetrain.schedule.policy import Mode
 
-CLAIM = "with recomputation as an op of its own, a step with recomputation costs nearly what the least possible step does"
+CLAIM = (
+    "with recomputation as an op of its own, a step with recomputation costs nearly what the least possible step does"
+)
 # Promised ratios for 2, 4 and 8 stages.
 GPIPE_TO_PEER = {2: 0.89, 4: 0.86, 8: 0.83}
 ONE_F_ONE_B_TO_PEER = {2: 0.92, 4: 0.89, 8: 0.85}
@@ -45,7 +48,9 @@ def _targets(comparison: Comparison, stages: int) -> list[Target]:
     where = f"S={stages}"
     peer = comparison.best_peer("gpipe", recomputes=True)
     if peer:
-        targets.append(Target(f"{where} gpipe overlap / {peer.system.name}", gpipe / peer.median_seconds, GPIPE_TO_PEER[stages]))
+        targets.append(
+            Target(f"{where} gpipe overlap / {peer.system.name}", gpipe / peer.median_seconds, GPIPE_TO_PEER[stages])
+        )
     peer = comparison.best_peer("1f1b", recomputes=True)
     if peer:
         ratio = classic / peer.median_seconds
