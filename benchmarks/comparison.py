@@ -97,34 +97,49 @@ class Comparison:
 
     def table(self) -> Table:
         unit = self.workload.forward_seconds
-        lines = []
-        for row in self.rows:
-            if not row.trials:
-                lines.append((row.system.name, "crashed", *[""] * 7))
-                continue
-            name = row.system.name
-            least = self.bound_of(name)
-            predicted = f"{self.simulated_of(name) / unit:.2f}" if self._ours(name) else ""
-            meter = row.peak_meter_bytes
-            lines.append(
-                (
-                    name,
-                    f"{row.median_seconds / unit:.2f}",
-                    f"{row.best_seconds / unit:.2f}",
-                    f"{row.spread:.1%}",
-                    f"{least / unit:.2f}",
-                    f"{row.median_seconds / least:.3f}",
-                    predicted,
-                    f"{row.peak_live_bytes / 1e6:.1f}",
-                    "" if meter is None else f"{meter / 1e6:.1f}",
-                )
-            )
-        headers = ("", "time", "best", "spread", "bound", "x bound", "simulated", "live MB", "meter MB")
+        headers = (
+            "",
+            "time",
+            "best",
+            "spread",
+            "bound",
+            "x bound",
+            "simulated",
+            "R hidden",
+            "R exposed",
+            "unexplained",
+        )
+        headers = (*headers, "live MB", "meter MB")
+        lines = tuple(self._line(row, unit) if row.trials else (row.system.name, "crashed") for row in self.rows)
         title = (
             f"{self.title}; times in units of f = {unit * 1e3:g} ms, b = {self.workload.backward_seconds / unit:g} f, hop "
-            f"measured {self.hop_seconds / unit:.2f} f; median of {max(len(row.trials) for row in self.rows)} rounds"
+            f"measured {self.hop_seconds / unit:.2f} f; median of {max(len(row.trials) for row in self.rows)} rounds; R summed "
+            "over ranks, unexplained of the worst rank"
         )
-        return Table(title, headers, tuple(lines))
+        return Table(title, headers, tuple((*line, *[""] * (len(headers) - len(line))) for line in lines))
+
+    def _line(self, row: Row, unit: float) -> tuple[str, ...]:
+        name, account, meter = row.system.name, row.account, row.peak_meter_bytes
+        least = self.bound_of(name)
+        told = ["", "", ""]
+        if account is not None:
+            told = [
+                f"{sum(account.recompute_hidden_seconds) / unit:.1f}",
+                f"{sum(account.recompute_exposed_seconds) / unit:.1f}",
+                f"{max(account.unexplained_seconds) / account.step_seconds:.1%}",
+            ]
+        return (
+            name,
+            f"{row.median_seconds / unit:.2f}",
+            f"{row.best_seconds / unit:.2f}",
+            f"{row.spread:.1%}",
+            f"{least / unit:.2f}",
+            f"{row.median_seconds / least:.3f}",
+            f"{self.simulated_of(name) / unit:.2f}" if self._ours(name) else "",
+            *told,
+            f"{row.peak_live_bytes / 1e6:.1f}",
+            "" if meter is None else f"{meter / 1e6:.1f}",
+        )
 
     def faults(self) -> list[str]:
         """Why a row should not be believed."""
@@ -144,6 +159,12 @@ class Comparison:
                     f"{where} took {share:.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void"
                 )
         return found
+
+    def unexplained_targets(self, where: str) -> list[Target]:
+        """Of every step of ours in the table, the part of the worst rank that no cause accounts for."""
+        accounts = [row.account for row in self.rows if row.account is not None]
+        worst = max(max(account.unexplained_seconds) / account.step_seconds for account in accounts)
+        return [Target(f"{where} unexplained part of a step, worst rank of all modes", worst, 0.02)]
 
     def memory_targets(self, where: str) -> list[Target]:
         """Our largest rank against the peer's largest rank, same family, both with recomputation."""

@@ -66,11 +66,14 @@ def run_ranks(
         theirs.close()
         processes.append(process)
         connections.append(ours)
+    patience = 0.0  # the others of a rank that failed may wait for it for long
     try:
-        return _collect(connections, deadline, timeout_seconds)
+        values = _collect(connections, deadline, timeout_seconds)
+        patience = 5.0
+        return values
     finally:
         for process in processes:
-            process.join(5 if time.monotonic() < deadline else 0)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
                 process.join()

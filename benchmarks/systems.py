@@ -34,12 +34,23 @@ class Workload(Protocol):
     def loss(self, output: Tensor, target: Tensor, /) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Account:
+    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for."""
+
+    recompute_hidden_seconds: tuple[float, ...]
+    recompute_exposed_seconds: tuple[float, ...]
+    unexplained_seconds: tuple[float, ...]
+    step_seconds: float
+
+
 class Runner(Protocol):
     """One system, ready to run steps on this rank."""
 
     def step(self) -> None: ...
     def tensors(self) -> Iterable[Tensor]: ...  # parameters, gradients, buffers, the batch: no activations
     def own_peak_bytes(self) -> int | None: ...
+    def account(self) -> Account | None: ...  # of the last step, on rank 0 of a system that knows; collective
     def close(self) -> None: ...
 
 
@@ -111,11 +122,13 @@ class Ours:
             transport_ahead=self.transport_ahead,
         )
 
-    def start(self, workload: Workload) -> Runner:
-        return _OursRunner(self, workload)
+    def start(self, workload: Workload) -> OursRunner:
+        return OursRunner(self, workload)
 
 
-class _OursRunner:
+class OursRunner:
+    """A `Pipeline` on this rank."""
+
     def __init__(self, system: Ours, workload: Workload) -> None:
         self.pipeline = Pipeline(
             workload.layers(),
@@ -138,6 +151,17 @@ class _OursRunner:
 
     def own_peak_bytes(self) -> int | None:
         return self.pipeline.report.peak_activation_bytes
+
+    def account(self) -> Account | None:
+        report = self.pipeline.gather_report()
+        if report is None:
+            return None
+        return Account(
+            tuple(rank.recompute_hidden_seconds for rank in report.breakdown),
+            tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
+            tuple(rank.other_seconds for rank in report.breakdown),
+            report.step_seconds,
+        )
 
     def close(self) -> None:
         self.pipeline.close()
@@ -212,6 +236,9 @@ class _TorchRunner:
     def own_peak_bytes(self) -> int | None:
         return None
 
+    def account(self) -> Account | None:
+        return None
+
     def close(self) -> None:
         """Its processes end with it."""
 
@@ -280,6 +307,9 @@ class _DeepSpeedRunner:
         return _all_tensors([self._module], self._batch)
 
     def own_peak_bytes(self) -> int | None:
+        return None
+
+    def account(self) -> Account | None:
         return None
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from .emulated import EmulatedWorkload, watch
 from .live import LiveStorages
 from .ranks import Place, RanksFailed, run_ranks
-from .systems import Runner, System, Workload
+from .systems import Account, Runner, System, Workload
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Trial:
     step_seconds: tuple[float, ...]
     peak_live_bytes: tuple[int, ...]  # empty in all rounds but the first: bytes do not depend on the weather
     peak_meter_bytes: tuple[int, ...] | None  # our own meter's number; None for a peer
+    account: Account | None = None  # of the last timed step; None for a peer
 
 
 @dataclass
@@ -51,6 +53,14 @@ class Row:
     def spread(self) -> float:
         """(slowest - fastest round) / median."""
         return (max(self.rounds) - min(self.rounds)) / self.median_seconds
+
+    @property
+    def account(self) -> Account | None:
+        """Of the round whose step is the median one."""
+        known = sorted(
+            (trial.account for trial in self.trials if trial.account), key=lambda account: account.step_seconds
+        )
+        return known[len(known) // 2] if known else None
 
     @property
     def peak_live_bytes(self) -> int:
@@ -124,7 +134,7 @@ def _together(values: Sequence[dict[str, Any]]) -> Trial:
     seconds = tuple(max(end for _, end in ranks) - min(start for start, _ in ranks) for ranks in spans)
     metered = [value["meter_bytes"] for value in values]
     live = tuple(value["live_bytes"] for value in values if value["live_bytes"] is not None)
-    return Trial(seconds, live, None if None in metered else tuple(metered))
+    return Trial(seconds, live, None if None in metered else tuple(metered), values[0]["account"])
 
 
 def run_trial(system: System, workload: Workload, steps: int, count_bytes: bool) -> dict[str, Any]:
@@ -137,8 +147,9 @@ def run_trial(system: System, workload: Workload, steps: int, count_bytes: bool)
         start = time.perf_counter()
         runner.step()
         spans.append((start, time.perf_counter()))
+    account = runner.account()
     live_bytes = _live_bytes(runner, workload) if count_bytes else None
-    result = {"spans": spans, "live_bytes": live_bytes, "meter_bytes": runner.own_peak_bytes()}
+    result = {"spans": spans, "live_bytes": live_bytes, "meter_bytes": runner.own_peak_bytes(), "account": account}
     dist.barrier()
     runner.close()
     return result
@@ -182,8 +193,6 @@ def _ping_pong(workload: Workload, repeats: int) -> float:
 
 def all_systems(systems: Sequence[System]) -> tuple[list[System], list[str]]:
     """Those that are installed, and a line for each that is not."""
-    import importlib.util
-
     found, missing = [], []
     for system in systems:
         if type(system).__name__ == "DeepSpeedPipe" and importlib.util.find_spec("deepspeed") is None:

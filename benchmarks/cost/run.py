@@ -152,10 +152,10 @@ def _table_of_steps(costs: list[StepCost]) -> Table:
 
 
 def _table_of_growth(growth: list[dict[str, Any]]) -> Table:
+    parts = ("make", "check", "simulate", "program")
     rows = tuple(
-        (f"{row['stages']} x {row['microbatches']}", str(row["ops"]))
-        + tuple(f"{row[key]:.4f}" for key in ("make", "check", "simulate", "program"))
+        (f"{row['stages']} x {row['microbatches']}", str(row["ops"]), *(f"{row[part]:.4f}" for part in parts))
         for row in growth
     )
     title = "seconds to plan a step, stages x microbatches (once per run, on every rank)"
-    return Table(title, ("", "ops", "make", "check", "simulate", "program"), rows)
+    return Table(title, ("", "ops", *parts), rows)

@@ -106,4 +106,4 @@ def _targets(comparison: Comparison, hop_name: str) -> list[Target]:
     if without:
         ratio = classic.best_seconds / without[0].best_seconds
         targets.append(Target(f"{where}: 1f1b overlap / torch 1f1b without recompute, best rounds", ratio, 1.0))
-    return [*targets, *comparison.memory_targets(where)]
+    return [*targets, *comparison.memory_targets(where), *comparison.unexplained_targets(where)]

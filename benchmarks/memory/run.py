@@ -78,7 +78,7 @@ def _metered(row: Row) -> tuple[int, ...]:
 
 
 def _table_of_bytes(rows: Sequence[Row]) -> Table:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         if not row.trials:
             lines.append((row.system.name, "crashed", "", "", "", "", ""))

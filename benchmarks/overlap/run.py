@@ -61,4 +61,4 @@ def _targets(comparison: Comparison, stages: int) -> list[Target]:
         simulated = comparison.simulated_of(name)
         error = abs(simulated / comparison.median(name) - 1)
         targets.append(Target(f"{where} {name}: |simulated / measured - 1|", error, SIMULATED[stages]))
-    return [*targets, *comparison.memory_targets(where)]
+    return [*targets, *comparison.memory_targets(where), *comparison.unexplained_targets(where)]
