@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import comparison, trial
-from benchmarks.command import main
+from benchmarks import comparison, publish, trial
+from benchmarks.command import NAMES, main
 from benchmarks.comparison import PEERS, Comparison
 from benchmarks.emulated import EmulatedWorkload
 from benchmarks.links import namespaces
@@ -116,3 +116,15 @@ def test_best_warmup_grows_with_the_hop() -> None:
 def test_columns_of_a_table_line_up() -> None:
     table = Table("title", ("", "time"), (("one", "1.0"), ("three", "10.25")))
     assert table.as_text().splitlines()[2:] == ["        time", "-----  -----", "one      1.0", "three  10.25"]
+
+
+def test_pages_show_the_published_results() -> None:
+    for page in publish.PAGES:
+        assert publish.with_tables(page.read_text()) == page.read_text(), f"{page}: run python -m benchmarks.publish"
+
+
+def test_every_benchmark_has_its_page() -> None:
+    for name in NAMES:
+        text = (publish.ROOT / "benchmarks" / name / "README.md").read_text()
+        assert all(f"**{word}.**" in text for word in ("Claim", "Command", "How"))
+        assert f"<!-- {name} -->" in text
