@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OURS, PEER_WITH, PEER_WITHOUT = "#1b6e8c", "#d98c5f", "#b9b9b9"
 
@@ -76,12 +77,12 @@ def draw_points(
     _save(plt, figure, path)
 
 
-def _pyplot():  # type: ignore[no-untyped-def]  # matplotlib is optional
+def _pyplot() -> Any:
     importlib.import_module("matplotlib").use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 
 
-def _save(plt, figure, path: Path) -> None:  # type: ignore[no-untyped-def]
+def _save(plt: Any, figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
