@@ -39,6 +39,9 @@ def peers_for(quick: bool) -> tuple[list[System], list[str]]:
     return all_systems(PEERS[2:4] if quick else PEERS)
 
 
+_COLUMNS = ", time, best, spread, bound, x bound, simulated, R hidden, R exposed, unexplained, live MB, meter MB"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Rows of one workload. `hop_seconds` was measured; the bound may be asked for another."""
@@ -97,19 +100,7 @@ class Comparison:
 
     def table(self) -> Table:
         unit = self.workload.forward_seconds
-        headers = (
-            "",
-            "time",
-            "best",
-            "spread",
-            "bound",
-            "x bound",
-            "simulated",
-            "R hidden",
-            "R exposed",
-            "unexplained",
-        )
-        headers = (*headers, "live MB", "meter MB")
+        headers = tuple(_COLUMNS.split(", "))
         lines = tuple(self._line(row, unit) if row.trials else (row.system.name, "crashed") for row in self.rows)
         title = (
             f"{self.title}; times in units of f = {unit * 1e3:g} ms, b = {self.workload.backward_seconds / unit:g} f, hop "
