@@ -85,3 +85,14 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
             f"pipeline.balance='auto' gives stage {stage} the layers {numbers.start} to {numbers.stop - 1} ({kinds}), which "
             "have no parameters: give balance=[...], the number of layers of each stage"
         )
+
+
+def build_stage_layers(
+    layers: Sequence[Layer], plan: Plan, stage: int, seed: int, device: torch.device, *, checked: bool
+) -> list[nn.Module]:
+    """The layers of one stage, on `device`; `checked` refuses a stage without parameters."""
+    numbers = plan.layers_of(stage)
+    built = build_layers(layers, numbers, seed=seed, device=device)
+    if checked:
+        check_has_parameters(stage, built, numbers)
+    return built

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.cut import cut, num_rows
 from pipetrain.runtime.executor import Program
 from pipetrain.runtime.forms import Form
 from pipetrain.runtime.stage import Stage
@@ -19,6 +21,37 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+
+# So that a header stays within its fixed size.
+_LONGEST_ERROR = 600
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What each rank tells the others when a pipeline is made."""
+
+    plan: str
+    schedule: str
+    seed: int
+    first_backward: int
+    problem: str | None
+
+
+def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> int:
+    """Compare with the other ranks; returns the first stage in which something needs a gradient.
+
+    Raises:
+        ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0.
+    """
+    everyone = [Introduction(**json.loads(text)) for text in exchange(json.dumps(asdict(own)).encode())]
+    for rank, other in enumerate(everyone):
+        if other.problem:
+            raise ValueError(other.problem)
+        for key in ("plan", "schedule", "seed"):
+            mine, first = getattr(other, key), getattr(everyone[0], key)
+            if mine != first:
+                raise ValueError(f"rank {rank} was given another {key} than rank 0: {mine}, not {first}")
+    return min(other.first_backward for other in everyone)
 
 
 @dataclass(frozen=True)
@@ -60,7 +93,29 @@ class Signatures:
             int, tuple[bool, ...]
         ] = {}  # signature -> which of this rank's parameters need a gradient
 
-    def number_of(self, kind: str, num_microbatches: int, training: bool, inputs: Any) -> tuple[int, bool]:
+    def ask(self, kind: str, inputs: Any, most_microbatches: int, training: bool) -> dict[str, Any]:
+        """What the first rank asks for; a mistake in the inputs travels in it, so that every rank raises it."""
+        asked: dict[str, Any] = {
+            "kind": kind,
+            "error": None,
+            "rows": 0,
+            "num_microbatches": 0,
+            "signature": 0,
+            "described": False,
+        }
+        try:
+            rows = num_rows(inputs, "inputs")
+            if not rows:
+                raise ValueError(f"{kind} was given no rows on rank 0, which holds the first stage")
+            wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
+            if rows < wanted:
+                cut(inputs, wanted)
+        except (ValueError, TypeError) as error:
+            return {**asked, "error": str(error)[:_LONGEST_ERROR]}
+        number, described = self._number_of(kind, wanted, training, inputs)
+        return {**asked, "rows": rows, "num_microbatches": wanted, "signature": number, "described": described}
+
+    def _number_of(self, kind: str, num_microbatches: int, training: bool, inputs: Any) -> tuple[int, bool]:
         """The number of a call with these inputs, and whether it is the first of its kind."""
         leaves, spec = pytree.tree_flatten(inputs)
         shapes = tuple(
@@ -85,13 +140,28 @@ class Signatures:
         number = header["signature"]
         header["described"] = header["described"] or self._trainable.get(number) != flags
         self._trainable[number] = flags
-        for index, stage in stages.items():
-            if any(parameter.requires_grad for layer in stage.layers for parameter in layer.parameters()):
-                header["first_backward"] = min(header["first_backward"], index)
-        assert header["first_backward"] <= plan.num_stages
+        own, known = first_trainable(stages, plan), header["first_backward"]
+        if own < known and plan.num_stages != plan.num_ranks:
+            header["error"] = header["error"] or (
+                f"stage {own} has a parameter that needs a gradient, which it had not when the Pipeline was made: with several "
+                "stages per rank make a new Pipeline after requires_grad changed"
+            )
+        header["first_backward"] = min(known, own)
 
     def forms(self, number: int) -> dict[Op, Form]:
         return self._forms.setdefault(number, {})
+
+
+def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
+    """The first of these stages in which a parameter needs a gradient; `num_stages` where there is none."""
+    return min(
+        (
+            index
+            for index, stage in stages.items()
+            if any(parameter.requires_grad for layer in stage.layers for parameter in layer.parameters())
+        ),
+        default=plan.num_stages,
+    )
 
 
 class Programs:

@@ -6,7 +6,9 @@ Rank r talks to r - 1 and r + 1 only, so that what a rank opens does not grow wi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,15 @@ from pipetrain.runtime.gloo import Pair, make_pair
 
 _HEADER_BYTES = 1024
 _TAG = 0
+_CLOCK_TRIPS = 8
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Add `offset_seconds` to a time of this rank to have it on rank 0's clock, wrong by `error_seconds` at most."""
+
+    offset_seconds: float
+    error_seconds: float
 
 
 class _Neighbour:
@@ -61,6 +72,24 @@ class _Neighbour:
     def receive_bytes(self, what: str) -> bytes:
         size = int(self.receive(torch.empty(1, dtype=torch.int64), what))
         return self.receive(torch.empty(size, dtype=torch.uint8), what).numpy().tobytes() if size else b""
+
+    def compare_clocks(self) -> tuple[float, float]:
+        """Seconds that the neighbour's clock is ahead of this rank's, and by how much that may be wrong."""
+        trips = []
+        for _ in range(_CLOCK_TRIPS):
+            start = time.perf_counter()
+            self.send(torch.zeros(1, dtype=torch.float64), "the clock")
+            theirs = float(self.receive(torch.empty(1, dtype=torch.float64), "the clock"))
+            end = time.perf_counter()
+            trips.append(((end - start) / 2, theirs - (start + end) / 2))
+        error, offset = min(trips)
+        return offset, error
+
+    def answer_clock(self) -> None:
+        """The other side of `compare_clocks`."""
+        for _ in range(_CLOCK_TRIPS):
+            self.receive(torch.empty(1, dtype=torch.float64), "the clock")
+            self.send(torch.tensor([time.perf_counter()], dtype=torch.float64), "the clock")
 
     def close(self) -> None:
         self._out.close()
@@ -128,6 +157,21 @@ class Chain:
             return parts
         self._before.send_bytes(_pack(parts), what)
         return None
+
+    def align_clocks(self) -> Clock:
+        """How this rank's clock differs from rank 0's: from neighbour to neighbour, by the quickest of some round trips
+        (Cristian 1989, *Probabilistic clock synchronization*, section 4)."""
+        offset = error = 0.0
+        if self._before is not None:
+            best_offset, best_error = self._before.compare_clocks()
+            before = self._before.receive(torch.empty(2, dtype=torch.float64), "the clock")
+            # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
+            offset = float(before[0]) + (best_offset if abs(best_offset) > best_error else 0.0)
+            error = float(before[1]) + best_error
+        if self._after is not None:
+            self._after.answer_clock()
+            self._after.send(torch.tensor([offset, error], dtype=torch.float64), "the clock")
+        return Clock(offset, error)
 
     def close(self) -> None:
         for neighbour in (self._before, self._after):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +88,21 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
     if total <= 0 or any(count < 0 for count in counts):
         raise ValueError(f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0")
     return [count / total for count in counts]
+
+
+def cut_targets(
+    targets: Tree, rows: int, num_microbatches: int, count_fn: Callable[[Tree], int | float] | None
+) -> tuple[list[Tree], list[float]]:
+    """The targets of each microbatch and what it weighs in the loss; `rows` are those of the inputs.
+
+    Raises:
+        ValueError: another number of rows than the inputs have.
+    """
+    found = num_rows(targets, "targets")
+    if found is not None and found != rows:
+        raise ValueError(f"targets have {found} rows on the last rank, inputs {rows} on the first")
+    parts = cut(targets, num_microbatches, "targets")
+    if count_fn is not None:
+        return parts, weights_of([count_fn(part) for part in parts])
+    share, rest = divmod(rows, num_microbatches)
+    return parts, weights_of([share + (number < rest) for number in range(num_microbatches)])

@@ -117,7 +117,7 @@ class Executor:
             lane = self._next_lane(program, queues)
             op = queues[lane].popleft()
             try:
-                with self._lanes.on(lane, program.schedule.waits.get(op, ())):
+                with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
                     self._table[op.kind](op, step, program)
             except PipelineError:
                 raise

@@ -112,5 +112,5 @@ class Monitor:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    # gloo begins its messages with the place in its own source.
-    return text[0].rsplit("] ", 1)[-1][:160] if text else type(error).__name__
+    # gloo begins with the place in its own source and ends with advice that does not fit here.
+    return text[0].rsplit("] ", 1)[-1].split(". This is typically")[0][:160] if text else type(error).__name__

@@ -18,6 +18,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 from pipetrain.runtime.courier import Courier, finish
 from pipetrain.runtime.failure import Monitor, PipelineError
 from pipetrain.runtime.forms import Form, TensorForm, flat_bytes
+from pipetrain.runtime.lanes import Lanes
+from pipetrain.schedule.op import Lane, Op
 
 CPU = torch.device("cpu")
 _TAG = 0
@@ -46,77 +48,104 @@ def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pa
     return pair
 
 
-class GlooInbound:
-    """The receiving end of one stage edge and direction."""
+class GlooEdges:
+    """Makes the ends of the stage edges of one rank."""
 
-    def __init__(self, pair: Pair, source: int, name: str, peer: str, monitor: Monitor) -> None:
+    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._monitor = monitor
+
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooInbound:
+        return GlooInbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
+
+    def outbound(self, edge: int, direction: str, place: int, peer: str) -> GlooOutbound:
+        return GlooOutbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
+
+    def _meet(self, edge: int, direction: str, place: int) -> Pair:
+        return make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
+
+
+class GlooInbound:
+    """The receiving end of one stage edge and direction: `transport.Inbound`."""
+
+    def __init__(self, pair: Pair, source: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = peer
+        self.storages: set[int] = set()
         self._pair = pair
         self._source = source
-        self._courier = Courier(f"{name} receive", peer, monitor)
-        self.storages: set[int] = set()  # of the messages of this step
+        self._lanes = lanes
+        self._courier = Courier(f"receive from {peer}", peer, monitor)
 
-    @property
-    def peer(self) -> str:
-        return self._courier.peer
-
-    def post(self, what: str, form: Form | None, publish: Callable[[Form, list[Tensor], float, float], None]) -> None:
-        """Receive the next message: of a known `form`, or with its form in front.
-
-        `publish(form, tensors, start, end)` is called when it has arrived; the times are when it was posted and came.
-        """
-
+    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Callable[[], list[Tensor]]], None]) -> None:
         def job() -> Callable[[], None]:
             start = time.perf_counter()
-            known = self._receive_form() if form is None else form
+            known = receive_form(self._pair, self._source) if form is None else form
             tensors = [leaf.empty(CPU) for leaf in known.leaves if isinstance(leaf, TensorForm)]
             self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
             for tensor in tensors:
                 finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
-            end = time.perf_counter()
-            return lambda: publish(known, tensors, start, end)
+            self._lanes.record(Lane.RECV, op, start, time.perf_counter())
+            return lambda: arrived(known, lambda: tensors)
 
-        self._courier.submit(what, job)
-
-    def _receive_form(self) -> Form:
-        size = torch.empty(1, dtype=torch.int64)
-        finish(self._pair.recv([size], self._source, _TAG))
-        text = torch.empty(int(size), dtype=torch.uint8)
-        finish(self._pair.recv([text], self._source, _TAG))
-        return Form.from_json(bytes(text.tolist()))
+        self._courier.submit(str(op), job)
 
     def close(self) -> None:
         self._courier.close()
 
 
 class GlooOutbound:
-    """The sending end of one stage edge and direction."""
+    """The sending end of one stage edge and direction: `transport.Outbound`."""
 
-    def __init__(self, pair: Pair, target: int, name: str, peer: str, monitor: Monitor) -> None:
+    def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = peer
         self._pair = pair
         self._target = target
-        self._courier = Courier(f"{name} send", peer, monitor)
+        self._lanes = lanes
+        self._courier = Courier(f"send to {peer}", peer, monitor)
 
-    @property
-    def peer(self) -> str:
-        return self._courier.peer
-
-    def send(self, what: str, form: Form | None, tensors: Sequence[Tensor], publish: Callable[[float], None]) -> None:
-        """Send one message, with its form in front if given. `publish(end)` is called when it has left."""
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+        start = time.perf_counter()
 
         def job() -> Callable[[], None]:
             if form is not None:
-                self._send_form(form)
+                send_form(self._pair, self._target, form)
             for tensor in tensors:
                 finish(self._pair.send([flat_bytes(tensor)], self._target, _TAG))
-            end = time.perf_counter()
-            return lambda: publish(end)
+            self._lanes.record(Lane.SEND, op, start, time.perf_counter())
+            return left
 
-        self._courier.submit(what, job)
-
-    def _send_form(self, form: Form) -> None:
-        text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8)
-        for tensor in (torch.tensor([text.numel()]), text):
-            finish(self._pair.send([tensor], self._target, _TAG))
+        self._courier.submit(str(op), job)
 
     def close(self) -> None:
         self._courier.close()
+
+
+def receive_form(pair: Pair, source: int) -> Form:
+    """The form that `send_form` sent; waits, so on the thread of a courier."""
+    size = torch.empty(1, dtype=torch.int64)
+    finish(pair.recv([size], source, _TAG))
+    text = torch.empty(int(size), dtype=torch.uint8)
+    finish(pair.recv([text], source, _TAG))
+    return Form.from_json(bytes(text.tolist()))
+
+
+def send_form(pair: Pair, target: int, form: Form) -> None:
+    text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8)
+    for tensor in (torch.tensor([text.numel()]), text):
+        finish(pair.send([tensor], target, _TAG))
+
+
+def send_message(pair: Pair, target: int, form: Form, tensors: Sequence[Tensor]) -> None:
+    """A form and its tensors; waits, so on the thread of a courier."""
+    send_form(pair, target, form)
+    for tensor in tensors:
+        finish(pair.send([flat_bytes(tensor)], target, _TAG))
+
+
+def receive_message(pair: Pair, source: int) -> tuple[Form, list[Tensor]]:
+    form = receive_form(pair, source)
+    tensors = [leaf.empty(CPU) for leaf in form.leaves if isinstance(leaf, TensorForm)]
+    for tensor in tensors:
+        finish(pair.recv([flat_bytes(tensor)], source, _TAG))
+    return form, tensors

@@ -2,14 +2,13 @@
 
 Every crossing between lanes has the same three moments, on both:
 
-    with lanes.on(lane, waits):     [1] wait   for the ops that must have ended (a stream waits for their events)
+    with lanes.on(lane, waits, op): [1] wait   for the ops that must have ended (a stream waits for their events)
         with lanes.timed(lane, op): [2] run    the op
                                     [3] record that it has ended (an event on the stream)
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,7 @@ from typing import Protocol
 import torch
 
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Kind, Lane, Op
 
 # The events of a step, by start. On a GPU a call waits for the step to end on the device: not for the hot path.
 Recording = Callable[[], tuple[OpEvent, ...]]
@@ -29,7 +28,7 @@ class Lanes(Protocol):
 
     def start_step(self) -> None: ...
     def end_step(self) -> None: ...
-    def on(self, lane: Lane, waits: Sequence[Op]) -> AbstractContextManager[None]: ...
+    def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[None]: ...
     def timed(self, lane: Lane, op: Op) -> AbstractContextManager[None]: ...
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None: ...
     def recording(self) -> Recording: ...
@@ -50,7 +49,7 @@ class CpuLanes:
         """Nothing to join: every op has ended."""
 
     @contextmanager
-    def on(self, lane: Lane, waits: Sequence[Op]) -> Iterator[None]:  # noqa: ARG002
+    def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> Iterator[None]:  # noqa: ARG002
         yield
 
     @contextmanager
@@ -70,19 +69,15 @@ class CpuLanes:
 class CudaLanes:
     """Lanes as CUDA streams: compute at high priority, recompute at low, so that R yields to F and B.
 
-    Not yet run on a machine with a GPU.
+    In the lanes of messages each stage edge and direction has a stream of its own. Not yet run on a machine with a GPU.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        # One hardware queue would make the streams wait for each other (Megatron-LM sets 1 for another reason).
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._rank = rank
         self._device = device
-        low, high = 0, -1
-        self._streams = {
-            Lane.COMPUTE: torch.cuda.Stream(device, priority=high),  # type: ignore[no-untyped-call]
-            Lane.RECOMPUTE: torch.cuda.Stream(device, priority=low),  # type: ignore[no-untyped-call]
-        }
+        self._compute = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._recompute = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._messages: dict[tuple[int, Kind], torch.cuda.Stream] = {}
         self._ended: dict[Op, torch.cuda.Event] = {}
         self._spans: list[tuple[Lane, Op, torch.cuda.Event, torch.cuda.Event]] = []
         self._host: list[OpEvent] = []
@@ -92,29 +87,29 @@ class CudaLanes:
         self._ended.clear()
         self._spans, self._host = [], []
         caller = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
+        for stream in (self._compute, self._recompute, *self._messages.values()):
             stream.wait_stream(caller)  # [1] the optimizer wrote the parameters on the caller's stream
         zero = _timed_event()
-        zero.record(self._streams[Lane.COMPUTE])
+        zero.record(self._compute)
         self._zero = (zero, time.perf_counter())
 
     def end_step(self) -> None:
         caller = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
+        for stream in (self._compute, self._recompute, *self._messages.values()):
             caller.wait_stream(stream)  # [3] gradients are complete for whatever the caller does next
 
     @contextmanager
-    def on(self, lane: Lane, waits: Sequence[Op]) -> Iterator[None]:
-        stream = self._streams[lane]
-        for op in waits:
-            if op in self._ended:
-                stream.wait_event(self._ended[op])  # [1]
+    def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> Iterator[None]:
+        stream = self._stream(lane, op)
+        for before in waits:
+            if before in self._ended:
+                stream.wait_event(self._ended[before])  # [1]
         with torch.cuda.stream(stream):
             yield
 
     @contextmanager
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
-        stream = self._streams[lane]
+        stream = self._stream(lane, op)
         start, end = _timed_event(), _timed_event()
         start.record(stream)
         yield  # [2]
@@ -124,6 +119,30 @@ class CudaLanes:
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         self._host.append(OpEvent(self._rank, lane, op, start, end))
+
+    def join(self, op: Op) -> None:
+        """Let the current stream wait for the end of `op`."""
+        torch.cuda.current_stream(self._device).wait_event(self._ended[op])
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of `tensor`, allocated on another stream, until F, R and B that use it have run."""
+        tensor.record_stream(self._compute)
+        tensor.record_stream(self._recompute)
+
+    @staticmethod
+    def producer_of(op: Op) -> Op:
+        """The op whose result a SEND carries."""
+        return Op(op.stage, Kind.F if op.kind is Kind.SEND_F else Kind.B, op.microbatch)
+
+    def _stream(self, lane: Lane, op: Op) -> torch.cuda.Stream:
+        if lane is Lane.COMPUTE:
+            return self._compute
+        if lane is Lane.RECOMPUTE:
+            return self._recompute
+        key = (op.stage, op.kind)
+        if key not in self._messages:
+            self._messages[key] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._messages[key]
 
     def recording(self) -> Recording:
         assert self._zero is not None
@@ -138,6 +157,15 @@ class CudaLanes:
             return _by_start(found)
 
         return resolve
+
+
+def sharing(lanes: Lanes, ahead: int) -> Callable[[torch.Tensor], None] | None:
+    """What to do with a tensor that R brings, so that its memory is not given away while B still reads it.
+
+    A block belongs to the stream that allocated it, and R's stream takes it back when B has been launched. With one set
+    alive R's stream waits for the last B before it allocates; with more it does not.
+    """
+    return lanes.share if isinstance(lanes, CudaLanes) and ahead > 1 else None
 
 
 def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:

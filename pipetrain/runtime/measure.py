@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from pipetrain.runtime.chain import Clock
 from pipetrain.runtime.stage import Stage
 from pipetrain.schedule.breakdown import RankBreakdown, break_down
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -18,7 +19,8 @@ from pipetrain.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on this machine's clock."""
+    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, which this
+    rank knows to within `clock_error_seconds`."""
 
     rank: int
     step: int
@@ -26,6 +28,7 @@ class RankReport:
     peak_activation_bytes: int
     peak_activation_bytes_never: int
     peak_memory_bytes: int | None
+    clock_error_seconds: float = 0.0
 
     def to_json(self) -> bytes:
         events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
@@ -50,6 +53,7 @@ class Report:
     peak_activation_bytes: tuple[int, ...]
     peak_activation_bytes_never: tuple[int, ...]
     peak_memory_bytes: tuple[int | None, ...]
+    clock_error_seconds: float
 
     @property
     def step_seconds(self) -> float:
@@ -68,20 +72,23 @@ class Report:
             peak_activation_bytes=tuple(report.peak_activation_bytes for report in ranks),
             peak_activation_bytes_never=tuple(report.peak_activation_bytes_never for report in ranks),
             peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
+            clock_error_seconds=max(report.clock_error_seconds for report in ranks),
         )
 
 
 def measure_rank(
     rank: int,
     step: int,
-    events: tuple[OpEvent, ...],
+    events: Iterable[OpEvent],
+    clock: Clock,
     stages: Mapping[int, Stage],
     peak_bytes: int,
     device: torch.device,
 ) -> RankReport:
-    return RankReport(
-        rank, step, events, peak_bytes, activation_bytes_of_never(events, stages), _peak_memory_bytes(device)
-    )
+    shift = clock.offset_seconds
+    on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in events)
+    never = activation_bytes_of_never(on_clock_0, stages)
+    return RankReport(rank, step, on_clock_0, peak_bytes, never, _peak_memory_bytes(device), clock.error_seconds)
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, Stage]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime import weights
-from pipetrain.runtime.build import build_layers, check_has_parameters, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Programs, Signatures
+from pipetrain.runtime import losses, weights
+from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
+from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, first_trainable, introduce
 from pipetrain.runtime.chain import Chain
-from pipetrain.runtime.cut import cut, join, num_rows, weights_of
+from pipetrain.runtime.cut import cut, cut_targets, join
+from pipetrain.runtime.edges import make_edges
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.lanes import Recording, make_lanes
+from pipetrain.runtime.lanes import Recording, make_lanes, sharing
 from pipetrain.runtime.measure import RankReport, Report, measure_rank
 from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.seeding import generators_restored
@@ -91,7 +92,8 @@ class Pipeline:
             balance=balance,
         )
         check_sharing(layers, self.plan)
-        self._programs = Programs(schedule, RecomputePolicy.of(recompute), self.plan, world.rank)
+        self._policy = RecomputePolicy.of(recompute)
+        self._programs = Programs(schedule, self._policy, self.plan, world.rank)
         self.step_index = 0
         self._loss_fn = loss_fn
         self._seed = seed
@@ -106,13 +108,13 @@ class Pipeline:
         self._board = FailureBoard(world.store)
         self._monitor = Monitor(world.rank, self._board, timeout_seconds)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
+        self._clock = self._chain.align_clocks()
+        self._lanes = make_lanes(world.rank, world.device)
         self._signatures = Signatures()
         self._stages = self._build(layers, checked=balance == "auto")
-        self._transport = Transport(
-            self.plan.stage_ranks, world.rank, world.store, self._monitor, self._meter, world.device
-        )
+        edges = None if world.store is None else make_edges(world.store, self._lanes, self._monitor, world.device)
+        self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
-        self._lanes = make_lanes(world.rank, world.device)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
 
     def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
@@ -121,33 +123,27 @@ class Pipeline:
         problem = None
         try:
             for index in self.plan.stages_of(self._world.rank):
-                numbers = self.plan.layers_of(index)
-                built = build_layers(layers, numbers, seed=self._seed, device=self._world.device)
-                if checked:
-                    check_has_parameters(index, built, numbers)
+                built = build_stage_layers(layers, self.plan, index, self._seed, self._world.device, checked=checked)
                 stages[index] = Stage(
                     index,
                     built,
-                    first_layer=numbers.start,
+                    first_layer=self.plan.layers_of(index).start,
                     device=self._world.device,
                     meter=self._meter,
                     loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
                     foreign=lambda: self._transport.storages(),
+                    share=sharing(self._lanes, self._policy.ahead),
                 )
         except (ValueError, TypeError) as error:
             problem = str(error)
-        known = {"plan": repr(self.plan), "schedule": self._programs.describe(), "seed": self._seed, "problem": problem}
-        everyone = [
-            json.loads(text) for text in self._chain.concatenate(json.dumps(known).encode(), "the other ranks' plans")
-        ]
-        for rank, other in enumerate(everyone):
-            if other["problem"]:
-                raise ValueError(other["problem"])
-            for key in ("plan", "schedule", "seed"):
-                if other[key] != everyone[0][key]:
-                    raise ValueError(
-                        f"rank {rank} was given another {key} than rank 0: {other[key]}, not {everyone[0][key]}"
-                    )
+        own = Introduction(
+            plan=repr(self.plan),
+            schedule=self._programs.describe(),
+            seed=self._seed,
+            first_backward=first_trainable(stages, self.plan),
+            problem=problem,
+        )
+        self._first_backward = introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -192,7 +188,7 @@ class Pipeline:
         self._execute(call, step, inputs, targets)
         recording, peak, index = self._lanes.recording(), self._meter.peak_bytes, self.step_index
         self._last_report = lambda: measure_rank(
-            self._world.rank, index, recording(), self._stages, peak, self._world.device
+            self._world.rank, index, recording(), self._clock, self._stages, peak, self._world.device
         )
         self.step_index += 1
         self._unseen = recording
@@ -233,7 +229,17 @@ class Pipeline:
         if self._failed is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._failed}")
         self._emit_events()
-        asked = self._ask(kind, inputs) if self.is_first else None
+        asked = None
+        if self.is_first:
+            # Down the chain each rank learns which stages before its own need gradients. With several stages per rank some
+            # of those lie on ranks after it, so there it is what was found at the start.
+            first = self.plan.num_stages if self.plan.num_stages == self.plan.num_ranks else self._first_backward
+            most = self.plan.num_microbatches
+            asked = {
+                "step": self.step_index,
+                "first_backward": first,
+                **self._signatures.ask(kind, inputs, most, self._training),
+            }
         what = f"{kind} {self.step_index}"
         received: dict[str, Any] = {}
 
@@ -243,7 +249,10 @@ class Pipeline:
 
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
-            raise ValueError(amended["error"])
+            error = ValueError(amended["error"])
+            raise (
+                error if received["error"] else self._fail(error)
+            )  # found here: the ranks before this one do not know it
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
@@ -253,40 +262,16 @@ class Pipeline:
             )
         return Call.of(received, amended)
 
-    def _ask(self, kind: str, inputs: Any) -> dict[str, Any]:
-        """The header of a call, on the first rank; a mistake in its inputs travels in it, so that every rank raises it."""
-        header: dict[str, Any] = {
-            "kind": kind,
-            "step": self.step_index,
-            "error": None,
-            "first_backward": self.plan.num_stages,
-        }
-        try:
-            rows = num_rows(inputs, "inputs")
-            if rows is None:
-                raise ValueError(f"{kind} was given no inputs on rank 0, which holds the first stage")
-            wanted = self.plan.num_microbatches if kind == "step" else min(self.plan.num_microbatches, rows)
-            if rows < wanted or rows == 0:
-                cut(inputs, max(wanted, 1))
-        except (ValueError, TypeError) as error:
-            return {
-                **header,
-                "error": str(error)[:800],
-                "rows": 0,
-                "num_microbatches": 0,
-                "signature": 0,
-                "described": False,
-            }
-        number, described = self._signatures.number_of(kind, wanted, self._training, inputs)
-        return {**header, "rows": rows, "num_microbatches": wanted, "signature": number, "described": described}
-
     def _execute(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         m = call.num_microbatches
         try:
             if self.is_first:
                 step.microbatches = cut(_to(inputs, self._world.device), m)
             if self.is_last and step.with_loss:
-                self._prepare_targets(call, step, targets)
+                if self._loss_fn is None:
+                    raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
+                targets = _to(targets, self._world.device)
+                step.targets, step.weights = cut_targets(targets, call.rows, m, self._count_fn)
             self._meter.exclude(self._weights())
             if step.with_graph:
                 self._meter.start_step()
@@ -295,7 +280,6 @@ class Pipeline:
             self._transport.start_step(
                 self._signatures.forms(call.signature),
                 described=(call.described_before, call.described_after),
-                record=self._lanes.record,
                 done=self._executor.done,
             )
             with generators_restored(self._world.device):
@@ -304,39 +288,11 @@ class Pipeline:
             self._fail(error)
             raise
 
-    def _prepare_targets(self, call: Call, step: Step, targets: Any) -> None:
-        if self._loss_fn is None:
-            raise ValueError("this Pipeline has no loss_fn: give one to step or evaluate")
-        rows = num_rows(targets, "targets")
-        if rows is not None and rows != call.rows:
-            raise ValueError(f"targets have {rows} rows on the last rank, inputs {call.rows} on the first")
-        m = call.num_microbatches
-        step.targets = cut(_to(targets, self._world.device), m, "targets")
-        if self._count_fn is not None:
-            step.weights = weights_of([self._count_fn(target) for target in step.targets])
-        else:
-            share, rest = divmod(call.rows, m)
-            step.weights = weights_of([share + (number < rest) for number in range(m)])
-
     def _loss_of(self, step: Step) -> Tensor:
         """The sum of the last rank's microbatch losses, in order, on every rank."""
-        values = torch.zeros(3, dtype=torch.float64)  # the sum, its dtype, the first microbatch that is not finite
-        if self.is_last:
-            total: Tensor | None = None
-            bad = -1
-            for number, loss in sorted(step.outputs.items()):
-                total = loss if total is None else total + loss
-                if bad < 0 and not torch.isfinite(loss):
-                    bad = number
-            assert total is not None
-            values = torch.tensor([total.item(), _FLOATS.index(total.dtype), bad], dtype=torch.float64)
-        loss, kind, bad_one = self._chain.from_last(values, f"the loss of step {step.index}").tolist()
-        if bad_one >= 0:
-            raise PipelineError(
-                f"the loss of microbatch {int(bad_one)} in step {step.index} is not finite (the sum is {loss}): look at that "
-                "batch, lower the learning rate, or clip the gradients"
-            )
-        return torch.tensor(loss, dtype=_FLOATS[int(kind)], device=self._world.device)
+        own = losses.summed(step.outputs) if self.is_last else losses.nothing()
+        values = self._chain.from_last(own, f"the loss of step {step.index}")
+        return losses.checked(values, step.index).to(self._world.device)
 
     def _fail(self, error: BaseException) -> BaseException:
         """A call failed: the pipeline cannot go on, and the other ranks are told."""
@@ -355,11 +311,7 @@ class Pipeline:
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def _layers(self) -> dict[int, nn.Module]:
-        return {
-            stage.first_layer + number: layer
-            for stage in self._stages.values()
-            for number, layer in enumerate(stage.layers)
-        }
+        return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the names of `nn.Sequential(*layers)`."""
@@ -392,26 +344,13 @@ class Pipeline:
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
         on the split.
         """
-        own = {
-            stage.index: [
-                (norm.item(), str(norm.dtype).removeprefix("torch."))
-                for norm in weights.gradient_norms(
-                    {n + stage.first_layer: layer for n, layer in enumerate(stage.layers)}
-                )
-            ]
+        parameters_of = {
+            stage.index: [parameter for _, parameter in weights.named_parameters(stage.layers_by_number())]
             for stage in self._stages.values()
         }
-        parts = self._chain.concatenate(json.dumps(own).encode(), "the gradient norms")
-        of_stage = {int(stage): norms for part in parts for stage, norms in json.loads(part).items()}
-        norms = [
-            torch.tensor(value, dtype=getattr(torch, kind))
-            for stage in sorted(of_stage)
-            for value, kind in of_stage[stage]
-        ]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        total = total.to(self._world.device)
-        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
-        return total
+        return clip_grad_norm(
+            parameters_of, max_norm, lambda own: self._chain.concatenate(own, "the gradient norms"), self._world.device
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors, under the whole model's names."""
@@ -468,9 +407,6 @@ class Pipeline:
         if error is not None:
             self._fail(error)
         self.close()
-
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

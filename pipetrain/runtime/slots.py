@@ -81,11 +81,20 @@ class _Phase(enum.Enum):
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    `name_of(layer)` names a layer of the stage in an error; `layers` are numbered from 0 within the stage.
+    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. `share(tensor)`
+    is called for what R brings where another stream will read it while R's own goes on.
     """
 
-    def __init__(self, name_of: Callable[[int], str], meter: ActivationMeter, *, keep: bool) -> None:
+    def __init__(
+        self,
+        name_of: Callable[[int], str],
+        meter: ActivationMeter,
+        *,
+        keep: bool,
+        share: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self.keep = keep
+        self._share = share
         self._name_of = name_of
         self._meter = meter
         self._phase = _Phase.FORWARD
@@ -149,6 +158,8 @@ class LateBoundSet:
         if found != expected:
             raise self._mismatch(number, f"saves {_describe(found)}, in F it was {_describe(expected)}")
         self._slots[number].fill(tensor)
+        if self._share is not None:
+            self._share(tensor)
         self._witnesses.append((number, tensor._version, self._slots[number].tensor))  # type: ignore[arg-type]
         self._filled += 1
         if self._filled == len(self._slots):

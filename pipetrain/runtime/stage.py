@@ -107,6 +107,7 @@ class Stage:
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
         foreign: Callable[[], Set[int]] = frozenset,
+        share: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -116,12 +117,17 @@ class Stage:
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self._device = device
         self._meter = meter
+        self._share = share
         self._held: dict[int, _Held] = {}
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
         self._buffers = ChangingBuffers(self.layers)
         self._probe = HeldOutsideProbe(self._name_of, foreign)
+
+    def layers_by_number(self) -> dict[int, nn.Module]:
+        """The layers by their global index."""
+        return {self.first_layer + number: layer for number, layer in enumerate(self.layers)}
 
     # F ------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class Stage:
         return held, outputs
 
     def _start(self, given: StageInput, *, keep: bool) -> _Held:
-        late = LateBoundSet(self._name_of, self._meter, keep=keep)
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, share=self._share)
         return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), given.weight != 0)
 
     def _run(self, given: StageInput, held: _Held, *, clone: bool, probe: HeldOutsideProbe | None = None) -> Any:

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from pipetrain.runtime.failure import Monitor
 from pipetrain.runtime.forms import Form, TensorForm, compact, conform, form_of, unpack
-from pipetrain.runtime.gloo import GlooInbound, GlooOutbound, make_pair
 from pipetrain.runtime.meter import ActivationMeter
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Op
 
-Recorder = Callable[[Lane, Op, float, float], None]
+Collect = Callable[[], list[Tensor]]
+
+
+class Inbound(Protocol):
+    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's."""
+
+    peer: str
+    storages: set[int]
+
+    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Collect], None]) -> None:
+        """Receive the next message: of a known `form`, or with its form in front.
+
+        `arrived(form, collect)` is called, perhaps on another thread, when F or B of `op` may start; `collect()` gives the
+        tensors, on the lane that uses them.
+        """
+
+    def close(self) -> None: ...
+
+
+class Outbound(Protocol):
+    """The sending end of one stage edge and direction."""
+
+    peer: str
+
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when the
+        tensors need no longer be held."""
+
+    def close(self) -> None: ...
+
+
+class Edges(Protocol):
+    """Makes the ends of stage edges. `place` is 0 on the rank of the edge's first stage and 1 on the other's."""
+
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> Inbound: ...
+    def outbound(self, edge: int, direction: str, place: int, peer: str) -> Outbound: ...
 
 
 class Transport:
@@ -25,13 +57,15 @@ class Transport:
 
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
     step with the same forms sends the tensors' bytes alone.
+
+    `edges` makes the ends: over gloo on a CPU, over NCCL on a GPU.
     """
 
     def __init__(
         self,
         stage_ranks: Sequence[int],
         rank: int,
-        store: Store | None,
+        edges: Edges | None,
         monitor: Monitor,
         meter: ActivationMeter,
         device: torch.device,
@@ -40,44 +74,38 @@ class Transport:
         self._monitor = monitor
         self._meter = meter
         self._device = device
-        self._inbound: dict[tuple[int, Kind], GlooInbound] = {}  # by receiving stage
-        self._outbound: dict[tuple[int, Kind], GlooOutbound] = {}  # by sending stage
-        self._arrived: dict[Op, tuple[Form, list[Tensor]]] = {}
+        self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
+        self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
+        self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._unsent: set[Op] = set()
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
-        self._record: Recorder = _ignore
         self._done: set[Op] = set()
-        if store is not None:
-            self._connect(stage_ranks, store)
+        if edges is not None:
+            self._connect(stage_ranks, edges)
 
-    def _connect(self, stage_ranks: Sequence[int], store: Store) -> None:
+    def _connect(self, stage_ranks: Sequence[int], edges: Edges) -> None:
         """Meet the ranks at the other ends. Every rank goes through the edges in the same order, so none waits in a ring."""
         for edge, (low, high) in enumerate(itertools.pairwise(stage_ranks)):
             if low == high or self._rank not in (low, high):
                 continue
             place = int(self._rank == high)
             peer = f"rank {low if place else high}"
-            for direction, receiver in (("F", 1), ("B", 0)):
-                pair = make_pair(store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
-                name = f"edge {edge} {direction}"
-                if place == receiver:
-                    key = (edge + 1, Kind.RECV_F) if direction == "F" else (edge, Kind.RECV_B)
-                    self._inbound[key] = GlooInbound(pair, 1 - place, name, peer, self._monitor)
-                else:
-                    key = (edge, Kind.SEND_F) if direction == "F" else (edge + 1, Kind.SEND_B)
-                    self._outbound[key] = GlooOutbound(pair, 1 - place, name, peer, self._monitor)
+            if place:
+                self._inbound[edge + 1, Kind.RECV_F] = edges.inbound(edge, "F", place, peer)
+                self._outbound[edge + 1, Kind.SEND_B] = edges.outbound(edge, "B", place, peer)
+            else:
+                self._outbound[edge, Kind.SEND_F] = edges.outbound(edge, "F", place, peer)
+                self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
 
-    def start_step(
-        self, forms: dict[Op, Form], *, described: tuple[bool, bool], record: Recorder, done: set[Op]
-    ) -> None:
+    def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool], done: set[Op]) -> None:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere.
 
         Receives that have arrived are put into `done`.
         """
         assert not self._arrived
         assert not self._unsent
-        self._forms, self._described, self._record, self._done = forms, described, record, done
+        self._forms, self._described, self._done = forms, described, done
         for end in self._inbound.values():
             end.storages.clear()
 
@@ -92,22 +120,20 @@ class Transport:
         """Post a receive; it waits in its queue for those before it."""
         form = None if self._is_described(op) else self._forms[op]
 
-        def publish(found: Form, tensors: list[Tensor], start: float, end: float) -> None:
-            self._arrived[op] = (found, tensors)
+        def arrived(found: Form, collect: Collect) -> None:
+            self._arrived[op] = (found, collect)
             self._forms[op] = found
-            self._record(Lane.RECV, op, start, end)
             self._done.add(op)
 
-        self._inbound[op.stage, op.kind].post(str(op), form, publish)
+        self._inbound[op.stage, op.kind].post(op, form, arrived)
 
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""
-        form, tensors = self._arrived.pop(op)
-        return unpack(form, tensors), form
+        form, collect = self._arrived.pop(op)
+        return unpack(form, collect()), form
 
     def send(self, op: Op, leaves: Sequence[Any], wants_gradient: Sequence[bool], spec: str) -> None:
         """Send a message. The tensors count as activations until they have left, where they are outputs."""
-        start = time.perf_counter()
         dense = [compact(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         form = form_of(leaves, dense, wants_gradient, spec)
         described = self._is_described(op)
@@ -119,14 +145,13 @@ class Transport:
         keys = [self._meter.hold(tensor) for tensor in tensors] if op.kind is Kind.SEND_F else []
         self._unsent.add(op)
 
-        def publish(end: float) -> None:
+        def left() -> None:
             for key in keys:
                 self._meter.release(key)
             tensors.clear()
-            self._record(Lane.SEND, op, start, end)
             self._unsent.discard(op)
 
-        self._outbound[op.stage, op.kind].send(str(op), form if described else None, tensors, publish)
+        self._outbound[op.stage, op.kind].send(op, form if described else None, tensors, left)
 
     def finish(self) -> None:
         """Wait until everything has left."""
@@ -148,7 +173,3 @@ class Transport:
 def wanted(form: Form) -> frozenset[int]:
     """The leaves of a received message that need a gradient."""
     return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
-
-
-def _ignore(lane: Lane, op: Op, start: float, end: float) -> None:
-    """Before the first step there is nothing to record."""

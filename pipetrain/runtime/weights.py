@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
+from pipetrain.runtime.courier import Courier
 from pipetrain.runtime.failure import Monitor
 from pipetrain.runtime.forms import Form, compact, form_of
-from pipetrain.runtime.gloo import GlooInbound, GlooOutbound, make_pair
+from pipetrain.runtime.gloo import make_pair, receive_message, send_message
 
 Layers = Mapping[int, nn.Module]  # by global index
 
@@ -82,34 +82,35 @@ class Gatherer:
     def _send(self, tensors: dict[str, Any], name: str) -> None:
         assert self._store is not None
         pair = make_pair(self._store, name, 1, self._monitor.timeout_seconds)
-        end = GlooOutbound(pair, 0, name, "rank 0", self._monitor)
-        left: list[float] = []
+        courier = Courier(name, "rank 0", self._monitor)
         values = list(tensors.values())
         dense = [compact(value) if isinstance(value, Tensor) else value for value in values]
         # The names travel where a message between stages has the structure of its tree.
         form = form_of(values, dense, [False] * len(values), "\n".join(tensors))
-        end.send(name, form, [value for value in dense if isinstance(value, Tensor)], left.append)
+        left: list[bool] = []
+
+        def job() -> Callable[[], None]:
+            send_message(pair, 0, form, [value for value in dense if isinstance(value, Tensor)])
+            return lambda: left.append(True)
+
+        courier.submit(name, job)
         self._monitor.wait(lambda: bool(left), lambda: f"rank {self._rank} waits for rank 0 to take its state")
-        end.close()
+        courier.close()
 
     def _receive(self, name: str, rank: int) -> dict[str, Any]:
         assert self._store is not None
         pair = make_pair(self._store, name, 0, self._monitor.timeout_seconds)
-        end = GlooInbound(pair, 1, name, f"rank {rank}", self._monitor)
+        courier = Courier(name, f"rank {rank}", self._monitor)
         arrived: list[tuple[Form, list[Tensor]]] = []
-        end.post(name, None, lambda form, tensors, *_: arrived.append((form, tensors)))
+
+        def job() -> Callable[[], None]:
+            message = receive_message(pair, 1)
+            return lambda: arrived.append(message)
+
+        courier.submit(name, job)
         self._monitor.wait(lambda: bool(arrived), lambda: f"rank 0 waits for the state of rank {rank}")
-        end.close()
+        courier.close()
         form, tensors = arrived.pop()
         queue = iter(tensors)
         names = form.spec.split("\n") if form.leaves else []
         return {name: next(queue) if hasattr(leaf, "shape") else leaf for name, leaf in zip(names, form.leaves)}
-
-
-def gradient_norms(layers: Layers) -> list[Tensor]:
-    """The 2-norm of each gradient there is, in the order of the parameters."""
-    return [
-        torch.linalg.vector_norm(parameter.grad)
-        for _, parameter in named_parameters(layers)
-        if parameter.grad is not None
-    ]

@@ -59,6 +59,8 @@ def choose_device(device: torch.device | str | None) -> torch.device:
         enough = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
         chosen = torch.device("cuda", local) if enough else torch.device("cpu")
     if chosen.type == "cuda":
+        # Before CUDA starts: with one hardware queue the streams of the lanes would wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         chosen = torch.device("cuda", chosen.index or 0)
         torch.cuda.set_device(chosen)
     return chosen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipetrain.schedule.op import Lane, Op
@@ -44,3 +46,9 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[OpEvent, ...]:
         return tuple(event for event in self.events if event.rank == rank)
+
+
+def ran_beside(events: Iterable[OpEvent]) -> bool:
+    """Whether some of the ops of one rank overlap in time, as R and B may on a GPU with two streams."""
+    in_order = sorted(events, key=lambda event: (event.start, event.end))
+    return any(second.start < first.end - 1e-9 * abs(first.end) for first, second in itertools.pairwise(in_order))

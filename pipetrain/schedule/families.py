@@ -43,8 +43,8 @@ Generator = Callable[[Shape], ComputeLanes]
 def gpipe(shape: Shape) -> ComputeLanes:
     """All forwards, then all backwards (Huang et al. 2019); the last stage takes its gradient at once.
 
-    rank 0  F0 F1 F2 .  .  .  .  B0 .  B1 .  B2
-    rank 1     F0 F1 F2 .  .  B0 .  B1 .  B2
+    rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2
+    rank 1     F0 F1 F2 B0 .  B1 .  B2
     rank 2        F0 B0 F1 B1 F2 B2
     """
     lanes: ComputeLanes = []
@@ -88,12 +88,12 @@ def inference(shape: Shape) -> ComputeLanes:
 def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     """One forward, one backward in turns after a warm-up (Narayanan et al. 2019, PipeDream-Flush of 2021).
 
-        rank 0  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3        3 in flight
-        rank 1     F0 F1 .  .  B0 F2 B1 F3 B2 .  B3              2 in flight
-        rank 2        F0 B0 F1 B1 F2 B2 F3 B3                    1 in flight
+        rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3        3 in flight
+        rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3           2 in flight
+        rank 2        F0 B0 F1 B1 F2 B2 F3 B3              1 in flight
 
-    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so; with m it is GPipe's order. More
-    of them cover slow hops.
+    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so, up to GPipe's order. More of
+    them cover slow hops.
     """
     _one_stage_per_rank(shape)
     return [_in_turns(stage, in_flight, shape) for stage, in_flight in enumerate(in_flight_of(shape))]
@@ -116,25 +116,31 @@ def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: i
 
 
 def in_flight_of(shape: Shape) -> tuple[int, ...]:
-    """Forwards in flight per stage: the classic numbers, raised to `warmup` if that is one number.
+    """Forwards in flight per stage: the classic numbers, or those that `warmup` asks for.
+
+    One number w is for stage 0; the others have fewer in proportion to their distance from the last, so that each edge
+    has the same number of tensors under way: 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, and never more than m. With
+    w = p that is classic; with w = (m - 1) (p - 1) + 1 every stage but the last has all m in flight, as in GPipe.
+    (The same number on every stage would leave nothing under way and be slower than classic.)
 
     Raises:
-        ValueError: `warmup` is not between the classic number and num_microbatches, or grows from stage to stage (then
-            stage s + 1 would wait for a forward that stage s runs after a backward of stage s + 1).
+        ValueError: `warmup` is less than classic or more than GPipe, or grows from stage to stage (then stage s + 1
+            would wait for a forward that stage s runs after a backward of stage s + 1).
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
     classic = tuple(min(microbatches, stages - stage) for stage in range(stages))
     if warmup is None:
         return classic
-    allowed = f"allowed is one number from 1 to {microbatches} (num_microbatches), or a list of one per stage"
+    edges = max(1, stages - 1)
+    most = max(stages, (microbatches - 1) * edges + 1)
     if isinstance(warmup, int):
-        if not 1 <= warmup <= microbatches:
-            raise ValueError(f"pipeline.warmup={warmup}: {allowed}")
-        last = 1 if shape.alternate_last else warmup
-        return (*(max(least, warmup) for least in classic[:-1]), last)
+        if not 1 <= warmup <= most:
+            raise ValueError(f"pipeline.warmup={warmup}: allowed are 1 to {most}, or a list with one number per stage")
+        spread = (1 - (-(warmup - 1) * (stages - 1 - stage) // edges) for stage in range(stages))
+        return tuple(min(microbatches, max(least, count)) for least, count in zip(classic, spread))
     counts = tuple(warmup)
     if len(counts) != stages:
-        raise ValueError(f"pipeline.warmup={list(counts)} has {len(counts)} numbers for {stages} stages: {allowed}")
+        raise ValueError(f"pipeline.warmup={list(counts)} has {len(counts)} numbers for {stages} stages")
     for stage, (count, least) in enumerate(zip(counts, classic)):
         most = 1 if shape.alternate_last and stage == stages - 1 else microbatches
         if not least <= count <= most:
@@ -157,8 +163,8 @@ def _one_stage_per_rank(shape: Shape) -> None:
 def interleaved(shape: Shape) -> ComputeLanes:
     """1F1B over several stages per rank (Narayanan et al. 2021, section 2.2); here 2 ranks with 2 stages each.
 
-        rank 0  0F0 0F1 2F0 2F1 0F2 .   2B0 0F3 2B1 2F2 0B0 2F3 0B1 ...
-        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 ...
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
     Forwards go through p microbatches on the rank's first stage, then the same on its next, and so on; backwards the
     same from the last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards ahead of the turns. For
@@ -195,6 +201,7 @@ FAMILIES: dict[str, Generator] = {
     "interleaved": interleaved,
     "inference": inference,
 }
+WITH_WARMUP = ("1f1b",)
 
 
 def generator_of(family: str) -> Generator:

@@ -54,8 +54,9 @@ def op_graph(schedule: Schedule) -> OpGraph:
         if place is not None:
             num_before[place] += len(awaited)
             for other in awaited:
-                if other in number:
-                    after[number[other]].append(place)
+                before = number.get(other)
+                if before is not None:
+                    after[before].append(place)
     for first, second in _queue_pairs(ops, lanes):
         after[first].append(second)
         num_before[second] += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.edges import add_edges
-from pipetrain.schedule.families import ComputeLanes, Shape, generator_of
+from pipetrain.schedule.families import WITH_WARMUP, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -17,7 +17,7 @@ from pipetrain.schedule.schedule import Schedule
 
 
 def make_schedule(
-    family: str = "gpipe",
+    family: str | Generator = "gpipe",
     *,
     num_stages: int,
     num_microbatches: int,
@@ -28,7 +28,7 @@ def make_schedule(
     first_backward: int = 0,
     transport_ahead: int = 2,
 ) -> Schedule:
-    """The schedule of a family, or of a file that ends in .csv: ops of all lanes and what each waits for.
+    """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
     Stage s lives on rank s mod `num_ranks` (default: a rank per stage). `warmup` is for `1f1b`: forwards in flight, a
     number or one per stage. `first_backward` is the first stage in which something needs a gradient, `num_stages` for
@@ -42,14 +42,22 @@ def make_schedule(
     _check_numbers(num_stages, num_microbatches, ranks, first_backward, transport_ahead)
     if family == "inference":
         first_backward = num_stages
-    if warmup is not None and family != "1f1b":
-        raise ValueError(f"pipeline.warmup={warmup} is for pipeline.schedule=1f1b, not for {family!r}; leave it out")
+    if warmup is not None and family not in WITH_WARMUP and isinstance(family, str):
+        raise ValueError(
+            f"pipeline.warmup={warmup} is for pipeline.schedule={WITH_WARMUP[0]}, not for {family!r}; leave it out"
+        )
     if policy.keep > num_microbatches and first_backward < num_stages:
         raise ValueError(f"recompute.keep={policy.keep}: a step has {num_microbatches} microbatches, so 0 to that many")
     shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup, first_backward)
-    compute = read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
-    draft = draft_of(family, shape, compute, policy)
+    name, compute = _ordered(family, shape)
+    draft = draft_of(name, shape, compute, policy)
     return with_best_kept(draft, costs or Costs.spread(num_stages), lambda kept: lower(draft, kept, transport_ahead))
+
+
+def _ordered(family: str | Generator, shape: Shape) -> tuple[str, ComputeLanes]:
+    if not isinstance(family, str):
+        return getattr(family, "__name__", "custom"), family(shape)
+    return family, read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
 
 
 def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: RecomputePolicy) -> Schedule:

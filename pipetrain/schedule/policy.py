@@ -54,5 +54,5 @@ def _choice(key: str, value: str, choices: type[_T]) -> _T:
         return choices(value)
     except ValueError:
         nearest = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.0)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = f"; did you mean {str(nearest[0])!r}?" if nearest else ""
         raise ValueError(f"{key}={value!r}: allowed are {', '.join(choices)}{hint}") from None

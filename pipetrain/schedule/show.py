@@ -11,9 +11,10 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.schedule.check import check
 from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.families import Generator
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.memory import bytes_over_time
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
@@ -44,7 +45,7 @@ class Shown:
         size = (
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
-        return f"{schedule.family}, {schedule.policy.mode}: {size}"
+        return f"{schedule.family}, {_policy(schedule.policy)}: {size}"
 
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
@@ -80,12 +81,24 @@ class Shown:
         }
 
 
+def _policy(policy: RecomputePolicy) -> str:
+    """The mode, and what differs from the default."""
+    words = [policy.mode.value]
+    words += [
+        f"{key} {value}"
+        for key, value, usual in (("ahead", policy.ahead, 1), ("keep", policy.keep, 0))
+        if value != usual
+    ]
+    words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
+    return ", ".join(words)
+
+
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def show(
-    family: str = "gpipe",
+    family: str | Generator = "gpipe",
     *,
     num_stages: int,
     num_microbatches: int,

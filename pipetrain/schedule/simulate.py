@@ -15,6 +15,7 @@ import heapq
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, op_graph
+from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
@@ -135,7 +136,7 @@ def _durations(ops: list[Op], costs: Costs) -> list[float]:
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
-    """Per rank the first compute op that did not run and the messages it stands in, with what they wait for."""
+    """Per rank the first compute op that did not run, or the receive it stands in, and what that waits for."""
     awaited_by: dict[int, list[int]] = {}
     for place, followers in enumerate(graph.after):
         if end[place] < 0.0:
@@ -146,7 +147,12 @@ def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
         head = next((place for place in lanes[Lane.COMPUTE] if end[place] < 0.0), None)
         if head is None:
             continue
-        reasons = [str(graph.ops[place]) for place in awaited_by.get(head, [])]
+        awaited = [graph.ops[place] for place in awaited_by.get(head, [])]
+        receive = next((op for op in awaited if op.kind in (Kind.RECV_F, Kind.RECV_B)), None)
+        if receive is not None:
+            lines.append(f"rank {rank} waits in {receive} for {partner_of(receive)}")
+            continue
+        reasons = [str(op) for op in awaited]
         if pending[head] > len(reasons):
             reasons.append("an op that is in no lane")
         lines.append(f"rank {rank} waits in {graph.ops[head]} for {' and '.join(reasons) or 'its turn'}")

@@ -50,7 +50,9 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20) -> Ca
         "transport_ahead": draw(st.integers(0, 3)),
     }
     if family == "1f1b":
-        arguments["warmup"] = draw(st.one_of(st.none(), st.integers(1, microbatches)))
+        arguments["warmup"] = draw(
+            st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
+        )
     return Case(arguments, draw(costs_of(stages)))
 
 

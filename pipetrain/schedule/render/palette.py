@@ -14,8 +14,8 @@ WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.R: "recompute"}
 
 # Text and lines, for a light and a dark page.
 THEME = """
-  .text { fill: #24292f } .faint { fill: #6e7781 } .idle { fill: #eaeef2 } .line { stroke: #d0d7de }
+  .text { fill: #24292f } .faint { fill: #6e7781 } .idle { fill: #8c959f; fill-opacity: .18 } .line { stroke: #8c959f }
   @media (prefers-color-scheme: dark) {
-    .text { fill: #e6edf3 } .faint { fill: #8d96a0 } .idle { fill: #21262d } .line { stroke: #30363d }
+    .text { fill: #e6edf3 } .faint { fill: #8d96a0 }
   }
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
-from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.render.palette import FILL, INK, THEME, WORDS
 from pipetrain.schedule.show import Shown
@@ -28,9 +29,10 @@ def svg(*shown: Shown, width: int = 960) -> str:
         pieces.append(_panel(one, top, width, longest))
         top += _panel_height(one) + 18
     height = top + 12
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {_TEXT} role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_TEXT} role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
             _HATCH,
@@ -45,22 +47,47 @@ def _panel_height(one: Shown) -> int:
     return _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 24
 
 
+@dataclass(frozen=True)
+class _Row:
+    """Where a rank's boxes go: seconds from `start` on times `scale`, from `LEFT` to the right, at height `y`."""
+
+    start: float
+    scale: float
+    y: float
+    height: float = _ROW
+
+    def across(self, begin: float, end: float) -> tuple[float, float]:
+        """x and width of a span of time."""
+        return LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
+
+
 def _panel(one: Shown, top: int, width: int, longest: float) -> str:
-    left = LEFT
-    scale = (width - left - _MARGIN) / longest if longest > 0 else 0.0
+    scale = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
     lines = [_heading(one, top)]
     for rank in range(one.schedule.num_ranks):
-        y = top + _HEAD + rank * (_ROW + _GAP)
-        length = one.step_seconds * scale
-        lines.append(f'<text class="text" x="{_MARGIN}" y="{y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
-        lines.append(f'<rect class="idle" x="{left}" y="{y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
-        events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
-        lines += [_box(event, one.timeline.start, left, y, scale) for event in events]
-        lines += [_hatch(start, end, one.timeline.start, left, y, scale) for start, end in one.exposed(rank)]
-        lines += [_name(event, one.timeline.start, left, y, scale, several) for event in events]
-    lines.append(_axis(one, left, top + _HEAD + one.schedule.num_ranks * (_ROW + _GAP), scale))
+        row = _Row(one.timeline.start, scale, top + _HEAD + rank * (_ROW + _GAP))
+        x, length = row.across(one.timeline.start, one.timeline.end)
+        lines.append(f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
+        lines.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
+        lines += _boxes(one, rank, row, several)
+    lines.append(_axis(one, top + _HEAD + one.schedule.num_ranks * (_ROW + _GAP), scale))
     return "\n".join(lines)
+
+
+def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
+    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row."""
+    events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
+    rows = dict.fromkeys(WORDS, row)
+    if ran_beside(events):
+        upper = round(_ROW * 0.6)
+        rows = dict.fromkeys(WORDS, replace(row, height=upper - 1))
+        rows[Kind.R] = replace(row, y=row.y + upper, height=_ROW - upper)
+    return [
+        *(_box(event, rows[event.op.kind]) for event in events),
+        *(_hatch(begin, end, rows[Kind.R]) for begin, end in one.exposed(rank)),
+        *(_name(event, rows[event.op.kind], several) for event in events),
+    ]
 
 
 def _heading(one: Shown, top: int) -> str:
@@ -81,40 +108,44 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _box(event: OpEvent, start: float, left: float, y: float, scale: float) -> str:
-    x, width = left + (event.start - start) * scale, (event.end - event.start) * scale
+def _box(event: OpEvent, row: _Row) -> str:
+    x, width = row.across(event.start, event.end)
     inset = min(0.75, width / 8)
     return (
-        f'<rect class="op" data-microbatch="{event.op.microbatch}" x="{x + inset:.2f}" y="{y}"'
-        f' width="{width - 2 * inset:.2f}" height="{_ROW}" rx="3" fill="{FILL[event.op.kind]}">'
+        f'<rect class="op" data-microbatch="{event.op.microbatch}" x="{x + inset:.2f}" y="{row.y}"'
+        f' width="{width - 2 * inset:.2f}" height="{row.height}" rx="3" fill="{FILL[event.op.kind]}">'
         f"<title>{event.op}  {_number(event.start)} to {_number(event.end)}</title></rect>"
     )
 
 
-def _name(event: OpEvent, start: float, left: float, y: float, scale: float, several: bool) -> str:
+def _name(event: OpEvent, row: _Row, several: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
-    kind, width = event.op.kind, (event.end - event.start) * scale
-    names = [str(event.op)] if several else [f"{kind.value}{event.op.microbatch}", kind.value]
+    x, width = row.across(event.start, event.end)
+    kind = event.op.kind
+    names = [f"{kind.value}{event.op.microbatch}", kind.value]
+    names = [str(event.op), *names] if several else names
     name = next((name for name in names if 6.6 * len(name) + 3 <= width), None)
     if name is None:
         return ""
-    x = left + (event.start - start) * scale + width / 2
     return (
-        f'<text x="{x:.2f}" y="{y + _ROW / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
+        f'<text x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
         f' text-anchor="middle" pointer-events="none">{name}</text>'
     )
 
 
-def _hatch(begin: float, end: float, start: float, left: float, y: float, scale: float) -> str:
+def _hatch(begin: float, end: float, row: _Row) -> str:
     """Marks recomputation for which the next op had to wait."""
-    x, width = left + (begin - start) * scale, (end - begin) * scale
-    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" rx="3" fill="url(#exposed)" pointer-events="none"/>'
+    x, width = row.across(begin, end)
+    return (
+        f'<rect x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" rx="3" fill="url(#exposed)"'
+        ' pointer-events="none"/>'
+    )
 
 
-def _axis(one: Shown, left: float, y: float, scale: float) -> str:
+def _axis(one: Shown, y: float, scale: float) -> str:
     marks = []
     for mark in _ticks(one.step_seconds):
-        x = left + mark * scale
+        x = LEFT + mark * scale
         marks.append(f'<line class="line" x1="{x:.2f}" y1="{y - 3}" x2="{x:.2f}" y2="{y + 3}"/>')
         marks.append(
             f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{_number(mark)}</text>'

@@ -7,10 +7,9 @@ rank 2 ....F0B0==F1B1==F2B2==
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
 from pipetrain.schedule.op import Kind, Lane
 
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.R: "~"}
@@ -19,22 +18,31 @@ _COLOURS = {Kind.F: "38;5;231;48;5;25", Kind.B: "38;5;16;48;5;36", Kind.R: "38;5
 _LABEL_COLUMNS = 3  # an op gets this many columns if there is room: "F0" and a gap of its own kind
 
 
-def staircase(timeline: Timeline, *, width: int = 80, colour: bool = False, num_stages: int | None = None) -> str:
+def staircase(
+    timeline: Timeline,
+    *,
+    width: int = 80,
+    colour: bool = False,
+    num_stages: int | None = None,
+    seconds: float | None = None,
+) -> str:
     """The F, R and B of a timeline, never wider than `width` columns.
 
     `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble. With
-    `colour`, in ANSI colours. A rank whose R ran beside its F and B, as on a GPU, has a second row for R.
+    `colour`, in ANSI colours. `seconds` is what the width stands for, if not this step: the longest of several steps puts
+    them on one time scale. A rank whose R ran beside its F and B, as on a GPU, has a second row for R.
     """
     computing = [event for event in timeline.events if event.op.kind.computes]
     names_stage = (num_stages or 0) > timeline.num_ranks or _several_stages(computing)
     labels = [f"rank {rank} " for rank in range(timeline.num_ranks)]
     margin = max((len(label) for label in labels), default=0)
-    columns = _columns(computing, timeline.step_seconds, max(1, width - margin), names_stage)
+    span = max(timeline.step_seconds, seconds or 0.0)
+    columns = _columns(computing, span, max(1, width - margin), names_stage)
     lines = []
     for rank, label in enumerate(labels):
         events = [event for event in computing if event.rank == rank]
         for number, row in enumerate(_rows(events)):
-            cells = _cells(row, timeline.start, timeline.step_seconds, columns)
+            cells = _cells(row, timeline.start, span, columns)
             lines.append(f"{label if number == 0 else '':<{margin}}{_drawn(cells, names_stage, colour)}")
     return "\n".join(lines)
 
@@ -54,8 +62,7 @@ def _several_stages(events: Sequence[OpEvent]) -> bool:
 def _rows(events: Sequence[OpEvent]) -> list[list[OpEvent]]:
     """The events of a rank in one row, or in two if R ran beside the others."""
     in_order = sorted(events, key=lambda event: event.start)
-    apart = any(second.start < first.end - 1e-9 * abs(first.end) for first, second in itertools.pairwise(in_order))
-    if not apart:
+    if not ran_beside(in_order):
         return [in_order]
     lanes = (Lane.COMPUTE, Lane.RECOMPUTE)
     return [[event for event in in_order if event.lane is lane] for lane in lanes]

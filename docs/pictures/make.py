@@ -1,0 +1,43 @@
+"""Draws the pictures of docs/SCHEDULES.md: each from the `pipetrain show` command that stands below it.
+
+python docs/pictures/make.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.render.svg import svg
+from pipetrain.schedule.show import show
+
+PAGE = Path(__file__).parent.parent / "SCHEDULES.md"
+
+
+def pictures(page: str) -> dict[str, str]:
+    """File name -> SVG text, for each command of the page that ends in --out=docs/pictures/NAME.svg."""
+    commands = re.findall(r"pipetrain show (.+) --out=docs/pictures/(\S+)", page)
+    return {name: drawn(dict(word.split("=") for word in words.split())) for words, name in commands}
+
+
+def drawn(overrides: dict[str, str]) -> str:
+    stages = int(overrides["pipeline.num_stages"])
+    policy = RecomputePolicy(
+        mode=overrides.get("recompute.mode", "overlap"),  # type: ignore[arg-type]
+        keep=int(overrides.get("recompute.keep", 0)),
+    )
+    shown = show(
+        overrides["pipeline.schedule"],
+        num_stages=stages,
+        num_ranks=stages // int(overrides.get("pipeline.stages_per_rank", 1)),
+        num_microbatches=int(overrides["pipeline.num_microbatches"]),
+        recompute=policy,
+    )
+    return svg(shown)
+
+
+if __name__ == "__main__":
+    for name, text in pictures(PAGE.read_text()).items():
+        (Path(__file__).parent / name).write_text(text)
+        print(f"docs/pictures/{name}")

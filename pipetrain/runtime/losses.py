@@ -1,0 +1,45 @@
+"""The loss of a step: added up on the last rank, known on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipetrain.runtime.failure import PipelineError
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def nothing() -> Tensor:
+    """What a rank without losses hands to the one that has them, of the same shape as `summed`."""
+    return torch.zeros(3, dtype=torch.float64)
+
+
+def summed(losses: Mapping[int, Tensor]) -> Tensor:
+    """The weighted losses of the microbatches, added in order: the sum, its dtype, the first that is not finite (or -1).
+
+    float64 holds a sum of any of the dtypes exactly. On a GPU this waits for the step.
+    """
+    ordered = sorted(losses.items())
+    total = ordered[0][1]
+    for _, loss in ordered[1:]:
+        total = total + loss
+    bad = next((number for number, loss in ordered if not torch.isfinite(loss)), -1)
+    return torch.tensor([total.item(), _DTYPES.index(total.dtype), bad], dtype=torch.float64)
+
+
+def checked(values: Tensor, step: int) -> Tensor:
+    """The loss, 0-dim, of what `summed` gave.
+
+    Raises:
+        PipelineError: the loss of a microbatch is not finite. Every rank raises it, and the pipeline can go on.
+    """
+    total, dtype, bad = values.tolist()
+    if bad >= 0:
+        raise PipelineError(
+            f"the loss of microbatch {int(bad)} in step {step} is not finite (the sum is {total}): look at that batch, lower "
+            "the learning rate, or clip the gradients"
+        )
+    return torch.tensor(total, dtype=_DTYPES[int(dtype)])

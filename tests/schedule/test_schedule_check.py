@@ -1,0 +1,134 @@
+"""Each rule of `check` with a schedule that breaks it, and the text of the error."""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+from cases import with_lane
+
+from pipetrain.schedule.check import RULES, ScheduleError, check
+from pipetrain.schedule.grid import grid
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+
+VALID = make_schedule(num_stages=3, num_microbatches=3)
+
+
+def edited(rank: int, lane: Lane, *changes: tuple[str, str], schedule: Schedule = VALID) -> Schedule:
+    """`schedule` with words replaced in one lane."""
+    words = " ".join(map(str, schedule.lane(rank, lane)))
+    for old, new in changes:
+        assert old in words
+        words = words.replace(old, new)
+    return with_lane(schedule, rank, lane, tuple(Op.parse(word) for word in words.split()))
+
+
+def rewaited(op: str, *awaited: str) -> Schedule:
+    return dataclasses.replace(VALID, waits={**VALID.waits, Op.parse(op): tuple(map(Op.parse, awaited))})
+
+
+BROKEN = {
+    "each_op_once": (edited(1, Lane.COMPUTE, ("1F1", "1F1 1F1")), "1F1: stands there 2 times"),
+    "each_op_in_its_place": (edited(1, Lane.COMPUTE, ("1F1", "0F1")), "stands there 2 times"),
+    "rank": (
+        edited(0, Lane.COMPUTE, ("0F1", ""), schedule=edited(1, Lane.COMPUTE, ("1F1", "1F1 0F1"))),
+        "0F1: stage 0 lives on rank 0, not on rank 1",
+    ),
+    "lane": (
+        edited(1, Lane.RECOMPUTE, ("1R1", ""), schedule=edited(1, Lane.COMPUTE, ("1B1", "1R1 1B1"))),
+        "1R1: R belongs into the recompute lane, not into compute",
+    ),
+    "stage": (edited(1, Lane.COMPUTE, ("1F1", "7F1")), "7F1: there are stages 0 to 2"),
+    "microbatch": (edited(1, Lane.COMPUTE, ("1F1", "1F7")), "1F7: there are microbatches 0 to 2"),
+    "form": (edited(1, Lane.COMPUTE, ("1F1", "1F1.3")), "1F1.3: the executor does not know"),
+    "each_forward": (edited(1, Lane.COMPUTE, ("1F1", "")), "1F1: is missing"),
+    "each_backward": (edited(1, Lane.COMPUTE, ("1B1", "")), "1B1: is missing"),
+    "frozen": (dataclasses.replace(VALID, first_backward=1), "0B0: stages below 1 need no gradient"),
+    "each_set_kept_or_recomputed": (edited(1, Lane.RECOMPUTE, ("1R1", "")), "1R1: is missing: the set is not kept"),
+    "kept": (
+        dataclasses.replace(VALID, kept=VALID.kept | {(1, 1)}),
+        "1R1: the set is kept, so there is nothing to recompute",
+    ),
+    "each_message_has_two_ends": (edited(1, Lane.RECV, ("1RECV_F1", "")), "1RECV_F1: is missing"),
+    "message": (edited(0, Lane.SEND, ("0SEND_F1", "0SEND_F1 0SEND_B1")), "0SEND_B1: moves a tensor that nobody needs"),
+    "each_link_in_one_order": (
+        edited(1, Lane.RECV, ("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0")),
+        "1RECV_F1: meets 0SEND_F0",
+    ),
+    "each_wait_is_for_an_op": (rewaited("1F0", "1RECV_F0", "9F0"), "1F0: waits for 9F0, which is not in the schedule"),
+    "each_op_after_what_it_reads": (rewaited("1F0"), "1F0: does not wait for 1RECV_F0"),
+    "set": (rewaited("1B1", "1RECV_B1"), "1B1: does not wait for 1R1"),
+    "producer": (rewaited("1SEND_B0"), "1SEND_B0: does not wait for 1B0"),
+    "no_circle_of_waits": (rewaited("0F0", "0RECV_B0"), "which waits for"),
+    "sets_within_bounds": (
+        dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
+        "does not wait for 1F1",
+    ),
+    "ahead": (rewaited("1R1", "1F1", "1F2"), "stage 1 may have 2 recomputed sets alive, recompute.ahead=1"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_named_with_its_op(name: str) -> None:
+    schedule, message = BROKEN[name]
+    with pytest.raises(ScheduleError) as error:
+        check(schedule)
+    assert message in str(error.value)
+
+
+def test_each_rule_has_one_sentence() -> None:
+    for rule in RULES:
+        sentence = (rule.__doc__ or "").splitlines()[0]
+        assert sentence.endswith(".")
+        assert rule.__name__ in BROKEN
+
+
+def test_keeping_more_than_the_policy_allows() -> None:
+    kept = make_schedule(num_stages=3, num_microbatches=4, recompute=RecomputePolicy(keep=2))
+    check(kept)
+    greedy = dataclasses.replace(kept, policy=RecomputePolicy(keep=1))
+    with pytest.raises(ScheduleError, match=r"may have 3 sets alive, recompute.ahead \+ keep = 2"):
+        check(greedy)
+
+
+def test_the_error_shows_rule_op_and_grid() -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(rewaited("1B1", "1RECV_B1"))
+    assert str(error.value) == (
+        "An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it.\n"
+        "1B1: does not wait for 1R1\n"
+        "rank 0  compute   0F0 0F1 0F2 0B0 0B1 0B2\n"
+        "rank 1  compute   1F0 1F1 1F2 1B0 [1B1] 1B2\n"
+        "        recompute 1R0 1R1 1R2\n"
+        "        send      1SEND_F0 1SEND_F1 1SEND_F2 1SEND_B0 1SEND_B1 1SEND_B2\n"
+        "        recv      1RECV_F0 1RECV_F1 1RECV_F2 1RECV_B0 1RECV_B1 1RECV_B2\n"
+        "rank 2  compute   2F0 2B0 2F1 2B1 2F2 2B2"
+    )
+
+
+def test_a_circle_is_told_op_by_op() -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(rewaited("0F0", "0RECV_B0"))
+    fault = str(error.value).splitlines()[1]
+    chain = fault.replace(": waits for ", ", which waits for ").split(", which waits for ")
+    assert chain[0] == chain[-1]
+    assert {"0F0", "0RECV_B0", "1B0", "2F0"} <= set(chain)
+    assert all(first != second for first, second in itertools.pairwise(chain))
+
+
+def test_the_grid_is_never_wider_than_asked() -> None:
+    schedule = make_schedule(num_stages=8, num_microbatches=64)
+    text = grid(schedule, Op.parse("4B30"), width=100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "[4B30]" in text
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("rank")] == ["2", "3", "4", "5", "6"]
+
+
+def test_checking_is_fast() -> None:
+    schedule = make_schedule(num_stages=64, num_microbatches=256)
+    start = time.process_time()
+    check(schedule)
+    assert time.process_time() - start < 4

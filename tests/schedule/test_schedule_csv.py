@@ -1,0 +1,124 @@
+"""Schedules through files: there and back, into torch's own runtime, and what is wrong with a broken one."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipetrain.schedule.check import ScheduleError
+from pipetrain.schedule.csv_file import size_of_csv, write_csv
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Lane
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.show import show
+
+FAMILIES = [("gpipe", 4), ("1f1b", 4), ("interleaved", 2)]
+
+
+@pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
+@pytest.mark.parametrize(("family", "ranks"), FAMILIES)
+def test_there_and_back(family: str, ranks: int, mode: str, tmp_path: Path) -> None:
+    numbers = {"num_stages": 4, "num_ranks": ranks, "num_microbatches": 6, "recompute": RecomputePolicy(mode, keep=1)}
+    schedule = make_schedule(family, **numbers)
+    path = tmp_path / "mine.csv"
+    path.write_text(write_csv(schedule))
+    assert size_of_csv(path) == (4, ranks, 6)
+    assert dataclasses.replace(make_schedule(str(path), **numbers), family=family) == schedule
+
+
+def test_a_file_without_r_leaves_recomputation_to_the_policy(tmp_path: Path) -> None:
+    path = tmp_path / "plain.csv"
+    path.write_text(write_csv(make_schedule("1f1b", num_stages=3, num_microbatches=4, recompute="never")))
+    assert "R" not in path.read_text()
+    for mode in ("inline", "overlap"):
+        ours = make_schedule("1f1b", num_stages=3, num_microbatches=4, recompute=mode)
+        assert (
+            dataclasses.replace(
+                make_schedule(str(path), num_stages=3, num_microbatches=4, recompute=mode), family="1f1b"
+            )
+            == ours
+        )
+
+
+def test_a_file_with_r_says_which_sets_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0, 0F1,, 0B0, 0R1, 0B1\n\n1F0,1B0,1F1,1B1\n")
+    shown = show(str(path), num_stages=2, num_microbatches=2, recompute=RecomputePolicy(keep=1))
+    assert shown.schedule.kept == {(0, 0), (1, 0), (1, 1)}
+    assert [str(op) for op in shown.schedule.lane(0, Lane.RECOMPUTE)] == ["0R1"]
+    path.write_text("0F0,0F1,0F2,0B0,0B1,0R2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    with pytest.raises(ScheduleError, match="0R2: stage 0 may have 3 sets alive"):
+        show(str(path), num_stages=2, num_microbatches=3)
+    with pytest.raises(ValueError, match="but the schedule itself has R"):
+        show(str(path), num_stages=2, num_microbatches=3, recompute="never")
+
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+BAD = {
+    "unknown op": (GOOD.replace("1B0", "1X0"), "line 2, cell 2: '1X0' is no op of a schedule file; allowed are"),
+    "message": (GOOD.replace("1B0", "1SEND_B0"), "line 2, cell 2: '1SEND_B0' is no op of a schedule file"),
+    "stage": (GOOD.replace("1B0", "2B0"), "line 2, cell 2: 2B0 is of stage 2; allowed are 0 to 1"),
+    "microbatch": (GOOD.replace("1B0", "1B5"), "line 2, cell 2: 1B5 is of microbatch 5; allowed are 0 to 1"),
+    "rank": (
+        GOOD.replace("1B0", "0B0"),
+        "line 2, cell 2: 0B0 stands in the line of rank 1, but stage 0 lives on rank 0",
+    ),
+    "twice": (GOOD.replace("1F1", "1F0"), "line 2, cell 3: 1F0 stands in this line twice"),
+    "truncated line": (GOOD[:-5], "line 2, cell 3: the line ends without 1B1"),
+    "truncated cell": (GOOD[:-2], "line 2, cell 4: '1B' is no op of a schedule file"),
+    "too few lines": (GOOD.splitlines()[0], "has 1 lines of ops; allowed is one per rank, which makes 2"),
+    "empty": ("", "has 0 lines of ops"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.csv") as error:
+        make_schedule(str(path), num_stages=2, num_microbatches=2)
+    assert message in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none.csv' cannot be read"):
+        make_schedule(str(tmp_path / "none.csv"), num_stages=2, num_microbatches=2)
+    (tmp_path / "empty.csv").write_text("\n")
+    with pytest.raises(ValueError, match="holds no op"):
+        size_of_csv(tmp_path / "empty.csv")
+
+
+@pytest.fixture
+def torch_stages() -> Iterator[Callable[[int, int], list]]:
+    """Makes the stages of rank 0 for torch's runtime, in a process group that sends nothing."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def make(num_stages: int, num_ranks: int) -> list:
+        torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        cpu = torch.device("cpu")
+        return [PipelineStage(torch.nn.Linear(2, 2), i, num_stages, cpu) for i in range(0, num_stages, num_ranks)]
+
+    yield make
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("family", "ranks"), FAMILIES)
+def test_torch_loads_what_we_write(family: str, ranks: int, tmp_path: Path, torch_stages: Callable) -> None:
+    """Its runtime reads the file and lowers it to the same sends and receives as ours."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    schedule = make_schedule(family, num_stages=4, num_ranks=ranks, num_microbatches=6, recompute="never")
+    path = tmp_path / "torch.csv"
+    path.write_text(write_csv(schedule))
+    runtime = _PipelineScheduleRuntime(torch_stages(4, ranks), n_microbatches=6, loss_fn=lambda output, _: output.sum())
+    runtime._load_csv(str(path))
+    messages = re.compile(r"SEND|RECV")
+    for rank in range(ranks):
+        assert list(map(str, runtime.pipeline_order[rank])) == list(map(str, schedule.lane(rank, Lane.COMPUTE)))
+        theirs = {str(action) for action in runtime.pipeline_order_with_comms[rank] if messages.search(str(action))}
+        assert theirs == {str(op) for lane in (Lane.SEND, Lane.RECV) for op in schedule.lane(rank, lane)}

@@ -1,0 +1,86 @@
+"""What each op waits for, and which messages there are."""
+
+import pytest
+
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+
+
+def waits(schedule: Schedule, op: str) -> set[str]:
+    return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
+
+
+def lane(schedule: Schedule, rank: int, lane: Lane) -> str:
+    return " ".join(map(str, schedule.lane(rank, lane)))
+
+
+def test_overlap() -> None:
+    schedule = make_schedule(num_stages=3, num_microbatches=4)
+    assert lane(schedule, 1, Lane.RECOMPUTE) == "1R0 1R1 1R2 1R3"
+    assert lane(schedule, 1, Lane.SEND) == " ".join(
+        [f"1SEND_F{i}" for i in range(4)] + [f"1SEND_B{i}" for i in range(4)]
+    )
+    assert waits(schedule, "1F2") == {"1RECV_F2"}
+    assert waits(schedule, "1R0") == {"1F0"}
+    assert waits(schedule, "1R2") == {"1F2", "1B1"}
+    assert waits(schedule, "1B2") == {"1R2", "1RECV_B2"}
+    assert waits(schedule, "1SEND_F2") == {"1F2"}
+    assert waits(schedule, "1SEND_B2") == {"1B2"}
+    assert waits(schedule, "2B1") == set()
+
+
+def test_two_sets_ahead_wait_for_the_b_before_the_last() -> None:
+    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(ahead=2))
+    assert [waits(schedule, f"0R{i}") for i in range(4)] == [{"0F0"}, {"0F1"}, {"0F2", "0B0"}, {"0F3", "0B1"}]
+
+
+def test_inline_waits_for_its_gradient_and_early_does_not() -> None:
+    for mode, expected in (("inline", {"1RECV_B2"}), ("early", set())):
+        schedule = make_schedule(num_stages=3, num_microbatches=3, recompute=mode)
+        assert lane(schedule, 1, Lane.COMPUTE) == "1F0 1F1 1F2 1R0 1B0 1R1 1B1 1R2 1B2"
+        assert waits(schedule, "1R2") == expected
+
+
+@pytest.mark.parametrize(
+    ("ahead", "third_activation", "third_gradient"),
+    [(0, {"1F1"}, {"1B1"}), (1, {"1F1"}, {"1B1"}), (2, {"1F0"}, {"1B0"}), (3, set(), set())],
+)
+def test_receives_are_posted_ahead(ahead: int, third_activation: set[str], third_gradient: set[str]) -> None:
+    schedule = make_schedule(num_stages=3, num_microbatches=4, recompute="never", transport_ahead=ahead)
+    assert waits(schedule, "1RECV_F2") == third_activation
+    assert waits(schedule, "1RECV_B2") == third_gradient
+
+
+def test_just_in_time_is_after_the_op_before_also_where_that_is_an_r() -> None:
+    early = make_schedule(num_stages=3, num_microbatches=3, recompute="early", transport_ahead=0)
+    inline = make_schedule(num_stages=3, num_microbatches=3, recompute="inline", transport_ahead=0)
+    assert waits(early, "1RECV_B1") == {"1R1"}
+    assert waits(inline, "1RECV_B1") == {"1B0"}  # not R1, which waits for this receive
+    assert waits(inline, "1RECV_F0") == set()
+
+
+def test_neighbours_on_one_rank_hand_over_without_messages() -> None:
+    schedule = make_schedule(num_stages=2, num_ranks=1, num_microbatches=2, recompute=RecomputePolicy("inline"))
+    assert lane(schedule, 0, Lane.SEND) == lane(schedule, 0, Lane.RECV) == ""
+    assert waits(schedule, "1F1") == {"0F1"}
+    assert waits(schedule, "0R1") == waits(schedule, "0B1") == {"1B1"}
+
+
+def test_nothing_flows_back_where_nothing_needs_a_gradient() -> None:
+    schedule = make_schedule(num_stages=4, num_microbatches=2, first_backward=2)
+    kinds = {stage: {op.kind for _, _, op in schedule.ops() if op.stage == stage} for stage in range(4)}
+    assert kinds[0] == {Kind.F, Kind.SEND_F}
+    assert kinds[1] == {Kind.F, Kind.SEND_F, Kind.RECV_F}
+    assert kinds[2] == {Kind.F, Kind.R, Kind.B, Kind.SEND_F, Kind.RECV_F, Kind.RECV_B}
+    assert kinds[3] == {Kind.F, Kind.B, Kind.RECV_F, Kind.SEND_B}
+    assert {stage for stage, _ in schedule.kept} == {3}
+
+
+def test_forwards_only() -> None:
+    for family, first in (("inference", 0), ("gpipe", 3)):
+        schedule = make_schedule(family, num_stages=3, num_microbatches=2, first_backward=first)
+        assert {op.kind for _, _, op in schedule.ops()} == {Kind.F, Kind.SEND_F, Kind.RECV_F}
+        assert schedule.first_backward == 3
+        assert not schedule.kept

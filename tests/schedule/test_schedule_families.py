@@ -1,0 +1,177 @@
+"""The order of each family, as the staircase that its generator shows."""
+
+import itertools
+
+import pytest
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.families import Shape
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.render.terminal import staircase
+from pipetrain.schedule.show import show
+
+
+def drawn(family: str, stages: int, microbatches: int, recompute: str | RecomputePolicy = "never", **more: int) -> str:
+    even = Costs.spread(stages, forward=1, backward=1, recompute=1)
+    shown = show(family, num_stages=stages, num_microbatches=microbatches, recompute=recompute, costs=even, **more)
+    return "\n" + staircase(shown.timeline) + "\n"
+
+
+STAIRCASES = {
+    ("gpipe", 3, 3, "never"): """
+rank 0 F0-F1-F2-......B0-...B1-...B2-
+rank 1 ...F0-F1-F2-B0-...B1-...B2-...
+rank 2 ......F0-B0-F1-B1-F2-B2-......
+""",
+    ("gpipe", 3, 3, "inline"): """
+rank 0 F0-F1-F2-.........R0~B0-R1~B1-R2~B2-
+rank 1 ...F0-F1-F2-R0~B0-R1~B1-R2~B2-......
+rank 2 ......F0-B0-F1-B1-F2-B2-............
+""",
+    ("gpipe", 3, 3, "overlap"): """
+rank 0 F0-F1-F2-R0~......B0-R1~B1-R2~B2-
+rank 1 ...F0-F1-F2-R0~B0-R1~B1-R2~B2-...
+rank 2 ......F0-B0-F1-B1-F2-B2-.........
+""",
+    ("1f1b", 3, 4, "never"): """
+rank 0 F0-F1-F2-......B0-F3-B1-...B2-...B3-
+rank 1 ...F0-F1-...B0-F2-B1-F3-B2-...B3-...
+rank 2 ......F0-B0-F1-B1-F2-B2-F3-B3-......
+""",
+    ("interleaved", 4, 4, "never", 2): """
+rank 0 0F00F12F02F10F22B00F32B12F20B02F30B1...2B2...2B30B20B3
+rank 1 ...1F01F13F03B03F13B11F21B01F31B13F23B23F33B31B21B3...
+""",
+    ("inference", 3, 3, "overlap"): """
+rank 0 F0-F1-F2-......
+rank 1 ...F0-F1-F2-...
+rank 2 ......F0-F1-F2-
+""",
+}
+
+
+@pytest.mark.parametrize("case", STAIRCASES, ids=lambda case: "-".join(map(str, case)))
+def test_staircase(case: tuple) -> None:
+    family, stages, microbatches, mode, *ranks = case
+    more = {"num_ranks": ranks[0]} if ranks else {}
+    assert drawn(family, stages, microbatches, mode, **more).replace("=", "-") == STAIRCASES[case]
+
+
+def order(family: str, rank: int, **numbers: object) -> str:
+    schedule = make_schedule(family, recompute="never", **numbers)  # type: ignore[arg-type]
+    return " ".join(str(op) for op in schedule.lane(rank, Lane.COMPUTE))
+
+
+def test_1f1b_with_all_forwards_in_flight_is_gpipe() -> None:
+    for rank in range(4):
+        numbers = {"num_stages": 4, "num_microbatches": 6}
+        assert order("1f1b", rank, warmup=(6 - 1) * 3 + 1, **numbers) == order("gpipe", rank, **numbers)
+        assert order("1f1b", rank, warmup=[6, 6, 6, 1], **numbers) == order("gpipe", rank, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "stash"),
+    [
+        (None, (4, 3, 2, 1)),
+        (1, (4, 3, 2, 1)),
+        (4, (4, 3, 2, 1)),
+        (6, (6, 5, 3, 1)),
+        (10, (6, 6, 4, 1)),
+        ([6, 5, 2, 1], (6, 5, 2, 1)),
+    ],
+)
+def test_warmup_is_the_forwards_in_flight(warmup: int | list[int] | None, stash: tuple[int, ...]) -> None:
+    schedule = make_schedule("1f1b", num_stages=4, num_microbatches=6, warmup=warmup)
+    assert peak_stash(schedule) == stash
+
+
+def depth_first(shape: Shape) -> list[list[Op]]:
+    """A family of one's own: each microbatch all the way there and back before the next."""
+    pairs = [(kind, i) for i in range(shape.num_microbatches) for kind in (Kind.F, Kind.B)]
+    return [[Op(rank, kind, i) for kind, i in pairs] for rank in range(shape.num_ranks)]
+
+
+def test_a_generator_of_ones_own_needs_nothing_else() -> None:
+    shown = show(depth_first, num_stages=3, num_microbatches=2)
+    assert shown.schedule.family == "depth_first"
+    assert shown.step_seconds == 2 * 3 * (1 + 2)
+    assert not [op for _, _, op in shown.schedule.ops() if op.kind is Kind.R]  # each B follows its F
+
+
+def test_interleaving_leaves_out_what_is_beyond_the_microbatches() -> None:
+    for rank in range(2):
+        full = order("interleaved", rank, num_stages=4, num_ranks=2, num_microbatches=6)
+        rest = [op for op in full.split() if not op.endswith("5")]
+        assert order("interleaved", rank, num_stages=4, num_ranks=2, num_microbatches=5).split() == rest
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 7])
+def test_backwards_of_a_stage_run_in_microbatch_order(family: str, microbatches: int) -> None:
+    schedule = make_schedule(
+        family, num_stages=4, num_microbatches=microbatches, num_ranks=4 if family == "1f1b" else 2
+    )
+    for stage in range(4):
+        backwards = [op.microbatch for _, _, op in schedule.ops() if op.kind is Kind.B and op.stage == stage]
+        assert backwards == list(range(microbatches))
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
+def test_the_last_stage_alternates_and_keeps_its_one_set(family: str, mode: str) -> None:
+    schedule = make_schedule(family, num_stages=3, num_microbatches=4, recompute=mode)
+    assert " ".join(map(str, schedule.lane(2, Lane.COMPUTE))) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert {(2, microbatch) for microbatch in range(4)} <= schedule.kept
+    peers = make_schedule(
+        family, num_stages=3, num_microbatches=4, recompute=RecomputePolicy(mode, last_stage="always")
+    )
+    assert ((2, 0) in peers.kept) == (mode == "never")
+
+
+def test_kept_sets_repeat_in_1f1b() -> None:
+    policy = RecomputePolicy("overlap", keep=1)
+    schedule = make_schedule("1f1b", num_stages=4, num_microbatches=12, recompute=policy)
+    for stage in range(3):
+        kept = sorted(microbatch for one, microbatch in schedule.kept if one == stage)
+        in_flight = 4 - stage
+        assert len(kept) >= 12 // in_flight - 1
+        assert all(later - earlier >= in_flight for earlier, later in itertools.pairwise(kept))
+
+
+def test_keeping_a_set_never_costs_time() -> None:
+    for family in ("gpipe", "1f1b"):
+        times = [
+            show(family, num_stages=4, num_microbatches=8, recompute=RecomputePolicy(keep=keep)).step_seconds
+            for keep in range(9)
+        ]
+        assert times == sorted(times, reverse=True)
+        assert times[0] > times[-1] == 33
+
+
+BAD = [
+    ({"family": "1f1p"}, "did you mean '1f1b'"),
+    ({"num_microbatches": 0}, "pipeline.num_microbatches=0"),
+    ({"num_stages": 0}, "pipeline.num_stages=0"),
+    ({"num_ranks": 5}, "5 ranks for pipeline.num_stages=4"),
+    ({"first_backward": 5}, "first_backward=5"),
+    ({"transport_ahead": -1}, "transport.ahead=-1"),
+    ({"warmup": 3}, "pipeline.warmup=3 is for pipeline.schedule=1f1b"),
+    ({"family": "1f1b", "warmup": 23}, "pipeline.warmup=23: allowed are 1 to 22"),
+    ({"family": "1f1b", "warmup": [4, 3]}, "has 2 numbers for 4 stages"),
+    ({"family": "1f1b", "warmup": [4, 2, 2, 1]}, "stage 1 may have 3 to 8"),
+    ({"family": "1f1b", "warmup": [4, 5, 2, 1]}, "stage 1 may have at most as many as stage 0"),
+    ({"family": "1f1b", "num_ranks": 2}, "set pipeline.schedule=interleaved"),
+    ({"family": "interleaved", "num_ranks": 3}, "4 stages do not fit 3 ranks; use 3 or 6 stages"),
+    ({"recompute": RecomputePolicy(keep=9)}, "recompute.keep=9: a step has 8 microbatches"),
+    ({"recompute": "overlapp"}, "did you mean 'overlap'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_input(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make_schedule(**{"num_stages": 4, "num_microbatches": 8, **arguments})
+    assert message in str(error.value)

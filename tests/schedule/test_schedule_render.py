@@ -1,0 +1,152 @@
+"""Pictures and files of a schedule: width, colours, well-formedness, and that all ops are in them."""
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.breakdown import break_down
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.render.html import html
+from pipetrain.schedule.render.svg import svg
+from pipetrain.schedule.render.table import comparison, ranks_table
+from pipetrain.schedule.render.terminal import legend, staircase
+from pipetrain.schedule.render.trace import chrome_trace
+from pipetrain.schedule.show import Shown, show
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
+        self.seen.append(tag)
+
+
+SHOWN = show(num_stages=4, num_microbatches=8)
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (4, 8), (8, 64), (12, 3)])
+def test_the_terminal_picture_is_never_too_wide(width: int, stages: int, microbatches: int) -> None:
+    timeline = show("1f1b", num_stages=stages, num_microbatches=microbatches).timeline
+    for colour in (False, True):
+        lines = COLOUR.sub("", staircase(timeline, width=width, colour=colour)).splitlines()
+        assert len(lines) == stages
+        assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_op_is_named_where_there_is_room(width: int) -> None:
+    text = staircase(show(num_stages=3, num_microbatches=4).timeline, width=width)
+    for name in [f"{kind}{i}" for kind in "FB" for i in range(4)]:
+        assert text.count(name) == 3
+    assert text.count("R0") == 2
+
+
+def test_colours_are_only_there_when_asked() -> None:
+    assert "\x1b" not in staircase(SHOWN.timeline) + legend()
+    assert staircase(SHOWN.timeline, colour=True).count("\x1b[0m") == sum(
+        event.op.kind.computes for event in SHOWN.timeline.events
+    )
+    assert "\x1b" in legend(colour=True)
+
+
+def test_r_beside_b_has_a_row_of_its_own() -> None:
+    events = [
+        OpEvent(0, Lane.COMPUTE, Op.parse("0F0"), 0, 1),
+        OpEvent(0, Lane.COMPUTE, Op.parse("0B0"), 1, 3),
+        OpEvent(0, Lane.RECOMPUTE, Op.parse("0R1"), 2, 3),
+    ]
+    timeline = Timeline(1, tuple(events))
+    assert staircase(timeline) == "rank 0 F0-B0====\n       ......R1~"
+    schedule = make_schedule(num_stages=1, num_microbatches=2)
+    shown = Shown(schedule, Costs.spread(1), timeline, 0.0, break_down(schedule, timeline))
+    boxes = {
+        rect[0].text.split()[0]: (float(rect.get("y", 0)), float(rect.get("height", 0)))
+        for rect in ElementTree.fromstring(svg(shown)).iter()
+        if rect.get("class") == "op"
+    }
+    assert boxes["0F0"] == boxes["0B0"]
+    assert boxes["0R1"][0] >= sum(boxes["0B0"])
+
+
+def test_svg_has_a_box_for_every_op() -> None:
+    root = ElementTree.fromstring(svg(SHOWN))
+    titles = [title.text.split()[0] for title in root.iter("{http://www.w3.org/2000/svg}title") if title.text]
+    for event in SHOWN.timeline.events:
+        assert (str(event.op) in titles) == event.op.kind.computes
+    widths = [
+        float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in root.iter() if rect.tag.endswith("rect")
+    ]
+    assert max(widths) <= float(root.get("width", 0))
+
+
+def test_two_schedules_share_a_time_scale() -> None:
+    inline = show(num_stages=4, num_microbatches=8, recompute="inline")
+    root = ElementTree.fromstring(svg(inline, SHOWN))
+    rows = [
+        float(rect.get("width", 0))
+        for rect in root.iter()
+        if rect.get("class") == "idle" and rect.get("height") == "30"
+    ]
+    assert rows[0] / rows[4] == pytest.approx(inline.step_seconds / SHOWN.step_seconds, rel=1e-3)
+
+
+def test_html_is_one_self_contained_page() -> None:
+    page = html(SHOWN, show("1f1b", num_stages=4, num_microbatches=8))
+    reader = Tags()
+    reader.feed(page)
+    seen = reader.seen
+    assert seen.count("svg") == 3  # the picture and a memory curve per schedule
+    assert seen.count("polygon") == 8
+    assert not re.search(r"(src|href)=|url\(http|@import", page)
+    assert "addEventListener('pointerenter'" in page
+
+
+def test_two_staircases_share_a_time_scale() -> None:
+    inline = show(num_stages=4, num_microbatches=8, recompute="inline")
+    long = staircase(inline.timeline, width=120)
+    short = staircase(SHOWN.timeline, width=120, seconds=inline.step_seconds)
+    assert [len(line) for line in long.splitlines()] == [len(line) for line in short.splitlines()]
+    assert short.splitlines()[0].endswith("." * 4)
+
+
+def test_chrome_trace() -> None:
+    trace = json.loads(chrome_trace(SHOWN.timeline))["traceEvents"]
+    ops = {(event["pid"], event["name"]): event for event in trace if event["ph"] == "X"}
+    assert len(ops) == len(SHOWN.timeline.events)
+    event = next(event for event in SHOWN.timeline.events if str(event.op) == "2B3")
+    assert (ops[2, "2B3"]["ts"], ops[2, "2B3"]["dur"]) == (event.start * 1e6, 2e6)
+
+
+def test_json_has_the_names_that_scripts_rely_on() -> None:
+    data = json.loads(json.dumps(SHOWN.as_json()))
+    ops = data.pop("ops")
+    assert data == {
+        "step_seconds": 38.0,
+        "bound_seconds": 38.0,
+        "bubble_fraction": pytest.approx(8 / 38),
+        "recompute_hidden_seconds": [8.0, 8.0, 0.0, 0.0],
+        "recompute_exposed_seconds": [0.0, 0.0, 8.0, 0.0],
+        "peak_sets": [1, 1, 1, 1],
+    }
+    assert {op["lane"] for op in ops} == {"compute", "recompute", "send", "recv"}
+    assert {"rank": 2, "lane": "recompute", "op": "2R0", "start": 10.0, "end": 11.0} in ops
+
+
+def test_tables() -> None:
+    inline = show(num_stages=4, num_microbatches=8, recompute="inline")
+    assert comparison(SHOWN, inline) == (
+        "schedule                                   step s  bound s  bubble  R hidden s  R exposed s  peak sets\n"
+        "gpipe, overlap: 4 stages x 8 microbatches      38       38   21.1%          16            8          1\n"
+        "gpipe, inline: 4 stages x 8 microbatches       40       38   25.0%           0           24          1"
+    )
+    assert len(ranks_table(SHOWN.breakdown).splitlines()) == 5

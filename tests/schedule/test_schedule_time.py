@@ -1,0 +1,201 @@
+"""Closed forms, the bound, and what the simulator's links and lanes do."""
+
+import itertools
+import math
+import time
+
+import pytest
+
+from pipetrain.plan.costs import Costs
+from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.bound import bound
+from pipetrain.schedule.check import check
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Op
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.show import show
+from pipetrain.schedule.simulate import simulate
+
+SIZES = [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 4, 9, 17)]
+TIMES = [
+    (1.0, 2.0, 1.0, 0.0),
+    (1.0, 2.0, 1.0, 1.0),
+    (0.37, 0.91, 0.4, 0.11),
+    (0.1, 0.3, 0.2, 0.1),
+    (1.0, 1.0, 0.0, 0.5),
+]
+
+
+def step(stages: int, microbatches: int, policy: str | RecomputePolicy, costs: Costs, family: str = "gpipe") -> float:
+    schedule = make_schedule(family, num_stages=stages, num_microbatches=microbatches, recompute=policy, costs=costs)
+    return simulate(schedule, costs).step_seconds
+
+
+@pytest.mark.parametrize(("f", "b", "r", "c"), TIMES)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_closed_forms_with_r_on_every_stage(p: int, m: int, f: float, b: float, r: float, c: float) -> None:
+    costs = Costs.spread(p, forward=f, backward=b, recompute=r, hop=c)
+    expected = {
+        Mode.NEVER: (m + p - 1) * (f + b),
+        Mode.INLINE: (m + p - 1) * (f + b + r),
+        Mode.EARLY: (m + p - 1) * (f + b) + m * r,
+    }
+    for mode, seconds in expected.items():
+        measured = step(p, m, RecomputePolicy(mode, last_stage="always"), costs)
+        assert measured == pytest.approx(seconds + 2 * (p - 1) * c, abs=1e-9)
+
+
+@pytest.mark.parametrize(("f", "b", "r"), [(1.0, 2.0, 1.0), (0.37, 0.91, 0.4), (0.1, 0.3, 0.2)])
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if p >= 2 and m >= 4])
+def test_closed_forms_with_a_last_stage_that_alternates(p: int, m: int, f: float, b: float, r: float) -> None:
+    costs = Costs.spread(p, forward=f, backward=b, recompute=r)
+    expected = max((m + p - 1) * (f + b), (m + p - 2) * (f + b) + m * r)
+    assert (m - 2) * f + r >= b
+    for mode in ("early", "overlap"):
+        assert step(p, m, mode, costs) == pytest.approx(expected, abs=1e-9)
+        assert bound(costs, m, policy=mode) == pytest.approx(expected, abs=1e-9)
+    equal = Costs.spread(p, forward=f, backward=f + r, recompute=r)
+    if r <= (m - 3) * f:  # else the first gradient comes later than the last F
+        assert step(p, m, "inline", equal) == pytest.approx((m + p - 2) * (2 * f + 2 * r), abs=1e-9)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_bubble_of_interleaving(p: int, v: int, rounds: int) -> None:
+    f, b, m = 1.1, 2.3, rounds * p
+    costs = Costs.spread(p * v, forward=f / v, backward=b / v)
+    schedule = make_schedule("interleaved", num_stages=p * v, num_ranks=p, num_microbatches=m, recompute="never")
+    assert simulate(schedule, costs).step_seconds == pytest.approx(m * (f + b) + (p - 1) * (f + b) / v, abs=1e-9)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 8), (3, 3, 7), (2, 2, 5)])
+def test_sets_of_interleaving(p: int, v: int, m: int) -> None:
+    shown = show("interleaved", num_stages=p * v, num_ranks=p, num_microbatches=m, recompute="never")
+    for rank in shown.breakdown:
+        assert rank.peak_sets <= 2 * (p - rank.rank - 1) + (v - 1) * p + 1
+
+
+def test_one_recomputed_set_alive_is_enough() -> None:
+    costs = Costs.spread(4)
+    times = {ahead: step(4, 8, RecomputePolicy(ahead=ahead), costs) for ahead in (1, 2, 4)}
+    assert set(times.values()) == {38.0}
+
+
+def test_a_faster_order_than_inline_at_two_stages_is_the_order_alone() -> None:
+    costs = Costs.spread(2)
+    assert step(2, 8, "inline", costs) == step(2, 8, "overlap", costs) == 32
+
+
+@pytest.mark.parametrize("hops", [0.0, 0.5, 2.0, [0.0, 0.0, 2.0], [2.0, 0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("mode", ["never", "overlap"])
+def test_1f1b_with_the_best_warmup_is_no_slower_than_gpipe(hops: float | list[float], mode: str) -> None:
+    """Within each bound on the microbatches stashed per stage: gpipe needs m of them, 1f1b as few as stages."""
+    p, m, costs = 4, 8, Costs.spread(4, hop=hops)
+    gpipe = make_schedule(num_stages=p, num_microbatches=m, recompute=mode)
+    check(gpipe, max_stash=m)
+    with pytest.raises(ValueError, match="No stage holds more"):
+        check(gpipe, max_stash=m - 1)
+    best: dict[int, float] = {}
+    for warmup in range(p, (m - 1) * (p - 1) + 2):
+        schedule = make_schedule("1f1b", num_stages=p, num_microbatches=m, recompute=mode, warmup=warmup)
+        stash = max(peak_stash(schedule))
+        assert stash == min(m, warmup)
+        best[stash] = min(best.get(stash, math.inf), simulate(schedule, costs).step_seconds)
+    assert min(best.values()) <= simulate(gpipe, costs).step_seconds + 1e-9
+
+
+@pytest.mark.parametrize("hop", [0.25, 0.5, 1.0])
+def test_more_forwards_in_flight_cover_slow_hops(hop: float) -> None:
+    costs = Costs.spread(4, hop=hop)
+    classic, more = (
+        show("1f1b", num_stages=4, num_microbatches=16, recompute="never", warmup=w, costs=costs).step_seconds
+        for w in (4, 7)
+    )
+    assert more == pytest.approx((16 + 3) * 3 + 2 * 3 * hop)
+    assert more < classic
+
+
+def test_a_slow_link_delays_every_microbatch() -> None:
+    costs = Costs.spread(2, forward=1, backward=1, hop=[3.0])
+    assert step(2, 4, "never", costs) == 1 + 4 * 3 + 1 + 1 + 3 + 1  # F0, four tensors one by one, F3, B3, back, B3
+    assert bound(costs, 4, policy="never") == step(2, 4, "never", costs)
+
+
+def test_receives_just_in_time_pay_the_hop_on_every_microbatch() -> None:
+    costs = Costs.spread(3, hop=0.5)
+    ahead, late = (
+        simulate(
+            make_schedule(num_stages=3, num_microbatches=8, recompute="never", transport_ahead=n), costs
+        ).step_seconds
+        for n in (2, 0)
+    )
+    assert ahead == (8 + 2) * 3 + 2 * 2 * 0.5
+    assert late >= ahead + 7 * 0.5
+
+
+def test_links_of_latency_and_bandwidth() -> None:
+    links = {"latency_seconds": [(0.1, 0.2)], "bytes_per_second": [(10.0, 20.0)]}
+    costs = Costs.spread(2).with_links(forward_bytes=4, backward_bytes=8, **links)
+    assert costs.hop_forward == pytest.approx((0.5,))
+    assert costs.hop_backward == pytest.approx((0.6,))
+    with pytest.raises(ValueError, match="2 edges"):
+        Costs.spread(3).with_links(forward_bytes=4, backward_bytes=8, **links)
+
+
+def test_bound_of_unequal_stages_and_frozen_ones() -> None:
+    costs = Costs.spread(3, forward=[1, 2, 1], backward=[2, 5, 2], recompute=[1, 2, 1], hop=[0.5, 0.25])
+    assert bound(costs, 4) == (1 + 0.5) + 4 * (2 + 5 + 2) + (2 + 0.5)  # all work of stage 1 between head and tail
+    assert bound(costs, 4, first_backward=3) == (1 + 0.5) + 4 * 2 + (0.25 + 1)
+    assert bound(costs, 4, family="gpipe") == bound(costs, 4)
+
+
+def test_keeping_all_sets_is_bounded_by_the_work_alone() -> None:
+    costs = Costs.spread(4)
+    assert bound(costs, 8, policy=RecomputePolicy(keep=8)) == 33
+    assert 33 < bound(costs, 16, policy=RecomputePolicy(keep=1)) < bound(costs, 16)
+
+
+def test_simulation_is_deterministic() -> None:
+    costs = Costs.spread(5, forward=[0.1, 0.2, 0.3, 0.2, 0.1], hop=0.05)
+    first, second = (simulate(make_schedule("1f1b", num_stages=5, num_microbatches=9), costs) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b"])
+def test_rounding_does_not_change_who_goes_first(family: str) -> None:
+    """In tenths 0.1 + 0.2 is not 0.3: an arrival in the last digit too late must not let an R in before its B."""
+    for forward, backward, recompute, hop in itertools.product((1, 3), (2, 3, 7), (1, 2, 6), (0, 1)):
+        whole = Costs.spread(4, forward=forward, backward=backward, recompute=recompute, hop=hop)
+        parts = (forward / 10, backward / 10, recompute / 10, hop / 10)
+        tenths = Costs.spread(4, forward=parts[0], backward=parts[1], recompute=parts[2], hop=parts[3])
+        schedule = make_schedule(family, num_stages=4, num_microbatches=8)
+        exact = simulate(schedule, whole).step_seconds / 10
+        assert simulate(schedule, tenths).step_seconds == pytest.approx(exact, abs=1e-9)
+
+
+def test_wrong_number_of_costs() -> None:
+    with pytest.raises(ValueError, match="costs are for 3 stages, the schedule has 2"):
+        simulate(make_schedule(num_stages=2, num_microbatches=1), Costs.spread(3))
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    schedule = make_schedule(num_stages=3, num_microbatches=2, recompute="never")
+    waits = {**schedule.waits, Op.parse("2F0"): (*schedule.waits[Op.parse("2F0")], Op.parse("0B0"))}
+    stuck = Schedule(**{**vars(schedule), "waits": waits})
+    with pytest.raises(ValueError, match="comes to a stop") as error:
+        simulate(stuck, Costs.spread(3))
+    assert "rank 0 waits in 0RECV_B0 for 1SEND_B0" in str(error.value)
+    assert "rank 2 waits in 2F0 for 0B0" in str(error.value)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "seconds"), [(8, 64, 0.05), (64, 512, 2.0)])
+def test_simulation_is_fast(stages: int, microbatches: int, seconds: float) -> None:
+    schedule, costs = make_schedule(num_stages=stages, num_microbatches=microbatches), Costs.spread(stages)
+    rounds = []
+    for _ in range(3):
+        start = time.process_time()
+        simulate(schedule, costs)
+        rounds.append(time.process_time() - start)
+    assert min(rounds) < seconds
