@@ -20,6 +20,7 @@ NAMES = {
     "memory": "activation bytes per rank, and time against memory",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",
+    "replay": "one stage at real size on one GPU, its neighbours replayed",
 }
 
 

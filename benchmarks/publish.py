@@ -52,7 +52,7 @@ def as_markdown(record: Mapping[str, Any]) -> str:
     """When, where, tables, targets and notes of one result."""
     machine, versions = record["machine"], record["versions"]
     head = (
-        f"Measured {record['date']} on {machine['cores']} cores of {machine['cpu']}, {machine['system']}; "
+        f"Measured {record['date']} on {machine['cores']} cores of {machine['cpu']}, {machine.get('gpu') or 'no GPU'}, {machine['system']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; load average when it ended {machine['load_average'][0]:g}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -126,10 +127,16 @@ def surroundings() -> dict[str, Any]:
         "machine": {
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
+            "gpu": _gpu_name(),
             "system": platform.platform(),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
     }
+
+
+def _gpu_name() -> str | None:
+    torch = importlib.import_module("torch")
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _cpu_name() -> str:
