@@ -147,7 +147,7 @@ class Comparison:
             expected = not row.system.recomputes and row.system.is_peer and self.bound_hop_seconds == 0
             if expected and row.median_seconds > MOST_OF_NEVER * self.bound_of(row.system.name):
                 found.append(
-                    f"{where} took {share:.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void"
+                    f"{where} took {row.median_seconds / self.bound_of(row.system.name):.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void"
                 )
         return found
 

@@ -54,7 +54,7 @@ def as_markdown(record: Mapping[str, Any]) -> str:
     head = (
         f"Measured {record['date']} on {machine['cores']} cores of {machine['cpu']}, {machine.get('gpu') or 'no GPU'}, {machine['system']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; load average when it ended {machine['load_average'][0]:g}."
+        + f"; load average when it ended {machine['load_average'][0]:g}, nice {machine.get('nice', 0)}."
     )
     tables = [
         Table(table["title"], tuple(table["headers"]), tuple(map(tuple, table["rows"]))).as_text()

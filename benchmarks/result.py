@@ -129,6 +129,7 @@ def surroundings() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "gpu": _gpu_name(),
             "system": platform.platform(),
+            "nice": os.nice(0),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
     }
