@@ -48,7 +48,7 @@ def draw_bars(path: Path, panels: Sequence[Panel]) -> None:
         axis.set_title(panel.title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         if panel.marks:
-            axis.legend(fontsize=7, loc="lower right")
+            axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
     _save(plt, figure, path)
 
 
