@@ -17,7 +17,7 @@ from .emulated import EmulatedWorkload
 from .ranks import preload
 from .result import Options, Table, Target
 from .systems import DeepSpeedPipe, Ours, System, TorchPipelining
-from .trial import Network, Row, all_systems, run_rounds
+from .trial import Network, OpSeconds, Row, all_systems, measure_ops, run_rounds
 
 PEERS: tuple[System, ...] = (
     TorchPipelining("gpipe", recomputes=False),
@@ -44,11 +44,12 @@ _COLUMNS = ", time, best, spread, bound, x bound, simulated, R hidden, R exposed
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of one workload. `hop_seconds` was measured; the bound may be asked for another."""
+    """Rows of one workload. `ops` and `hop_seconds` were measured before; the bound is for the sleeps and a hop of its own."""
 
     title: str
     workload: EmulatedWorkload
     rows: tuple[Row, ...]
+    ops: OpSeconds
     hop_seconds: float
     bound_hop_seconds: float
 
@@ -70,14 +71,23 @@ class Comparison:
         ]
         return min(rows, key=lambda row: row.median_seconds, default=None)
 
-    def _costs(self, hop_seconds: float) -> Costs:
+    def _least_costs(self) -> Costs:
         load = self.workload
         return Costs.spread(
             load.num_stages,
             forward=load.forward_seconds,
             backward=load.backward_seconds,
             recompute=load.forward_seconds,
-            hop=hop_seconds,
+            hop=self.bound_hop_seconds,
+        )
+
+    def _measured_costs(self) -> Costs:
+        return Costs.spread(
+            self.workload.num_stages,
+            forward=self.ops.forward,
+            backward=self.ops.backward,
+            recompute=self.ops.recompute,
+            hop=self.hop_seconds,
         )
 
     def _ours(self, name: str) -> Ours | None:
@@ -90,13 +100,13 @@ class Comparison:
         if system is None:  # a peer that recomputes does so on every stage
             mode = Mode.OVERLAP if self.row(name).system.recomputes else Mode.NEVER
             system = Ours(mode=mode, last_stage=LastStage.ALWAYS)
-        return bound_of(system.schedule(self.workload), self._costs(self.bound_hop_seconds))
+        return bound_of(system.schedule(self.workload), self._least_costs())
 
     def simulated_of(self, name: str) -> float:
-        """Seconds that were predicted, hop included."""
+        """Seconds that were predicted from what one stage and one hop took alone."""
         system = self._ours(name)
         assert system is not None, f"{name} is a peer: its order is not simulated"
-        return simulate(system.schedule(self.workload), self._costs(self.hop_seconds)).step_seconds
+        return simulate(system.schedule(self.workload), self._measured_costs()).step_seconds
 
     def table(self) -> Table:
         unit = self.workload.forward_seconds
@@ -172,6 +182,7 @@ class Comparison:
         ran = [row for row in self.rows if row.trials]
         return {
             "workload": vars(self.workload),
+            "op_seconds": vars(self.ops),
             "hop_seconds": self.hop_seconds,
             "bound_seconds": {row.system.name: self.bound_of(row.system.name) for row in ran},
             "simulated_seconds": {
@@ -191,8 +202,9 @@ def compare(
     bound_hop_seconds: float,
     network: Network | None = None,
 ) -> Comparison:
+    ops = measure_ops(workload)
     rows = run_rounds(systems, workload, rounds=options.rounds, steps=1 if options.quick else 2, network=network)
-    return Comparison(title, workload, tuple(rows), hop_seconds, bound_hop_seconds)
+    return Comparison(title, workload, tuple(rows), ops, hop_seconds, bound_hop_seconds)
 
 
 def chart(path: Path, comparisons: Sequence[Comparison]) -> None:

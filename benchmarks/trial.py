@@ -7,15 +7,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
+from pipetrain.schedule.op import Kind
+from pipetrain.schedule.policy import LastStage, Mode
+
 from .emulated import EmulatedWorkload, watch
 from .live import LiveStorages
 from .ranks import Place, RanksFailed, run_ranks
-from .systems import Account, Runner, System, Workload
+from .systems import Account, Ours, Runner, System, Workload
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,35 @@ def _live_bytes(runner: Runner, workload: Workload) -> int:
         live.restart(runner.tensors())
         runner.step()
     return live.peak_bytes
+
+
+@dataclass(frozen=True)
+class OpSeconds:
+    """What one F, B and R of a stage take where nothing is waited for."""
+
+    forward: float
+    backward: float
+    recompute: float
+
+
+def measure_ops(workload: EmulatedWorkload) -> OpSeconds:
+    """Medians over one stage alone, sleeps that end late and the runtime's own work included: what predictions start from."""
+    alone = replace(workload, num_stages=1)
+    seconds: OpSeconds = run_ranks(1, _time_ops, alone)[0]
+    return seconds
+
+
+def _time_ops(workload: EmulatedWorkload) -> OpSeconds:
+    runner = Ours(mode=Mode.INLINE, last_stage=LastStage.ALWAYS).start(workload)
+    runner.step()
+    runner.step()
+    events = runner.pipeline.report.events
+    runner.close()
+
+    def median(kind: Kind) -> float:
+        return statistics.median(event.end - event.start for event in events if event.op.kind is kind)
+
+    return OpSeconds(median(Kind.F), median(Kind.B), median(Kind.R))
 
 
 def measure_hop(workload: Workload, *, network: Network | None = None, repeats: int = 10) -> float:

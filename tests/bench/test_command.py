@@ -18,8 +18,10 @@ from benchmarks.links.run import best_warmup
 from benchmarks.ranks import RanksFailed, run_ranks
 from benchmarks.result import Table
 from benchmarks.systems import DeepSpeedPipe, Ours, TorchPipelining
-from benchmarks.trial import Row, Trial, all_systems, run_rounds
+from benchmarks.trial import OpSeconds, Row, Trial, all_systems, measure_ops, run_rounds
 from pipetrain.schedule.policy import Mode
+
+OPS = OpSeconds(0.04, 0.08, 0.04)
 
 
 def test_quick_cost_writes_and_prints_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +73,7 @@ def test_a_peer_that_crashes_is_a_note_and_ours_an_error(monkeypatch: pytest.Mon
     peer = TorchPipelining("1f1b", recomputes=True)
     workload = EmulatedWorkload(2)
     rows = run_rounds([peer], workload, rounds=2, steps=1)
-    found = Comparison("2 stages", workload, tuple(rows), 0.0, 0.0).faults()
+    found = Comparison("2 stages", workload, tuple(rows), OPS, 0.0, 0.0).faults()
     assert found == ["2 stages: torch 1f1b recompute crashed: ValueError: no such thing"]
     with pytest.raises(RanksFailed):
         run_rounds([Ours()], workload, rounds=1, steps=1)
@@ -81,7 +83,7 @@ def test_a_step_below_its_bound_voids_the_row() -> None:
     workload = EmulatedWorkload(4)
     least = 38 * workload.forward_seconds
     rows = [Row(Ours(mode=Mode.OVERLAP), [Trial((share * least,), (), None)]) for share in (0.98, 1.02)]
-    assert [len(Comparison("", workload, (row,), 0.0, 0.0).faults()) for row in rows] == [1, 0]
+    assert [len(Comparison("", workload, (row,), OPS, 0.0, 0.0).faults()) for row in rows] == [1, 0]
 
 
 def test_a_peer_far_from_the_formula_is_void() -> None:
@@ -90,7 +92,7 @@ def test_a_peer_far_from_the_formula_is_void() -> None:
     rows = [
         Row(TorchPipelining("gpipe", recomputes=False), [Trial((share * never,), (), None)]) for share in (1.2, 1.03)
     ]
-    assert [len(Comparison("", workload, (row,), 0.0, 0.0).faults()) for row in rows] == [1, 0]
+    assert [len(Comparison("", workload, (row,), OPS, 0.0, 0.0).faults()) for row in rows] == [1, 0]
     assert comparison.MOST_OF_NEVER < 1.2
 
 
@@ -128,3 +130,12 @@ def test_every_benchmark_has_its_page() -> None:
         text = (publish.ROOT / "benchmarks" / name / "README.md").read_text()
         assert all(f"**{word}.**" in text for word in ("Claim", "Command", "How"))
         assert f"<!-- {name} -->" in text
+
+
+def test_ops_are_measured_no_shorter_than_their_sleeps() -> None:
+    ops = measure_ops(
+        EmulatedWorkload(4, num_microbatches=2, forward_seconds=0.01, backward_seconds=0.03, tensor_bytes=64)
+    )
+    assert ops.forward >= 0.01
+    assert ops.recompute >= 0.01
+    assert ops.backward >= 0.03
