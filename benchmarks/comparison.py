@@ -29,6 +29,8 @@ PEERS: tuple[System, ...] = (
 )
 # A sleep never ends early, so a step below the bound is a fault of the benchmark; rounding gets this much.
 LEAST_OF_BOUND = 0.995
+# Rounds that differ by more than this say more about the machine than about the system.
+MOST_SPREAD = 0.10
 # A peer without recomputation pays its hops on every microbatch; more than this above the formula and it was run wrongly.
 MOST_OF_NEVER = 1.10
 
@@ -159,6 +161,12 @@ class Comparison:
                 found.append(
                     f"{where} took {row.median_seconds / self.bound_of(row.system.name):.3f} of (m + p - 1)(f + b): run wrongly or disturbed, the row is void"
                 )
+        noisy = [row.system.name for row in self.rows if row.trials and row.spread > MOST_SPREAD]
+        if noisy:
+            found.append(
+                f"{self.title}: rounds differ by more than {MOST_SPREAD:.0%} for {', '.join(noisy)}: the machine was busy with "
+                "something else, repeat before quoting these"
+            )
         return found
 
     def unexplained_targets(self, where: str) -> list[Target]:

@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -122,7 +123,8 @@ def _main(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
         connection.send((function(*args), None))
     except BaseException:
-        connection.send((None, traceback.format_exc(limit=-4).strip()))
+        with suppress(BrokenPipeError):  # whoever started this rank is gone
+            connection.send((None, traceback.format_exc(limit=-4).strip()))
     # The peers leave threads and groups behind whose ends may wait for each other; the result has been sent.
     connection.close()
     os._exit(0)
