@@ -1,0 +1,101 @@
+"""What each idea brings: alone, added one after the other, and when it alone is taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from pipetrain.schedule.policy import LastStage, Mode
+
+from ..charts import OURS, Bar, Panel, draw_bars
+from ..emulated import EmulatedWorkload
+from ..links.namespaces import check_available, shaped_network
+from ..ranks import preload
+from ..result import Options, Result, Table
+from ..systems import Ours, System
+from ..trial import Network, Row, measure_hop, run_rounds
+from ..unavailable import Unavailable
+
+CLAIM = "what R as an op, its own lane, a last stage without R, receives posted ahead and kept sets bring"
+_NOT_AHEAD, _AHEAD = 0, 2
+
+
+def variants() -> list[Ours]:
+    """From what the peers do (R inside the backward, on every stage, receives when needed) to all of it and a kept set."""
+
+    def order(label: str, mode: Mode, last_stage: LastStage, ahead: int, keep: int = 0) -> Ours:
+        return Ours("gpipe", mode, keep=keep, last_stage=last_stage, transport_ahead=ahead, label=label)
+
+    always, auto = LastStage.ALWAYS, LastStage.AUTO
+    return [
+        order("none (R inline on every stage)", Mode.INLINE, always, _NOT_AHEAD),
+        order("receives posted ahead, alone", Mode.INLINE, always, _AHEAD),
+        order("last stage without R, alone", Mode.INLINE, auto, _NOT_AHEAD),
+        order("R as an op, alone", Mode.EARLY, always, _NOT_AHEAD),
+        order("R as an op on its own lane, alone", Mode.OVERLAP, always, _NOT_AHEAD),
+        order("ahead + last stage", Mode.INLINE, auto, _AHEAD),
+        order("ahead + last stage + R as an op", Mode.EARLY, auto, _AHEAD),
+        order("all: + its own lane", Mode.OVERLAP, auto, _AHEAD),
+        order("all but receives posted ahead", Mode.OVERLAP, auto, _NOT_AHEAD),
+        order("all but last stage without R", Mode.OVERLAP, always, _AHEAD),
+        order("all, and 1 set kept", Mode.OVERLAP, auto, _AHEAD, keep=1),
+        order("all, and 2 sets kept", Mode.OVERLAP, auto, _AHEAD, keep=2),
+    ]
+
+
+def run(options: Options) -> Result:
+    preload()
+    result = Result("ablation", CLAIM, settings={"rounds": options.rounds, "stages": 4, "family": "gpipe"})
+    systems: list[System] = [*(variants()[::7] if options.quick else variants())]
+    panels = []
+    for title, workload, megabits in _cases(options, result):
+        with ExitStack() as stack:
+            network = stack.enter_context(shaped_network(4, megabits=megabits)) if megabits else Network()
+            hop = measure_hop(workload, network=network)
+            rows = run_rounds(
+                systems, workload, rounds=options.rounds, steps=1 if options.quick else 2, network=network
+            )
+        title = f"{title} (hop {hop / workload.forward_seconds:.2f} f)"
+        result.tables.append(_table(title, rows, workload))
+        result.data[title] = [row.to_json() for row in rows]
+        panels.append(_panel(title, rows, workload))
+    result.draw = lambda path: draw_bars(path, panels)
+    return result
+
+
+def _cases(options: Options, result: Result) -> list[tuple[str, EmulatedWorkload, int]]:
+    """Inside the machine, and over links where that is possible: name, workload, Mbit/s (0: no limit)."""
+    cases = [("one machine", EmulatedWorkload(4), 0)]
+    if options.quick:
+        return cases
+    try:
+        check_available()
+    except Unavailable as reason:
+        result.notes.append(f"slow links skipped: {reason}")
+        return cases
+    return [*cases, ("1 Gbit/s, 2.5 MB a tensor", EmulatedWorkload(4, tensor_bytes=2_500_000), 1000)]
+
+
+def _table(title: str, rows: Sequence[Row], workload: EmulatedWorkload) -> Table:
+    unit, base = workload.forward_seconds, rows[0].median_seconds
+    lines = tuple(
+        (
+            row.system.name,
+            f"{row.median_seconds / unit:.2f}",
+            f"{row.spread:.1%}",
+            f"{1 - row.median_seconds / base:+.1%}",
+            f"{row.peak_live_bytes / 1e6:.1f}",
+        )
+        for row in rows
+    )
+    headers = ("", "time / f", "spread", "saved", "live MB")
+    return Table(f"{title}: 4 stages, 8 microbatches, gpipe", headers, lines)
+
+
+def _panel(title: str, rows: Sequence[Row], workload: EmulatedWorkload) -> Panel:
+    unit = workload.forward_seconds
+    bars = tuple(
+        Bar(row.system.name, row.median_seconds / unit, min(row.rounds) / unit, max(row.rounds) / unit, OURS)
+        for row in rows
+    )
+    return Panel(title, "step time / f", bars, {})

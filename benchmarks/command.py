@@ -1,0 +1,83 @@
+"""`pipetrain bench NAME ...`: runs one of the comparisons, prints its table, writes JSON and plots."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .result import Options, Result
+from .unavailable import Unavailable
+
+NAMES = {
+    "overlap": "emulated stages beside torch and DeepSpeed: 2, 4 and 8 stages",
+    "links": "the same over links as slow as half a forward and a whole one (needs root and tc)",
+    "cost": "what the runtime itself costs per op, and how planning grows",
+    "memory": "activation bytes per rank, and time against memory",
+    "ablation": "what each idea brings, alone and together",
+    "real": "a GPT on this machine's cores, tokens per second",
+    "replay": "one stage at real size on one GPU, its neighbours replayed",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 also where a promise was missed or the machine lacks something (it is said), 2 for a wrong option."""
+    parser = argparse.ArgumentParser(
+        prog="pipetrain bench",
+        description="Comparisons with other systems, measured on this machine.",
+        epilog="\n".join(f"  {name:10} {what}" for name, what in NAMES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", choices=[[], *NAMES], help=", ".join(NAMES) + "; default: all"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="times that every system gets its turn (default: 3)")
+    parser.add_argument(
+        "--quick", action="store_true", help="the smallest case, once: shows that it runs, proves nothing"
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and plots")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="all figures as JSON, to stdout or FILE")
+    try:
+        given = parser.parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    if given.rounds < 1:
+        print(f"pipetrain bench: --rounds={given.rounds}: at least 1 round is needed", file=sys.stderr)
+        return 2
+    # Before the fork server starts: a rank is one device of one thread, and nobody looks up names of hosts.
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu")
+    options = Options(rounds=1 if given.quick else given.rounds, quick=given.quick, out=given.out)
+    results = {}
+    for name in given.names or NAMES:
+        result = run(name, options)
+        if result is None:
+            continue
+        written = result.write(options.out)
+        results[name] = result.as_json()
+        if given.json != "-":
+            print(f"{result.as_text()}\n\nwritten: {', '.join(map(str, written))}\n", flush=True)
+    if given.json == "-":
+        print(json.dumps(results))
+    elif given.json:
+        Path(given.json).write_text(json.dumps(results) + "\n")
+    return 0
+
+
+def run(name: str, options: Options) -> Result | None:
+    """One benchmark; None, and a line on stderr, where this machine cannot run it."""
+    package = __package__ or "benchmarks"
+    module = importlib.import_module(f"{package}.{name}.run")
+    try:
+        result: Result = module.run(options)
+    except Unavailable as reason:
+        print(f"{name}: skipped: {reason}", file=sys.stderr)
+        return None
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Emulated stages: they sleep instead of computing; processes, transfers and autograd are real.
+
+A rank is one device: whatever sleeps in a process, of ours or of a peer, holds one lock meanwhile, so that nothing can
+gain by computing twice at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NUM_SAVED = 16
+_DEVICE = threading.Lock()
+_watchers: list[Callable[[], None]] = []
+
+
+def watch(watcher: Callable[[], None]) -> None:
+    """Call `watcher` whenever a stage of this process computes."""
+    _watchers.append(watcher)
+
+
+def occupy_device(seconds: float) -> None:
+    """Sleep while nothing else of this process may."""
+    for watcher in _watchers:
+        watcher()
+    if seconds > 0:
+        with _DEVICE:
+            time.sleep(seconds)
+
+
+class _Sleep(torch.autograd.Function):
+    """Forward and backward that take their time, and a set of tensors between them.
+
+    The tensors are saved after the sleep and the output is one of them, so that a recompute that stops as soon as it has all
+    that was saved cannot stop before the sleep. `torch.empty` touches no memory: to save takes no time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, stage: EmulatedStage) -> Tensor:
+        stage.forwards += 1
+        occupy_device(stage.forward_seconds)
+        output = given.clone()
+        ctx.stage = stage
+        ctx.save_for_backward(weight, output, *(torch.empty_like(given) for _ in range(NUM_SAVED - 1)))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight, *_ = ctx.saved_tensors
+        occupy_device(ctx.stage.backward_seconds)
+        return gradients[0], torch.zeros_like(weight), None
+
+
+class EmulatedStage(nn.Module):
+    """A layer `[rows, numbers]` -> the same; `forwards` counts its F and R."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+        self.forwards = 0
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = _Sleep.apply(given, self.weight, self)
+        return output
+
+
+@dataclass(frozen=True)
+class EmulatedWorkload:
+    """One emulated layer per stage; a microbatch is one row of `tensor_bytes` bytes."""
+
+    num_stages: int
+    num_microbatches: int = 8
+    forward_seconds: float = 0.04
+    backward_seconds: float = 0.08
+    tensor_bytes: int = 1_000_000
+
+    def layers(self) -> list[Callable[[], nn.Module]]:
+        return [self._stage] * self.num_stages
+
+    def _stage(self) -> nn.Module:
+        return EmulatedStage(self.forward_seconds, self.backward_seconds)
+
+    def balance(self) -> list[int]:
+        return [1] * self.num_stages
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(self.num_microbatches, self.tensor_bytes // 4)
+        return rows, torch.zeros(self.num_microbatches, 1)
+
+    def stage_input(self, stage: int) -> Tensor:  # noqa: ARG002
+        return torch.zeros(1, self.tensor_bytes // 4)
+
+    def stage_output(self, stage: int) -> Tensor:
+        return self.stage_input(stage)
+
+    @staticmethod
+    def loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG004
+        return output.flatten()[0] * 1.0

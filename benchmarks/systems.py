@@ -1,0 +1,316 @@
+"""The systems that are compared, each run as its documentation says: ours, torch.distributed.pipelining, DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+
+
+class Workload(Protocol):
+    """What is trained: layers, how many of them each stage gets, a batch, and what goes in and out of a stage."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    def layers(self) -> list[Callable[[], nn.Module]]: ...
+    def balance(self) -> list[int]: ...
+    def batch(self) -> tuple[Tensor, Tensor]: ...
+    def stage_input(self, stage: int) -> Tensor: ...
+    def stage_output(self, stage: int) -> Tensor: ...
+    def loss(self, output: Tensor, target: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for."""
+
+    recompute_hidden_seconds: tuple[float, ...]
+    recompute_exposed_seconds: tuple[float, ...]
+    unexplained_seconds: tuple[float, ...]
+    step_seconds: float
+
+
+class Runner(Protocol):
+    """One system, ready to run steps on this rank."""
+
+    def step(self) -> None: ...
+    def tensors(self) -> Iterable[Tensor]: ...  # parameters, gradients, buffers, the batch: no activations
+    def own_peak_bytes(self) -> int | None: ...
+    def account(self) -> Account | None: ...  # of the last step, on rank 0 of a system that knows; collective
+    def close(self) -> None: ...
+
+
+class System(Protocol):
+    """What to run; `name` is its row in the tables."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def recomputes(self) -> bool: ...
+    @property
+    def is_peer(self) -> bool: ...
+    def start(self, workload: Workload) -> Runner: ...
+
+
+def _all_tensors(modules: Iterable[nn.Module], batch: Sequence[Tensor]) -> list[Tensor]:
+    found = list(batch)
+    for module in modules:
+        found += [*module.parameters(), *module.buffers()]
+    return found + [tensor.grad for tensor in found if tensor.grad is not None]
+
+
+def _stage_layers(workload: Workload, stage: int) -> list[nn.Module]:
+    balance = workload.balance()
+    first = sum(balance[:stage])
+    return [build() for build in workload.layers()[first : first + balance[stage]]]
+
+
+# Ours -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ours:
+    """pipetrain: a family of schedules, a mode, and what the ablation changes."""
+
+    family: str = "gpipe"
+    mode: Mode = Mode.OVERLAP
+    keep: int = 0
+    last_stage: LastStage = LastStage.AUTO
+    transport_ahead: int = 2
+    warmup: tuple[int, ...] | None = None
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.label or f"pipetrain {self.family} {self.mode}"
+
+    @property
+    def recomputes(self) -> bool:
+        return self.mode is not Mode.NEVER
+
+    @property
+    def is_peer(self) -> bool:
+        return False
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        return RecomputePolicy(self.mode, keep=self.keep, last_stage=self.last_stage)
+
+    def schedule(self, workload: Workload) -> Schedule:
+        return make_schedule(
+            self.family,
+            num_stages=workload.num_stages,
+            num_microbatches=workload.num_microbatches,
+            recompute=self.policy,
+            warmup=self.warmup,
+            transport_ahead=self.transport_ahead,
+        )
+
+    def start(self, workload: Workload) -> OursRunner:
+        return OursRunner(self, workload)
+
+
+class OursRunner:
+    """A `Pipeline` on this rank."""
+
+    def __init__(self, system: Ours, workload: Workload) -> None:
+        self.pipeline = Pipeline(
+            workload.layers(),
+            workload.loss,
+            num_microbatches=workload.num_microbatches,
+            schedule=system.schedule(workload),
+            recompute=system.policy,
+            balance=workload.balance(),
+            timeout_seconds=60.0,
+        )
+        self._batch = workload.batch()
+
+    def step(self) -> None:
+        self.pipeline.step(*self._batch)
+
+    def tensors(self) -> Iterable[Tensor]:
+        parameters = list(self.pipeline.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [*self._batch, *parameters, *gradients]
+
+    def own_peak_bytes(self) -> int | None:
+        return self.pipeline.report.peak_activation_bytes
+
+    def account(self) -> Account | None:
+        report = self.pipeline.gather_report()
+        if report is None:
+            return None
+        return Account(
+            tuple(rank.recompute_hidden_seconds for rank in report.breakdown),
+            tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
+            tuple(rank.other_seconds for rank in report.breakdown),
+            report.step_seconds,
+        )
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+# torch.distributed.pipelining -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchPipelining:
+    """`ScheduleGPipe` or `Schedule1F1B`, with `torch.utils.checkpoint` around the whole stage or without."""
+
+    family: str
+    recomputes: bool
+
+    @property
+    def name(self) -> str:
+        return f"torch {self.family} {'recompute' if self.recomputes else 'no recompute'}"
+
+    @property
+    def is_peer(self) -> bool:
+        return True
+
+    def start(self, workload: Workload) -> Runner:
+        return _TorchRunner(self, workload)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.inner, given, use_reentrant=False)
+        return output
+
+
+def _boundary(tensor: Tensor, *, wants_gradient: bool) -> Tensor:
+    return tensor.requires_grad_(wants_gradient)
+
+
+class _TorchRunner:
+    def __init__(self, system: TorchPipelining, workload: Workload) -> None:
+        pipelining = importlib.import_module("torch.distributed.pipelining")
+        self._rank, self._last = dist.get_rank(), workload.num_stages - 1
+        self._module: nn.Module = nn.Sequential(*_stage_layers(workload, self._rank))
+        if system.recomputes:
+            self._module = _Checkpointed(self._module)
+        stage = pipelining.PipelineStage(
+            self._module,
+            self._rank,
+            workload.num_stages,
+            torch.device("cpu"),
+            input_args=(_boundary(workload.stage_input(self._rank), wants_gradient=self._rank > 0),),
+            output_args=(_boundary(workload.stage_output(self._rank), wants_gradient=True),),
+        )
+        kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[system.family]
+        self._schedule = kind(stage, n_microbatches=workload.num_microbatches, loss_fn=workload.loss)
+        self._batch = workload.batch()
+
+    def step(self) -> None:
+        inputs, targets = self._batch
+        given = (inputs,) if self._rank == 0 else ()
+        if self._rank == self._last:
+            self._schedule.step(*given, target=targets, losses=[])
+        else:
+            self._schedule.step(*given)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return _all_tensors([self._module], self._batch)
+
+    def own_peak_bytes(self) -> int | None:
+        return None
+
+    def account(self) -> Account | None:
+        return None
+
+    def close(self) -> None:
+        """Its processes end with it."""
+
+
+# DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeepSpeedPipe:
+    """`PipelineEngine`, which runs 1F1B, with activation checkpointing every layer's interval = the stage, or without."""
+
+    recomputes: bool
+    family: str = "1f1b"
+
+    @property
+    def name(self) -> str:
+        return f"DeepSpeed {self.family} {'recompute' if self.recomputes else 'no recompute'}"
+
+    @property
+    def is_peer(self) -> bool:
+        return True
+
+    def start(self, workload: Workload) -> Runner:
+        return _DeepSpeedRunner(self, workload)
+
+
+class _DeepSpeedRunner:
+    def __init__(self, system: DeepSpeedPipe, workload: Workload) -> None:
+        deepspeed = importlib.import_module("deepspeed")
+        # Its shared-memory extension is compiled at the first init and serves collectives that a pipeline does not use.
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        pipe = importlib.import_module("deepspeed.pipe")
+        checkpointing = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        module = pipe.PipelineModule(
+            [build() for build in workload.layers()],
+            num_stages=workload.num_stages,
+            loss_fn=workload.loss,
+            partition_method="uniform",
+            activation_checkpoint_interval=max(workload.balance()) if system.recomputes else 0,
+            # The reentrant default recomputes nothing on the first stage, whose input needs no gradient.
+            activation_checkpoint_func=checkpointing.non_reentrant_checkpoint,
+        )
+        inputs, targets = workload.batch()
+        rows = len(inputs) // workload.num_microbatches
+        self._microbatches = list(zip(inputs.split(rows), targets.split(rows)))
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=list(module.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": rows,
+                "gradient_accumulation_steps": workload.num_microbatches,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 10**9,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            },
+        )
+        self._module = module
+        self._batch = (inputs, targets)
+
+    def step(self) -> None:
+        self._engine.train_batch(data_iter=iter(self._microbatches))
+
+    def tensors(self) -> Iterable[Tensor]:
+        return _all_tensors([self._module], self._batch)
+
+    def own_peak_bytes(self) -> int | None:
+        return None
+
+    def account(self) -> Account | None:
+        return None
+
+    def close(self) -> None:
+        """Its processes end with it."""

@@ -1,0 +1,65 @@
+"""An emulated stage spends its time where a real one would, and the byte meter sees what ours sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import emulated
+from benchmarks.emulated import NUM_SAVED, EmulatedStage, EmulatedWorkload
+from benchmarks.live import LiveStorages
+from benchmarks.systems import Ours
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.policy import LastStage, Mode
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sleeps of the device, in order; none is slept."""
+    sleeps: list[float] = []
+    monkeypatch.setattr(emulated.time, "sleep", sleeps.append)
+    return sleeps
+
+
+def test_recompute_of_a_peer_sleeps_again(slept: list[float]) -> None:
+    stage = EmulatedStage(1.0, 2.0)
+    checkpoint(stage, torch.zeros(1, 4), use_reentrant=False).sum().backward()
+    assert slept == [1.0, 1.0, 2.0]
+    assert stage.forwards == 2
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [(Mode.NEVER, 4), (Mode.INLINE, 8), (Mode.OVERLAP, 8)])
+def test_our_recompute_sleeps_again(slept: list[float], mode: Mode, forwards: int) -> None:
+    workload = EmulatedWorkload(1, num_microbatches=4, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=64)
+    runner = Ours(mode=mode, last_stage=LastStage.ALWAYS).start(workload)
+    runner.step()
+    runner.close()
+    assert slept.count(1.0) == forwards
+    assert slept.count(2.0) == 4
+
+
+def test_saving_holds_sixteen_tensors_of_the_output() -> None:
+    stage = EmulatedStage(0.0, 0.0)
+    given = torch.zeros(1, 100)
+    with LiveStorages([given, *stage.parameters()], every_operation=True) as live:
+        output = stage(given)
+    assert live.current_bytes == NUM_SAVED * 400
+    del output
+    assert live.current_bytes == 0
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_live_bytes_agree_with_the_activation_meter(mode: Mode) -> None:
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    batch = torch.randn(4 * 512, 64)
+    with Pipeline(layers, lambda out, _: out.mean(), num_microbatches=4, recompute=mode) as pipeline:
+        pipeline.step(batch, batch)
+        left_out = [batch, *pipeline.parameters(), *(weight.grad for weight in pipeline.parameters())]
+        with LiveStorages([tensor for tensor in left_out if tensor is not None], every_operation=True) as live:
+            pipeline.step(batch, batch)
+        # What the meter leaves out is what one operation needs while it runs; it counts the batch, which `live` leaves out.
+        metered = pipeline.report.peak_activation_bytes
+    one = 512 * 64 * 4
+    assert abs(live.peak_bytes - (metered - batch.untyped_storage().nbytes())) <= 3 * one
