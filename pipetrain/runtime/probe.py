@@ -6,6 +6,7 @@ Looks at every tensor that Python knows, so it runs on one or two microbatches o
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterable, Set
 from typing import Any
@@ -88,5 +89,6 @@ class HeldOutsideProbe:
 
     def _left(self, allowed: Set[int]) -> dict[int, int]:
         alive = storages_alive()
+        time.sleep(0.005)  # a thread that has just made a message's buffer gets to say so
         foreign = self._foreign()
         return {key: size for key, size in alive.items() if size and key not in allowed and key not in foreign}

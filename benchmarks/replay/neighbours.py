@@ -1,0 +1,172 @@
+"""Neighbours that are not there: messages come when the simulator says, by real copies between host and device memory.
+
+These are the ends of edges that the transport of one rank gets instead of gloo's or NCCL's. A receive is over at the time
+that the simulation gives, or a hop after it was posted where that is later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from pipetrain.runtime.courier import Courier
+from pipetrain.runtime.failure import Monitor
+from pipetrain.runtime.forms import Form, TensorForm
+from pipetrain.runtime.lanes import CudaLanes, Lanes
+from pipetrain.schedule.op import Lane, Op
+
+
+class Clock:
+    """The simulation's zero on this machine's clock, set when a step starts."""
+
+    def __init__(self) -> None:
+        self.zero = 0.0
+
+    def start(self) -> None:
+        self.zero = time.perf_counter()
+
+    def sleep_until(self, seconds: float) -> None:
+        left = self.zero + seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class ReplayEdges:
+    """Makes the ends: `arrivals[op]` is when a RECV ends, in seconds from the start of the step; `hop` how long it takes."""
+
+    def __init__(
+        self,
+        arrivals: Mapping[Op, float],
+        hop: float,
+        clock: Clock,
+        lanes: Lanes,
+        monitor: Monitor,
+        device: torch.device,
+    ) -> None:
+        self._arrivals = arrivals
+        self._hop = hop
+        self._clock = clock
+        self._lanes = lanes
+        self._monitor = monitor
+        self._device = device
+
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayInbound:  # noqa: ARG002
+        courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
+        return ReplayInbound(peer, courier, self._arrivals, self._hop, self._clock, self._lanes, self._device)
+
+    def outbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayOutbound:  # noqa: ARG002
+        courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
+        return ReplayOutbound(peer, courier, self._lanes, self._device)
+
+
+class ReplayInbound:
+    """A queue of messages that come from pinned host memory: `transport.Inbound`."""
+
+    def __init__(
+        self,
+        peer: str,
+        courier: Courier,
+        arrivals: Mapping[Op, float],
+        hop: float,
+        clock: Clock,
+        lanes: Lanes,
+        device: torch.device,
+    ) -> None:
+        self.peer = peer
+        self.storages: set[int] = set()
+        self._courier = courier
+        self._arrivals = arrivals
+        self._hop = hop
+        self._clock = clock
+        self._lanes = lanes
+        self._device = device
+        self._stream = _stream(device)
+        self._sources: dict[Form, list[Tensor]] = {}
+
+    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Callable[[], list[Tensor]]], None]) -> None:
+        assert form is not None, "a replay knows all forms"
+
+        def job() -> Callable[[], None]:
+            start = time.perf_counter()
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                tensors = [torch.empty_like(source, device=self._device) for source in self._of(form)]
+                self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
+                self._clock.sleep_until(max(self._arrivals[op] - self._hop, start - self._clock.zero))
+                for tensor, source in zip(tensors, self._of(form)):
+                    tensor.copy_(source, non_blocking=True)
+            if self._stream:
+                self._stream.synchronize()
+            if isinstance(self._lanes, CudaLanes):
+                for tensor in tensors:
+                    self._lanes.share(tensor)
+            self._clock.sleep_until(max(self._arrivals[op], start - self._clock.zero + self._hop))
+            self._lanes.record(Lane.RECV, op, start, time.perf_counter())
+            return lambda: arrived(form, lambda: tensors)
+
+        self._courier.submit(str(op), job)
+
+    def _of(self, form: Form) -> list[Tensor]:
+        """What comes: small random numbers, drawn once."""
+        if form not in self._sources:
+            generator = torch.Generator().manual_seed(0)
+            drawn = [
+                torch.randn(leaf.shape, generator=generator).to(getattr(torch, leaf.dtype)) * 1e-2
+                for leaf in form.leaves
+                if isinstance(leaf, TensorForm)
+            ]
+            self._sources[form] = [tensor.pin_memory() for tensor in drawn] if self._stream else drawn
+            self.storages.update(tensor.untyped_storage()._cdata for tensor in self._sources[form])
+        return self._sources[form]
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+class ReplayOutbound:
+    """A queue of messages that go to pinned host memory: `transport.Outbound`."""
+
+    def __init__(self, peer: str, courier: Courier, lanes: Lanes, device: torch.device) -> None:
+        self.peer = peer
+        self._courier = courier
+        self._lanes = lanes
+        self._stream = _stream(device)
+        self._targets: dict[torch.Size, Tensor] = {}
+
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+        assert form is None, "a replay knows all forms"
+        start = time.perf_counter()
+        produced = torch.cuda.Event() if self._stream else None
+        if produced is not None and isinstance(self._lanes, CudaLanes):
+            with self._lanes.on(Lane.COMPUTE, (), op):
+                produced.record()  # [1] the producer's end, on the stream that ran it
+
+        def job() -> Callable[[], None]:
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                if self._stream and produced is not None:
+                    self._stream.wait_event(produced)
+                for tensor in tensors:
+                    self._target(tensor).copy_(tensor, non_blocking=True)  # [2]
+            if self._stream:
+                self._stream.synchronize()  # [3] on this thread: the tensors are held until here
+            self._lanes.record(Lane.SEND, op, start, time.perf_counter())
+            return left
+
+        self._courier.submit(str(op), job)
+
+    def _target(self, tensor: Tensor) -> Tensor:
+        if tensor.shape not in self._targets:
+            self._targets[tensor.shape] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None
+            )
+        return self._targets[tensor.shape]
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

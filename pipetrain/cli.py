@@ -1,0 +1,254 @@
+"""The `pipetrain` command. Each subcommand imports what it needs when it runs, so that the light ones stay fast."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipetrain.engine.outcome import Exit
+from pipetrain.observe.output import STDOUT, write_json
+
+if TYPE_CHECKING:
+    from pipetrain.schedule.show import Shown
+
+Parser = argparse.ArgumentParser
+Arguments = argparse.Namespace
+BENCH = "bench"  # has options of its own
+_OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A subcommand: its line in the help, its options, and what it does (the exit code is what it returns)."""
+
+    help: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[Arguments], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `pipetrain ARGV` and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return Exit.DONE if words else Exit.WRONG_INPUT
+    if words[0] == BENCH and (benchmarks := _benchmarks()) is not None:
+        return _bench(benchmarks, words[1:])
+    if words[0] not in COMMANDS:
+        return _refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
+    command = COMMANDS[words[0]]
+    parser = Parser(prog=f"pipetrain {words[0]}", description=command.help, allow_abbrev=False)
+    command.add_arguments(parser)
+    # `--json` alone must not take the override behind it for its file
+    arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
+    try:
+        return command.run(arguments)
+    except ValueError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _refuse("interrupted", Exit.FAILED)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return Exit.DONE
+
+
+def _refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
+    print(f"pipetrain: {message}", file=sys.stderr)
+    return code
+
+
+def _help() -> str:
+    helps = {name: command.help for name, command in COMMANDS.items()}
+    if _benchmarks() is not None:
+        helps[BENCH] = "comparisons with other systems, measured on this machine"
+    width = max(map(len, helps))
+    lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
+    return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])
+
+
+def _benchmarks() -> Path | None:
+    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    folders = (package / "benchmarks", package.parent / "benchmarks")
+    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
+
+
+def _bench(folder: Path, words: Sequence[str]) -> int:
+    if folder.parent.name == "pipetrain":
+        module = importlib.import_module("pipetrain.benchmarks.command")
+    else:
+        sys.path.insert(0, str(folder.parent))
+        module = importlib.import_module("benchmarks.command")
+    code: int = module.main(words)
+    return code
+
+
+def _add_overrides(parser: Parser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="JSON to stdout, and nothing else there; --json=FILE writes it")
+
+
+def _add_train(parser: Parser) -> None:
+    _add_overrides(parser)
+    _add_json(parser)
+
+
+def _train(arguments: Arguments) -> int:
+    from pipetrain.config.check import check_run
+    from pipetrain.config.load import load
+    from pipetrain.engine.launch import check_not_a_slurm_task, is_rank, launch
+    from pipetrain.engine.outcome import tell
+    from pipetrain.model.check import check_model
+    from pipetrain.observe.folder import check_free
+    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
+
+    check_not_a_slurm_task()
+    if is_rank():
+        from pipetrain.train import main as train_as_rank
+
+        return train_as_rank(arguments.overrides)
+    config = load(arguments.overrides)
+    check_run(config)
+    check_model(config.model, sequence_length=config.data.sequence_length)
+    num_ranks = choose_num_ranks(config)
+    choose_plan(config, num_ranks)
+    choose_schedule(config, num_ranks)
+    check_free(config.run_dir)
+    from pipetrain.data.dataset import check_data  # with torch, so after what can be refused without
+
+    check_data(config.data)
+    outcome = launch(
+        "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
+    )
+    if arguments.json is not None and outcome.run_dir is not None:
+        from pipetrain.observe.folder import RunFolder
+
+        report = RunFolder(Path(outcome.run_dir)).report
+        if report.is_file():
+            write_json(json.loads(report.read_text()), arguments.json)
+    return tell(outcome, quiet=arguments.json == STDOUT)
+
+
+def _add_show(parser: Parser) -> None:
+    _add_overrides(parser)
+    _add_json(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
+    )
+    parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
+    parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
+
+
+def _show(arguments: Arguments) -> int:
+    from pipetrain.observe.show import draw, write_drawing
+
+    shown = [_simulated(arguments.overrides)]
+    if arguments.against is not None:
+        shown.append(_simulated([*arguments.overrides, *shlex.split(arguments.against)]))
+    if arguments.json is not None:
+        values = [one.as_json() for one in shown]
+        write_json(values[0] if len(values) == 1 else values, arguments.json)
+    if arguments.out is not None:
+        write_drawing(shown, Path(arguments.out))
+    if arguments.json != STDOUT:
+        print(draw(shown, width=arguments.width))
+    return Exit.DONE
+
+
+def _simulated(overrides: Sequence[str]) -> Shown:
+    from pipetrain.config.check import check_schedule
+    from pipetrain.config.load import load
+    from pipetrain.planner.choose import choose_costs, choose_num_ranks, choose_schedule
+    from pipetrain.schedule.show import show_schedule
+
+    config = load(overrides)
+    check_schedule(config)
+    num_ranks = choose_num_ranks(config)
+    costs = choose_costs(config, num_ranks * config.pipeline.stages_per_rank)
+    return show_schedule(choose_schedule(config, num_ranks, costs), costs)
+
+
+def _add_report(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+    _add_json(parser)
+
+
+def _report(arguments: Arguments) -> int:
+    from dataclasses import asdict
+
+    from pipetrain.observe.folder import find_folder
+    from pipetrain.observe.report import as_markdown, read_report
+
+    report = read_report(find_folder(arguments.run).report)
+    if arguments.json is not None:
+        write_json(asdict(report), arguments.json)
+    if arguments.json != STDOUT:
+        print(as_markdown(report), end="")
+    return Exit.DONE
+
+
+def _add_generate(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+    parser.add_argument("--prompt", default="import ", help="the text to go on from (default: %(default)r)")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to draw (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time (default: 0.8)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+
+
+def _generate(arguments: Arguments) -> int:
+    from pipetrain.config.load import read
+    from pipetrain.observe.folder import find_folder
+
+    folder = find_folder(arguments.run)
+    config = read(folder.config)
+    from pipetrain.engine.generate import generate
+
+    text = generate(
+        config,
+        folder.weights,
+        arguments.prompt,
+        num_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    print(text)
+    return Exit.DONE
+
+
+def _add_verify(parser: Parser) -> None:
+    parser.add_argument("--quick", action="store_true", help="two ranks only")
+    _add_json(parser)
+
+
+def _verify(arguments: Arguments) -> int:
+    from pipetrain.engine.verify import as_table, verify
+
+    rows = verify(quick=arguments.quick)
+    if arguments.json is not None:
+        write_json([row.as_json() for row in rows], arguments.json)
+    if arguments.json != STDOUT:
+        print(as_table(rows))
+    return Exit.DONE if all(row.is_equal for row in rows) else Exit.DIFFERENT
+
+
+COMMANDS = {
+    "train": _Command("train a model over pipeline stages", _add_train, _train),
+    "show": _Command("draw a schedule and say what it costs", _add_show, _show),
+    "report": _Command("what a run did, and what it was predicted to do", _add_report, _report),
+    "verify": _Command("compare every schedule and mode with one process, bit for bit", _add_verify, _verify),
+    "generate": _Command("text from a trained model", _add_generate, _generate),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

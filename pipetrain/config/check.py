@@ -1,0 +1,123 @@
+"""Whether the values of a configuration make a run: ranges, what is not supported, keys that must fit each other.
+
+What model, data, plan and schedule need for themselves is checked where those are made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import RunConfig
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The values that a key may have; null is always left to its type."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+@dataclass(frozen=True)
+class _Only:
+    """A key of the configuration of which this version supports one value."""
+
+    key: str
+    value: object
+    instead: str
+
+
+_SCHEDULE_RANGES = (
+    _Range(
+        ("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.num_microbatches", "recompute.ahead"),
+        lambda value: value >= 1,
+        "1 or more",
+    ),
+    _Range(("recompute.keep",), lambda value: value >= 0, "0 or more"),
+)
+_RUN_RANGES = (
+    _Range(("steps", "threads_per_rank", "observe.evaluate_every_steps"), lambda value: value >= 1, "1 or more"),
+    _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
+    _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
+    _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    _Range(
+        ("optim.betas",), lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each from 0 to less than 1"
+    ),
+)
+_SCHEDULE_ONLY = (_Only("recompute.granularity", "stage", "an R brings back the whole stage"),)
+_RUN_ONLY = (
+    _Only("parallel.num_replicas", 1, "use more stages (pipeline.num_stages) for more ranks"),
+    _Only("parallel.zero", 0, "optimizer state is not sharded; use more stages (pipeline.num_stages) to save memory"),
+    _Only("parallel.fsdp", False, "parameters are not sharded; use more stages (pipeline.num_stages) to save memory"),
+    _Only("parallel.tensor", 1, "layers are not split; use more stages (pipeline.num_stages) for more ranks"),
+    _Only("engine.name", "native", "pipetrain's own runtime trains"),
+    _Only("optim.name", "adamw", "AdamW is the optimizer"),
+    _Only("data.tokenizer", "byte", "text is read byte by byte"),
+    _Only("resume", None, "a run starts at step 1"),
+    _Only("init_from", None, "a run starts from weights drawn with `seed`"),
+    _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
+    _Only("snapshot.every_steps", None, "the weights of the end of the run are written"),
+    _Only("observe.wandb.mode", "disabled", "metrics.jsonl in the run folder has every number"),
+    _Only("cluster.name", "local", "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
+    _Only("cluster.num_nodes", 1, "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
+)
+
+
+def check_schedule(config: RunConfig) -> None:
+    """The keys that a schedule is made from: `pipeline` and `recompute`.
+
+    Raises:
+        ConfigError: a value out of range, or one that is not supported.
+    """
+    _check(config, _SCHEDULE_RANGES, _SCHEDULE_ONLY)
+    if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
+        raise ConfigError(
+            f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "
+            f"pipeline.stages_per_rank={config.pipeline.stages_per_rank} each: "
+            "pipeline.num_stages must be a multiple of it"
+        )
+
+
+def check_run(config: RunConfig) -> None:
+    """Every key of a training run.
+
+    Raises:
+        ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
+    """
+    check_schedule(config)
+    if config.pipeline.schedule == "inference":
+        raise ConfigError(
+            "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
+        )
+    _check(config, _RUN_RANGES, _RUN_ONLY)
+    if config.pipeline.num_microbatches > config.data.batch_size:
+        raise ConfigError(
+            f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
+            f"data.batch_size={config.data.batch_size}: each microbatch needs a sample; use "
+            f"pipeline.num_microbatches={config.data.batch_size} or less, or a larger data.batch_size"
+        )
+
+
+def _check(config: RunConfig, ranges: Sequence[_Range], only: Sequence[_Only]) -> None:
+    for rule in only:
+        value = _value(config, rule.key)
+        if value != rule.value:
+            raise ConfigError(f"{rule.key}={value}: not supported, only {_shown(rule.value)} is; {rule.instead}")
+    for limit in ranges:
+        for key in limit.keys:
+            value = _value(config, key)
+            if value is not None and not limit.holds(value):
+                raise ConfigError(f"{key}={value}: allowed is {limit.allowed}")
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,119 @@
+"""From `conf/` and overrides to a `RunConfig`, and back to YAML. The only place that knows omegaconf and Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipetrain.config.problem import ConfigError, nearest, not_a_choice
+from pipetrain.config.records import RunConfig
+from pipetrain.config.schema import build, check_key
+
+
+def conf_dir() -> Path:
+    """`conf/`: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
+
+
+def choices() -> dict[str, list[str]]:
+    """The groups of `conf/`, each with the names that may be chosen."""
+    return {
+        group.name: sorted(file.stem for file in group.glob("*.yaml"))
+        for group in sorted(conf_dir().iterdir())
+        if group.is_dir()
+    }
+
+
+def load(overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
+
+    Keys, choices and types are checked here; whether the values make a run is for `check.py` to say.
+
+    Raises:
+        ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
+    """
+    for text in overrides:
+        _check_override(text)
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+            composed = compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
+    return _from_values(values)
+
+
+def read(path: Path) -> RunConfig:
+    """The configuration that a run wrote into its folder.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a configuration of this version.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; a run folder holds config.yaml")
+    try:
+        return _from_values(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    except (OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{path}: {_first_line(error)}") from error
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The configuration as text that `read` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
+
+
+def _from_values(values: Any) -> RunConfig:
+    if not isinstance(values, dict):
+        raise ConfigError(f"a configuration is a mapping from keys to values, this is {type(values).__name__}")
+    return build(RunConfig, values)
+
+
+def _check_override(text: str) -> None:
+    """One override: readable, of a key or group that exists, with one value."""
+    override = _parse(text)
+    if override.is_add() or override.is_delete():
+        raise ConfigError(f"{text}: keys are neither added nor removed; write key=value, as in steps=50")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text}: a key has one value; write a list as {override.key_or_group}=[...], as in pipeline.balance=[3,3]"
+        )
+    groups = choices()
+    if override.key_or_group in groups:
+        allowed = groups[override.key_or_group]
+        if override.value() not in allowed:
+            raise not_a_choice(override.key_or_group, override.value(), allowed)
+    else:
+        check_key(override.key_or_group)
+
+
+def _parse(text: str) -> Override:
+    if "=" not in text:
+        raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *choices()])}")
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (OverrideParseException, HydraException) as error:
+        key, _, value = text.partition("=")
+        raise ConfigError(
+            f"{text}: cannot be read ({_first_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists: YAML has no tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,22 @@
+"""What is said to a user whose configuration cannot work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration: the message names the key, the value, what is allowed and what to type."""
+
+
+def nearest(text: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    """`; did you mean 'x'?` with the choice that looks most like `text`, or nothing where none does."""
+    found = difflib.get_close_matches(text, list(choices), n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def not_a_choice(key: str, value: object, choices: Iterable[str]) -> ConfigError:
+    """The error for a value outside a closed list."""
+    allowed = list(choices)
+    return ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}{nearest(str(value), allowed)}")

@@ -1,0 +1,46 @@
+"""What a training loop asks of an engine, whichever runtime is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pipetrain.runtime.measure import Report
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the same on every rank."""
+
+    loss: float  # mean over the batch, in nats per token
+    learning_rate: float
+    grad_norm: float | None  # global, before clipping; None where nothing is clipped
+
+
+class Engine(Protocol):
+    """A model that is being trained. Every rank calls the same methods in the same order."""
+
+    def step(self, step: int, batch: Batch) -> StepResult:
+        """Forward, backward and optimizer step number `step` (from 1) on a whole batch."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch]) -> float | None:
+        """The mean loss over `batches` in nats per token, each token counted once; None where there are none."""
+        ...
+
+    def gather_report(self) -> Report | None:
+        """What the last step did on all ranks; on rank 0."""
+        ...
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The whole model; on rank 0."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the engine holds."""
+        ...

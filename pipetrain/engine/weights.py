@@ -1,0 +1,30 @@
+"""The trained weights as one safetensors file, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes all tensors; the file is there whole or not at all."""
+    draft = path.with_suffix(".draft")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, draft)
+    draft.replace(path)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fills `model` from a file that `save_weights` wrote.
+
+    Raises:
+        ValueError: there is no such file, or it is of another model.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: there are no weights; the run is still going on, or it failed")
+    try:
+        model.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path}: these weights are of another model ({error})") from error

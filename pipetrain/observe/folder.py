@@ -1,0 +1,116 @@
+"""The run folder: where everything that a run leaves behind has its name."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNS = Path("runs")
+LATEST = "latest"
+_MODE = 0o750  # the owner writes, the group reads, others have no business here
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths inside one run folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def report_text(self) -> Path:
+        return self.path / "report.md"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.html"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights" / "model.safetensors"
+
+    def events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank-{rank:04d}.jsonl"
+
+    def create(self) -> None:
+        """Makes the folder, and `runs/latest` point to it where it lies in `runs/`.
+
+        Raises:
+            ValueError: a run is in it already, or it cannot be made.
+        """
+        check_free(str(self.path))
+        try:
+            for folder in (self.path, self.path / "events", self.path / "weights"):
+                folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"run_dir={self.path}: the folder cannot be made ({error.strerror})") from error
+        if self.path.is_relative_to(RUNS.resolve()):
+            _point_latest_to(self.path)
+
+
+def check_free(run_dir: str | None) -> None:
+    """Raises:
+    ValueError: there is a run in the folder already, or it is a file.
+    """
+    if run_dir is None:
+        return
+    if RunFolder(Path(run_dir)).config.exists():
+        raise ValueError(f"run_dir={run_dir}: there is a run in this folder; choose another, or leave run_dir out")
+    if Path(run_dir).exists() and not Path(run_dir).is_dir():
+        raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new")
+
+
+def choose_folder(run_dir: str | None, experiment: str) -> RunFolder:
+    """`run_dir`, or `runs/<date>/<time>-<experiment>`; with a number behind it where two runs start in one second."""
+    if run_dir is not None:
+        return RunFolder(Path(run_dir).resolve())
+    now = time.localtime()
+    name = f"{time.strftime('%H-%M-%S', now)}-{experiment}"
+    day = RUNS.resolve() / time.strftime("%Y-%m-%d", now)
+    path, number = day / name, 2
+    while path.exists():
+        path, number = day / f"{name}-{number}", number + 1
+    return RunFolder(path)
+
+
+def find_folder(run: str) -> RunFolder:
+    """The folder that a user names: a path, or `latest`.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    path = RUNS / LATEST if run == LATEST else Path(run)
+    if not (path / "config.yaml").is_file():
+        hint = (
+            "train first, or give the path of a run folder"
+            if run == LATEST
+            else "give the path that `run folder:` named, or `latest`"
+        )
+        raise ValueError(f"{run}: there is no run ({path}/config.yaml is missing); {hint}")
+    return RunFolder(path.resolve())
+
+
+def _point_latest_to(path: Path) -> None:
+    """Replaces the link in one step: whoever follows it meanwhile finds the old run or the new one."""
+    link = RUNS / LATEST
+    draft = RUNS / f".{LATEST}-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(path, RUNS.resolve()), target_is_directory=True)
+    draft.replace(link)

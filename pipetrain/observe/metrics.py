@@ -1,0 +1,42 @@
+"""metrics.jsonl: a line for each step, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PerRank = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step. None: does not apply. Tuples: a number per rank, in rank order. Seconds, bytes."""
+
+    step: int  # from 1
+    loss: float  # nats per token
+    lr: float
+    grad_norm: float | None  # before clipping
+    tokens_per_second: float  # of the whole step, with the optimizer and everything else
+    step_seconds: float  # from the start of the first op to the end of the last one on any rank
+    bubble_fraction: float
+    mfu: float | None
+    recompute_hidden_seconds: PerRank
+    recompute_exposed_seconds: PerRank
+    wait_activation_seconds: PerRank
+    wait_gradient_seconds: PerRank
+    peak_activation_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[int | None, ...]
+
+
+class MetricsFile:
+    """Appends a line per step; a reader never sees half a line of a step before the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

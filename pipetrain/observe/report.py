@@ -1,0 +1,100 @@
+"""report.json and report.md: what a run did, and what it was predicted to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipetrain.observe.table import number, size, table
+
+FORMAT_VERSION = 1
+PerRank = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run. None: not known. Tuples: a number per rank, in rank order. Seconds, bytes; medians over steps, peaks of all."""
+
+    experiment: str
+    schedule: str
+    recompute_mode: str
+    balance: tuple[int, ...]  # layers per stage
+    steps: int  # that were trained
+    loss: float | None  # of the last step, nats per token
+    heldout_loss: float | None  # nats per token, over text that training never saw
+    tokens_per_second: float | None
+    step_seconds_measured: float | None
+    step_seconds_predicted: float | None
+    bubble_fraction: float | None
+    stopped_by: str | None  # the signal that ended the run early
+    recompute_hidden_seconds: PerRank
+    recompute_exposed_seconds: PerRank
+    peak_activation_bytes: PerRank
+    peak_activation_bytes_never: PerRank  # without recomputation
+    format_version: int = FORMAT_VERSION
+
+
+def write_report(path: Path, report: RunReport) -> None:
+    path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+
+
+def read_report(path: Path) -> RunReport:
+    """The report of a run.
+
+    Raises:
+        ValueError: there is none, or another version wrote it.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
+    values: dict[str, Any] = json.loads(path.read_text())
+    if values.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
+        )
+    fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return RunReport(**fields)
+
+
+def as_markdown(report: RunReport) -> str:
+    """The report as a page that reads well as text, too."""
+    stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
+    layers = ", ".join(map(str, report.balance))
+    num_ranks = len(report.peak_activation_bytes)
+    lines = [
+        f"# {report.experiment}: {report.steps} steps{stopped}",
+        "",
+        f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers.",
+        "",
+        table(("", "run"), _totals(report)),
+        "",
+        table(("", *(f"rank {rank}" for rank in range(num_ranks))), _ranks(report)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _totals(report: RunReport) -> list[tuple[str, ...]]:
+    return [
+        ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
+        ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
+        ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
+        ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
+        ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
+        ("bubble", number(report.bubble_fraction, "{:.1%}")),
+    ]
+
+
+def _ranks(report: RunReport) -> list[tuple[str, ...]]:
+    return [
+        ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
+        ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
+        ("peak activations", *map(size, report.peak_activation_bytes)),
+        ("without recomputation", *map(size, report.peak_activation_bytes_never)),
+    ]
+
+
+def _difference(report: RunReport) -> str:
+    if report.step_seconds_measured is None or report.step_seconds_predicted is None:
+        return ""
+    return f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"

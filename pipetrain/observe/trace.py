@@ -1,0 +1,45 @@
+"""events/rank-NNNN.jsonl: what each rank did, op by op, on its own clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pipetrain.schedule.events import OpEvent
+
+FIRST_STEPS = 10  # written whole: this is where a run goes wrong or settles
+SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a long run does not fill the disk
+
+
+class EventFile:
+    """A sink for events. It holds those of one step and writes them when the step is over, away from the hot path."""
+
+    def __init__(self, path: Path, num_steps: int) -> None:
+        self._file = path.open("w")
+        self._every = max(num_steps // SPREAD_STEPS, 1)
+        self._events: list[OpEvent] = []
+
+    def __call__(self, event: OpEvent) -> None:
+        self._events.append(event)
+
+    def end_step(self, step: int) -> None:
+        """Writes the events of `step` (from 1), or drops them where the file has enough."""
+        events, self._events = self._events, []
+        if step <= FIRST_STEPS or step % self._every == 0:
+            self._file.writelines(_line(step, event) for event in events)
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(step: int, event: OpEvent) -> str:
+    record = {
+        "step": step,
+        "rank": event.rank,
+        "lane": event.lane.value,
+        "op": str(event.op),
+        "start": event.start,
+        "end": event.end,
+    }
+    return json.dumps(record) + "\n"

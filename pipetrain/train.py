@@ -1,0 +1,219 @@
+"""The training entry: config -> plan -> schedule -> run -> report. `torchrun -m pipetrain.train KEY=VALUE ...`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+
+from pipetrain.config.check import check_run
+from pipetrain.config.load import as_yaml, load
+from pipetrain.config.records import RunConfig
+from pipetrain.data.dataset import Data, make_data
+from pipetrain.engine.engine import Engine, StepResult
+from pipetrain.engine.native import NativeEngine
+from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
+from pipetrain.engine.stop import StopRequest
+from pipetrain.engine.weights import save_weights
+from pipetrain.engine.world import World
+from pipetrain.model.check import check_model
+from pipetrain.observe.folder import RunFolder, choose_folder
+from pipetrain.observe.metrics import StepMetrics
+from pipetrain.observe.recorder import Recorder
+from pipetrain.observe.report import RunReport
+from pipetrain.planner.choose import choose_plan, choose_schedule
+from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
+from pipetrain.runtime.failure import PipelineError
+from pipetrain.runtime.measure import Report
+from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.breakdown import bubble_fraction
+from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.show import Shown, show_schedule
+
+
+def train(config: RunConfig) -> Outcome:
+    """Trains as one of the ranks that torch.distributed knows, and leaves the run folder behind.
+
+    Raises:
+        ValueError: the configuration, the data or the number of ranks does not make a run.
+        PipelineError: a rank failed.
+    """
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        world = stack.enter_context(World(config.timeout_seconds))
+        plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
+        data = make_data(config.data, config.seed)
+        folder = _agree_on_folder(config, world)
+        recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep=MEASURED_STEPS)))
+        recorder.start(as_yaml(config), plan)
+        engine = NativeEngine(
+            config,
+            plan,
+            schedule,
+            vocabulary_size=data.vocabulary_size,
+            device=world.device,
+            on_event=recorder.on_event,
+        )
+        stack.enter_context(closing(engine))
+
+        signum = _run_steps(config, data, engine, recorder, world, stop)
+        last = engine.gather_report()
+        heldout_loss = None if signum else engine.evaluate(data.heldout)
+        if last is not None:
+            measured, predicted = _compare(schedule, last, recorder.timelines)
+            report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum)
+            recorder.finish(report, measured, predicted)
+        weights = engine.weights()
+        if weights is not None:
+            save_weights(folder.weights, weights)
+        world.largest(0)  # nobody leaves before everything is written
+    code = Exit.STOPPED if signum else Exit.DONE
+    message = f"stopped by {signal.Signals(signum).name}; the report is written" if signum else ""
+    return Outcome(world.rank, code, message, str(folder.path) if world.rank == 0 else None)
+
+
+def _run_steps(
+    config: RunConfig, data: Data, engine: Engine, recorder: Recorder, world: World, stop: StopRequest
+) -> int:
+    """All steps, or as many as there were before a rank was asked to stop; returns the signal, or 0."""
+    every = config.observe.evaluate_every_steps
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        result = engine.step(step, data.train.batch(step - 1))
+        report = engine.gather_report()
+        seconds = time.perf_counter() - started
+        num_tokens = config.data.batch_size * config.data.sequence_length
+        if report is None:
+            recorder.end_step(step)
+        else:
+            recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
+        if every is not None and step % every == 0 and step < config.steps:
+            recorder.evaluated(step, engine.evaluate(data.heldout))
+        if signum := world.largest(stop.signum):
+            return signum
+    return 0
+
+
+def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: float) -> StepMetrics:
+    def per_rank(name: str) -> tuple[float, ...]:
+        return tuple(getattr(rank, name) for rank in report.breakdown)
+
+    return StepMetrics(
+        step=step,
+        loss=result.loss,
+        lr=result.learning_rate,
+        grad_norm=result.grad_norm,
+        tokens_per_second=tokens_per_second,
+        step_seconds=report.step_seconds,
+        bubble_fraction=bubble_fraction(report.breakdown),
+        mfu=None,
+        recompute_hidden_seconds=per_rank("recompute_hidden_seconds"),
+        recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
+        wait_activation_seconds=per_rank("wait_activation_seconds"),
+        wait_gradient_seconds=per_rank("wait_gradient_seconds"),
+        peak_activation_bytes=report.peak_activation_bytes,
+        peak_memory_bytes=report.peak_memory_bytes,
+    )
+
+
+def _compare(schedule: Schedule, last: Report, early: Sequence[Timeline]) -> tuple[Shown, Shown | None]:
+    """The last step, and the step that the op times of `early` steps predict."""
+    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+    measured = Shown(schedule, costs, last.timeline, bound_of(schedule, costs), last.breakdown)
+    return measured, show_schedule(schedule, costs) if early else None
+
+
+def _sum_up(
+    config: RunConfig,
+    balance: tuple[int, ...],
+    last: Report,
+    metrics: Sequence[StepMetrics],
+    predicted: Shown | None,
+    heldout_loss: float | None,
+    signum: int,
+) -> RunReport:
+    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all."""
+    compared = [step for step in metrics if step.step >= FIRST_COMPARED_STEP]
+    settled = compared or metrics
+
+    def median(name: str) -> float:
+        values: list[float] = [getattr(step, name) for step in settled]
+        return statistics.median(values)
+
+    def medians(name: str) -> tuple[float, ...]:
+        return tuple(map(statistics.median, zip(*(getattr(step, name) for step in settled))))
+
+    return RunReport(
+        experiment=config.experiment,
+        schedule=config.pipeline.schedule,
+        recompute_mode=config.recompute.mode,
+        balance=balance,
+        steps=len(metrics),
+        loss=metrics[-1].loss,
+        heldout_loss=heldout_loss,
+        tokens_per_second=median("tokens_per_second"),
+        step_seconds_measured=median("step_seconds"),
+        step_seconds_predicted=predicted.step_seconds if predicted and compared else None,
+        bubble_fraction=median("bubble_fraction"),
+        stopped_by=signal.Signals(signum).name if signum else None,
+        recompute_hidden_seconds=medians("recompute_hidden_seconds"),
+        recompute_exposed_seconds=medians("recompute_exposed_seconds"),
+        peak_activation_bytes=tuple(map(max, zip(*(step.peak_activation_bytes for step in metrics)))),
+        peak_activation_bytes_never=last.peak_activation_bytes_never,
+    )
+
+
+def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
+    """Rank 0 chooses and makes it; the others are told, also what went wrong."""
+    chosen, problem = "", ""
+    if world.rank == 0:
+        try:
+            folder = choose_folder(config.run_dir, config.experiment)
+            folder.create()
+            chosen = str(folder.path)
+            announce_run_dir(chosen)
+        except ValueError as error:
+            problem = str(error)
+    chosen, problem = world.from_first((chosen, problem))
+    if problem:
+        raise ValueError(problem)
+    return RunFolder(Path(chosen))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains with the overrides in `arguments` as one rank; returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    announce(rank)
+    try:
+        config = load(sys.argv[1:] if arguments is None else arguments)
+        check_run(config)
+        check_model(config.model, sequence_length=config.data.sequence_length)
+        # Read when CUDA starts. With 1, streams would wait on each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        torch.set_num_threads(config.threads_per_rank)
+        outcome = train(config)
+    except ValueError as error:
+        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
+    except PipelineError as error:
+        outcome = Outcome(rank, Exit.FAILED, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    return end(outcome)
+
+
+if __name__ == "__main__":
+    # Past a failure, threads may still wait for ranks that are gone: nothing is joined.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,117 @@
+"""A table of mistakes: each ends with exit code 2 and one message that says what to type."""
+
+import pytest
+
+from pipetrain.config.check import check_run, check_schedule
+from pipetrain.config.load import load
+from pipetrain.config.problem import ConfigError
+
+# what the user typed -> words that the message must have
+UNREADABLE = {
+    "recompute.mod=inline": ["recompute.mod:", "'recompute.mode'"],
+    "recompute=inlin": ["recompute=inlin", "early, inline, never, overlap", "'inline'"],
+    "step=3": ["step:", "'steps'"],
+    "modell=gpt2": ["modell:", "'model'"],
+    "observe.wandb.mod=x": ["'observe.wandb.mode'"],
+    "mode.dropout=0.1": ["mode.dropout:", "'model.dropout'"],
+    "optim.beta=3": ["'optim.betas'"],
+    "recompute.mode.x=1": ["there is no such key", "'recompute.mode'"],
+    "optim=sgd": ["optim=sgd", "allowed are adamw"],
+    "steps=abc": ["steps=abc", "this is text", "an integer"],
+    "steps=3.5": ["steps=3.5", "a number", "an integer"],
+    "steps=null": ["null", "an integer"],
+    "seed=true": ["seed=true", "an integer"],
+    "optim.learning_rate=fast": ["optim.learning_rate=fast", "a number"],
+    "observe.progress=1": ["true or false"],
+    "optim.betas=[0.9,0.95,0.99]": ["optim.betas", "a list of 2 numbers"],
+    "pipeline.balance=3,3": ["one value", "pipeline.balance=[3,3]"],
+    "pipeline.balance=[3,x]": ["pipeline.balance", "a list of integers"],
+    "observe.wandb=3": ["observe.wandb=3", "mode, project"],
+    "data.path=123": ["allowed is text or null", "data.path=\"'123'\""],
+    "data.path=/a b=c": ["cannot be read", "quote"],
+    "+optim.momentum=0.9": ["neither added nor removed"],
+    "~optim.clip_norm": ["key=value"],
+    "steps": ["an override is key=value"],
+}
+OUT_OF_RANGE = {
+    "steps=0": ["steps=0", "1 or more"],
+    "seed=-1": ["seed=-1", "0 or more"],
+    "timeout_seconds=0": ["timeout_seconds=0", "more than 0"],
+    "threads_per_rank=0": ["threads_per_rank=0", "1 or more"],
+    "optim.learning_rate=-1": ["optim.learning_rate=-1", "more than 0"],
+    "optim.clip_norm=0": ["optim.clip_norm=0", "more than 0"],
+    "optim.betas=[0.9,1.0]": ["optim.betas", "less than 1"],
+    "optim.final_fraction=2": ["optim.final_fraction=2", "from 0 to 1"],
+    "observe.evaluate_every_steps=0": ["observe.evaluate_every_steps=0", "1 or more"],
+    "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
+    "pipeline.schedule=inference": ["no backward", "gpipe"],
+}
+OUT_OF_RANGE_FOR_SHOW_TOO = {
+    "pipeline.num_microbatches=0": ["num_microbatches=0", "1 or more"],
+    "pipeline.num_stages=0": ["num_stages=0", "1 or more"],
+    "recompute.ahead=0": ["recompute.ahead=0", "1 or more"],
+    "recompute.keep=-1": ["recompute.keep=-1", "0 or more"],
+    "recompute.granularity=layer": ["recompute.granularity=layer", "not supported", "stage"],
+}
+UNSUPPORTED = {
+    "parallel.num_replicas=2": "pipeline.num_stages",
+    "parallel.zero=1": "pipeline.num_stages",
+    "parallel.fsdp=true": "pipeline.num_stages",
+    "parallel.tensor=2": "pipeline.num_stages",
+    "engine.name=deepspeed": "native",
+    "optim.name=sgd": "adamw",
+    "data.tokenizer=bpe": "byte",
+    "resume=latest": "step 1",
+    "init_from=weights": "seed",
+    "model.path=folder": "model=llama",
+    "snapshot.every_steps=100": "weights of the end",
+    "observe.wandb.mode=offline": "metrics.jsonl",
+    "cluster.name=slurm": "torchrun",
+    "cluster.num_nodes=2": "torchrun",
+}
+
+
+def assert_says(error: ConfigError, words: list[str]) -> None:
+    assert "\n" not in str(error)
+    assert [word for word in words if word not in str(error)] == [], error
+
+
+@pytest.mark.parametrize(("override", "words"), UNREADABLE.items(), ids=UNREADABLE)
+def test_what_cannot_be_loaded(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([override])
+    assert_says(caught.value, words)
+
+
+@pytest.mark.parametrize(("override", "words"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
+def test_what_makes_no_run(override: str, words: list[str]) -> None:
+    config = load([override])
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    assert_says(caught.value, words)
+
+
+@pytest.mark.parametrize(("override", "words"), OUT_OF_RANGE_FOR_SHOW_TOO.items(), ids=OUT_OF_RANGE_FOR_SHOW_TOO)
+def test_what_makes_no_schedule(override: str, words: list[str]) -> None:
+    config = load([override])
+    with pytest.raises(ConfigError) as caught:
+        check_schedule(config)
+    assert_says(caught.value, words)
+
+
+@pytest.mark.parametrize(("override", "instead"), UNSUPPORTED.items(), ids=UNSUPPORTED)
+def test_what_is_not_supported(override: str, instead: str) -> None:
+    config = load([override])
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    assert_says(caught.value, [override.split("=")[0], "not supported", instead])
+
+
+def test_stages_that_do_not_fit_the_ranks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_schedule(load(["pipeline.num_stages=4", "pipeline.stages_per_rank=3"]))
+    assert_says(caught.value, ["num_stages=4", "stages_per_rank=3", "multiple"])
+
+
+def test_show_does_not_look_at_data_or_model() -> None:
+    check_schedule(load(["data.batch_size=1", "model.num_blocks=0", "parallel.num_replicas=5", "steps=0"]))

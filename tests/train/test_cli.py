@@ -1,0 +1,153 @@
+"""The command line: exit codes, one clear message, and nothing heavy loaded for it."""
+
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from pipetrain.cli import COMMANDS, main
+
+MISTAKES = {
+    "unknown key": ["train", "recompute.mod=inline"],
+    "range": ["train", "steps=0"],
+    "unsupported": ["train", "parallel.num_replicas=2"],
+    "microbatches": ["train", "pipeline.num_microbatches=17"],
+    "balance": ["train", "pipeline.balance=[3,4]"],
+    "fewer layers than stages": ["train", "pipeline.num_stages=7"],
+    "schedule": ["train", "pipeline.schedule=gpip"],
+    "model": ["train", "model.num_heads=3"],
+    "mode": ["show", "recompute.mode=never_"],
+    "against": ["show", "--against=recompute.mod=inline"],
+    "file": ["show", "pipeline.schedule=missing.csv"],
+    "warm-up": ["show", "pipeline.warmup=3"],
+    "costs": ["show", "cost.forward_seconds=[1,2,3]"],
+    "format": ["show", "--out=x.png"],
+    "run": ["report", "runs/nothing"],
+    "command": ["trian"],
+}
+WORDS = {
+    "balance": ["[3, 4]", "7 layers", "has 6", "balance=[3, 3]"],
+    "fewer layers than stages": ["6 layers", "7 stages"],
+    "model": ["model.num_heads=3", "model.hidden_size=128"],
+    "schedule": ["'gpip'", "'gpipe'"],
+    "against": ["recompute.mod:", "'recompute.mode'"],
+    "warm-up": ["pipeline.warmup=3", "1f1b"],
+    "costs": ["cost.forward_seconds has 3 numbers", "or 2"],
+    "command": ["trian", "train, show"],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_with_2_and_one_line(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(MISTAKES[name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pipetrain: ")
+    assert captured.err.count("\n") == 1
+    assert [word for word in WORDS.get(name, []) if word not in captured.err] == [], captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "pipeline.num_stages=4"], 0),
+        (["train", "recompute.mod=inline"], 2),
+        (["train", "model.num_heads=3"], 2),
+        (["--help"], 0),
+    ],
+    ids=["show", "unknown key", "model", "help"],
+)
+def test_light_commands_are_fast_and_need_no_torch(arguments: list[str], code: int) -> None:
+    program = f"import sys; from pipetrain.cli import main; code = main({arguments}); print('torch' in sys.modules); sys.exit(code)"
+    before = processor_seconds_of_children()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    assert processor_seconds_of_children() - before < 2.0  # what another test takes meanwhile does not count
+
+
+def processor_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: pipetrain {command}")
+    assert main(["--help"]) == 0
+    assert f"  {command}" in capsys.readouterr().out
+
+
+def test_srun_must_not_start_all_ranks_several_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert main(["train"]) == 2
+    assert "srun started 4 tasks" in capsys.readouterr().err
+
+
+def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pipetrain").mkdir()
+    monkeypatch.setattr("pipetrain.cli.__file__", str(tmp_path / "pipetrain" / "cli.py"))
+    assert main(["bench"]) == 2  # there are none
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("")
+    (tmp_path / "benchmarks" / "command.py").write_text("def main(words):\n    return len(words)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("benchmarks", "benchmarks.command"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert main(["bench", "overlap", "--rounds=3", "--help"]) == 3
+    for module in ("benchmarks", "benchmarks.command"):
+        monkeypatch.delitem(sys.modules, module)
+
+
+def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--json", "pipeline.num_stages=3", "recompute.mode=inline"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {
+        "step_seconds",
+        "bound_seconds",
+        "bubble_fraction",
+        "recompute_hidden_seconds",
+        "recompute_exposed_seconds",
+        "peak_sets",
+        "ops",
+    }
+    assert len(shown["peak_sets"]) == 3
+    assert set(shown["ops"][0]) == {"rank", "lane", "op", "start", "end"}
+
+
+def test_json_in_a_file_leaves_the_drawing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "show.json"
+    assert main(["show", f"--json={file}", "cost.hop_seconds=0.5"]) == 0
+    assert "rank 0 F0" in capsys.readouterr().out
+    assert json.loads(file.read_text())["step_seconds"] > 0
+
+
+def test_a_schedule_goes_to_a_file_and_comes_back(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.csv"
+    options = ["pipeline.num_stages=4", "recompute.mode=inline"]
+    assert main(["show", "--json", *options, f"--out={file}", "pipeline.schedule=1f1b"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["show", "--json", "pipeline.num_stages=4", "recompute.mode=inline", f"pipeline.schedule={file}"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == shown["step_seconds"]
+
+
+def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = []
+    for overrides in ([], ["cost.forward_seconds=[1,2]"], ["cost.hop_seconds=3"]):
+        assert main(["show", "--json", *overrides]) == 0
+        figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
+    assert figures[0] == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
+    assert figures[1] == 35.0  # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
+    assert figures[2] == 33.0  # rank 1 runs 8 x 3 from 4 to 28, the last gradient arrives at 31, then a B

@@ -1,0 +1,72 @@
+"""How ranks tell the launcher what happened, and what it makes of that."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipetrain.engine.launch import sum_up
+from pipetrain.engine.outcome import (
+    FOLDER_VARIABLE,
+    Exit,
+    Outcome,
+    announce,
+    announce_run_dir,
+    collect,
+    end,
+    processes,
+    run_dir_of,
+    tell,
+)
+
+STOPPED = "stopped by SIGINT"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_a_stopped_run_is_75_though_torchrun_must_not_see_it(folder: Path) -> None:
+    assert end(Outcome(1, Exit.STOPPED, STOPPED)) == Exit.DONE  # else torchrun would end rank 0, which still writes
+    assert end(Outcome(0, Exit.STOPPED, STOPPED, "runs/x")) == Exit.DONE
+    announce_run_dir("runs/x")
+    assert sum_up(collect(folder), 0, run_dir_of(folder)) == Outcome(1, Exit.STOPPED, STOPPED, "runs/x")
+
+
+def test_the_first_failure_is_the_one_that_is_told(folder: Path) -> None:
+    end(Outcome(0, Exit.STOPPED, STOPPED, "runs/x"))
+    assert end(Outcome(2, Exit.FAILED, "rank 2 failed in 2F0")) == Exit.FAILED
+    assert end(Outcome(1, Exit.FAILED, "rank 1 ends because of it")) == Exit.FAILED
+    assert sum_up(collect(folder), signal.SIGKILL, "runs/x") == Outcome(
+        2, Exit.FAILED, "rank 2 failed in 2F0", "runs/x"
+    )
+
+
+def test_a_killed_rank_leaves_nothing_and_is_told_all_the_same(folder: Path) -> None:
+    assert "SIGKILL" in sum_up(collect(folder), signal.SIGKILL, run_dir_of(folder)).message
+    assert sum_up(collect(folder), 0, None).code == Exit.FAILED
+
+
+def test_processes_are_announced(folder: Path) -> None:
+    for rank in (0, 1):
+        announce(rank)
+    assert len(processes(folder)) == 2
+
+
+def test_without_a_launcher_the_user_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    assert end(Outcome(0, Exit.STOPPED, STOPPED, "runs/x")) == Exit.STOPPED
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == "run folder: runs/x"
+    assert captured.err == f"pipetrain: {STOPPED}\n"
+    assert end(Outcome(1, Exit.WRONG_INPUT, "the same mistake on every rank")) == Exit.WRONG_INPUT
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet_keeps_stdout_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(Outcome(0, Exit.DONE, "", "runs/x"), quiet=True)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,284 @@
+"""Whole runs on two ranks, as a user starts them: torchrun, gloo, a tiny model."""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipetrain.cli import main
+
+Finished = tuple[pathlib.Path, "subprocess.CompletedProcess[str]"]
+PIPETRAIN = [sys.executable, "-m", "pipetrain.cli"]
+TINY = ["experiment=smoke", "data=text"]
+METRICS = (
+    "step loss lr grad_norm tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
+    "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds peak_activation_bytes peak_memory_bytes"
+)
+REPORT = (
+    "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
+    "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never"
+)
+PER_RANK = [
+    "recompute_hidden_seconds",
+    "recompute_exposed_seconds",
+    "wait_activation_seconds",
+    "wait_gradient_seconds",
+    "peak_activation_bytes",
+    "peak_memory_bytes",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Text to learn from: every file another slice of the same words."""
+    folder = tmp_path_factory.mktemp("text")
+    words = [
+        "the",
+        "pipeline",
+        "runs",
+        "while",
+        "the",
+        "stage",
+        "waits",
+        "and",
+        "the",
+        "stage",
+        "waits",
+        "while",
+        "the",
+        "pipeline",
+        "runs",
+    ]
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of six steps that went to its end, in the folder of its own that it was started in."""
+    start_dir = tmp_path_factory.mktemp("run")
+    done = subprocess.run(
+        [*PIPETRAIN, "train", *TINY, f"data.path={text}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=start_dir,
+        env=environment(),
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return start_dir, done
+
+
+def environment() -> dict[str, str]:
+    """The package from this checkout, wherever the run starts; and nothing of a launcher that runs the tests."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_last_line_on_stdout_is_the_run_folder(finished: Finished) -> None:
+    start_dir, done = finished
+    assert done.stdout.splitlines()[-1].startswith("run folder: ")
+    folder = pathlib.Path(done.stdout.splitlines()[-1].removeprefix("run folder: "))
+    assert folder == (start_dir / "runs" / "latest").resolve()
+    assert folder.name.endswith("-smoke")
+    assert "step 6/6" in done.stderr
+
+
+def test_the_run_folder_has_everything(finished: Finished) -> None:
+    folder = finished[0] / "runs" / "latest"
+    expected = [
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "report.json",
+        "report.md",
+        "timeline.html",
+        "weights",
+        "events",
+    ]
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted(expected)
+    assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
+    assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
+    assert (folder / "timeline.html").read_text().count("rank 1</text>") == 2  # measured, and below it predicted
+
+
+def test_metrics_have_exactly_the_keys(finished: Finished) -> None:
+    lines = lines_of(finished[0] / "runs" / "latest" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert sorted(line) == sorted(METRICS.split())
+        assert all(len(line[key]) == 2 for key in PER_RANK)
+        assert math.isfinite(line["loss"])
+        assert 0 <= line["bubble_fraction"] < 1
+        assert line["mfu"] is None
+    assert lines[0]["lr"] == pytest.approx(1.5e-3)  # half-way up a warm-up of two steps
+    assert lines[1]["lr"] == pytest.approx(3e-3)
+    assert lines[-1]["lr"] == pytest.approx(3e-4)  # a tenth, at the end of the cosine
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished[0] / "runs" / "latest"
+    assert main(["report", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [key for key in REPORT.split() if key not in report] == []
+    assert (report["steps"], report["stopped_by"]) == (6, None)
+    assert 0 < report["heldout_loss"] < math.log(256) + 0.5
+    assert report["step_seconds_predicted"] > 0
+    assert report["step_seconds_measured"] > 0
+    assert all(len(report[key]) == 2 for key in [*PER_RANK[:2], "peak_activation_bytes", "peak_activation_bytes_never"])
+    # rank 0 recomputes one set at a time, so it holds less than all of them
+    assert report["peak_activation_bytes"][0] < report["peak_activation_bytes_never"][0]
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == (folder / "report.md").read_text()
+
+
+def test_losses_do_not_depend_on_the_split(finished: Finished, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = [*TINY, f"data.path={text}", "pipeline.num_stages=1", "recompute=never", "run_dir=alone"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "pipetrain.train", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=100,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.splitlines()[-1] == f"run folder: {tmp_path / 'alone'}"
+    runs = [lines_of(folder / "metrics.jsonl") for folder in (finished[0] / "runs" / "latest", tmp_path / "alone")]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in runs[0]] == [line[key] for line in runs[1]]
+    first, second = (
+        (folder / "report.json").read_text() for folder in (finished[0] / "runs" / "latest", tmp_path / "alone")
+    )
+    assert json.loads(first)["heldout_loss"] == json.loads(second)["heldout_loss"]
+
+
+def test_events_are_those_of_the_schedule(finished: Finished) -> None:
+    for rank in (0, 1):
+        events = lines_of(finished[0] / "runs" / "latest" / "events" / f"rank-{rank:04d}.jsonl")
+        assert {event["step"] for event in events} == {1, 2, 3, 4, 5, 6}
+        assert {event["rank"] for event in events} == {rank}
+        computed = [event["op"] for event in events if event["step"] == 6 and event["lane"] in ("compute", "recompute")]
+        ops = {f"{rank}{kind}{microbatch}" for kind in "FB" for microbatch in range(4)}
+        assert set(computed) == ops | ({f"0R{microbatch}" for microbatch in range(4)} if rank == 0 else set())
+        assert all(event["start"] <= event["end"] for event in events)
+
+
+def test_text_from_the_weights(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(finished[0] / "runs" / "latest")
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert main(["generate", folder, "--prompt=the ", "--tokens=20", f"--seed={seed}"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("the ")
+    assert texts[0] == texts[1] != texts[2]
+    assert main(["generate", folder, "--prompt="]) == 2
+    assert "--prompt is empty" in capsys.readouterr().err
+
+
+def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = [*PIPETRAIN, "train", *TINY, f"data.path={text}", "steps=100000", "run_dir=stopped"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        start_new_session=True,
+    )
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
+        os.killpg(started.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+        stdout, stderr = started.communicate(timeout=60)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 75, stderr
+    assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'stopped'}"
+    assert stderr.splitlines()[-1] == "pipetrain: stopped by SIGINT; the report is written"
+    assert "Traceback" not in stderr
+    report = json.loads((tmp_path / "stopped" / "report.json").read_text())
+    assert report["stopped_by"] == "SIGINT"
+    assert report["steps"] == len(metrics.read_text().splitlines()) < 100000
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = [*PIPETRAIN, "train", *TINY, f"data.path={text}", "steps=100000", "run_dir=killed"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**environment(), "TMPDIR": str(tmp_path)},
+    )
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
+        ranks = [int(file.read_text()) for file in sorted(tmp_path.glob("pipetrain-*/process-*"))]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        stdout, stderr = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 1
+    assert stderr.splitlines()[-1].startswith("pipetrain: ")
+    assert "rank 1 is gone" in stderr.splitlines()[-1]
+    assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'killed'}"
+    assert [pid for pid in ranks if is_alive(pid)] == []
+    assert list(tmp_path.glob("pipetrain-*")) == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_too_many_ranks_is_told_once(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = ["--standalone", "--nproc-per-node=2", "-m", "pipetrain.train"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, *TINY, f"data.path={text}", "pipeline.num_stages=3"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=100,
+    )
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("pipetrain: ")]
+    assert len(told) == 1
+    assert "pipeline.num_stages=3 does not fit 2 ranks" in told[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def wait_until(ready: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 60.0) -> None:
+    """Looks again and again, as long as the process runs."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not get that far in time"
+        time.sleep(0.05)

@@ -1,0 +1,49 @@
+"""`verify`: what it compares, and that a difference does not pass."""
+
+import json
+
+import pytest
+import torch
+
+from pipetrain.cli import main
+from pipetrain.engine import verify
+from pipetrain.engine.verify import Case, Row, as_table, cases
+
+CASE = Case("dense", 2, "gpipe", "overlap")
+
+
+def test_every_schedule_that_trains_and_every_mode() -> None:
+    found = set(cases(2))
+    assert len(found) == len(list(cases(2)))
+    assert {case.schedule for case in found} == {"gpipe", "1f1b", "interleaved"}
+    assert {case.mode for case in found} == {"never", "inline", "early", "overlap"}
+
+
+def test_a_difference_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row(CASE, None, 0.0), Row(CASE, "gradient of 3.weight in step 1", 1e-8)]
+    monkeypatch.setattr(verify, "_on_ranks", lambda _: rows)
+    assert main(["verify", "--quick"]) == 3
+    assert "gradient of 3.weight in step 1 differs by 1e-08" in capsys.readouterr().out
+    assert main(["verify", "--quick", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)[1]["differs"] == "gradient of 3.weight in step 1"
+    rows.pop()
+    assert main(["verify", "--quick"]) == 0
+    assert capsys.readouterr().out == as_table(rows) + "\n"
+
+
+def test_the_last_bit_counts() -> None:
+    one = torch.ones(3)
+    assert list(verify._compare("x", one, one.clone())) == []
+    assert list(verify._compare("x", one, torch.nextafter(one, 2 * one))) == [("x", pytest.approx(1.19e-7, rel=0.01))]
+    assert list(verify._compare("x", None, one)) == [("x", float("inf"))]
+
+
+def test_one_rank_equals_one_process() -> None:
+    rows = verify._on_ranks(1)
+    assert [row.case for row in rows if not row.is_equal] == []
+    assert len(rows) == len(list(cases(1)))
+
+
+@pytest.mark.slow
+def test_all_ranks_equal_one_process() -> None:
+    assert main(["verify"]) == 0
