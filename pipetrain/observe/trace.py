@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipetrain.observe.metrics import keep_before
 from pipetrain.schedule.events import OpEvent
 
 FIRST_STEPS = 10  # written whole: this is where a run goes wrong or settles
@@ -14,8 +15,9 @@ SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a
 class EventFile:
     """A sink for events. It holds those of one step and writes them when the step is over, away from the hot path."""
 
-    def __init__(self, path: Path, num_steps: int) -> None:
-        self._file = path.open("w")
+    def __init__(self, path: Path, num_steps: int, first_step: int = 1) -> None:
+        keep_before(path, first_step)
+        self._file = path.open("a")
         self._every = max(num_steps // SPREAD_STEPS, 1)
         self._events: list[OpEvent] = []
 

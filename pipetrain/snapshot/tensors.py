@@ -19,7 +19,7 @@ from torch import Tensor
 from pipetrain.snapshot.folder import create_file
 from pipetrain.snapshot.manifest import FileRecord
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 22
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
