@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+
+from pipetrain.runtime.failure import PipelineError
 
 _T = TypeVar("_T")
 
@@ -47,14 +51,28 @@ class World:
     def largest(self, value: int) -> int:
         """The largest `value` of any rank. Collective."""
         shared = torch.tensor(value)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        with self._naming_a_loss():
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
 
     def from_first(self, value: _T) -> _T:
         """The `value` of rank 0. Collective."""
         shared = [value]
-        dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
+        with self._naming_a_loss():
+            dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
         return shared[0]
+
+    @contextlib.contextmanager
+    def _naming_a_loss(self) -> Iterator[None]:
+        """A rank that dies between two steps breaks the connection of those that want to agree with it."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0]
+            raise PipelineError(
+                f"rank {self.rank} lost another rank between two steps ({reason}): it failed, was killed, ran out of memory, "
+                "or its machine is down: see its own output"
+            ) from error
 
 
 def has_gpus(num_ranks: int) -> bool:
