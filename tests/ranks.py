@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -63,7 +64,7 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
         for connection in wait(list(waiting), timeout=1.0):
             assert isinstance(connection, Connection)
             try:
-                value, error = connection.recv()
+                value, error = pickle.loads(connection.recv_bytes())
             except EOFError:
                 value, error = None, None
             ended[waiting[connection]] = (value, error, time.monotonic() - start)
@@ -96,9 +97,10 @@ def _main(
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     try:
-        connection.send((function(*args), None))
+        # Plain pickle copies a tensor; the pipe's own would share its memory with a process that ends.
+        connection.send_bytes(pickle.dumps((function(*args), None)))
     except Exception:
-        connection.send((None, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((None, traceback.format_exc())))
         raise SystemExit(1) from None
     if dist.is_initialized():
         dist.destroy_process_group()

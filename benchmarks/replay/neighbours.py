@@ -125,6 +125,9 @@ class ReplayInbound:
     def close(self) -> None:
         self._courier.close()
 
+    def abort(self) -> None:
+        """There is no connection to break."""
+
 
 class ReplayOutbound:
     """A queue of messages that go to pinned host memory: `transport.Outbound`."""
@@ -166,6 +169,9 @@ class ReplayOutbound:
 
     def close(self) -> None:
         self._courier.close()
+
+    def abort(self) -> None:
+        """There is no connection to break."""
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -33,12 +33,11 @@ class Introduction:
     plan: str
     schedule: str
     seed: int
-    first_backward: int
     problem: str | None
 
 
-def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> int:
-    """Compare with the other ranks; returns the first stage in which something needs a gradient.
+def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Compare with the other ranks.
 
     Raises:
         ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0.
@@ -51,7 +50,6 @@ def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> in
             mine, first = getattr(other, key), getattr(everyone[0], key)
             if mine != first:
                 raise ValueError(f"rank {rank} was given another {key} than rank 0: {mine}, not {first}")
-    return min(other.first_backward for other in everyone)
 
 
 @dataclass(frozen=True)
@@ -131,6 +129,8 @@ class Signatures:
 
     def amend(self, header: dict[str, Any], stages: Mapping[int, Stage], plan: Plan) -> None:
         """Add what this rank knows: whether it needs gradients, and whether that changed since the last such call."""
+        if header["error"]:
+            return  # no messages follow, so nothing was described
         flags = tuple(
             parameter.requires_grad
             for stage in stages.values()
@@ -140,13 +140,7 @@ class Signatures:
         number = header["signature"]
         header["described"] = header["described"] or self._trainable.get(number) != flags
         self._trainable[number] = flags
-        own, known = first_trainable(stages, plan), header["first_backward"]
-        if own < known and plan.num_stages != plan.num_ranks:
-            header["error"] = header["error"] or (
-                f"stage {own} has a parameter that needs a gradient, which it had not when the Pipeline was made: with several "
-                "stages per rank make a new Pipeline after requires_grad changed"
-            )
-        header["first_backward"] = min(known, own)
+        header["first_backward"] = min(header["first_backward"], first_trainable(stages, plan))
 
     def forms(self, number: int) -> dict[Op, Form]:
         return self._forms.setdefault(number, {})
@@ -167,18 +161,26 @@ def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
 class Programs:
     """The schedules of a pipeline, checked before they run and laid out for one rank."""
 
-    def __init__(self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int, transport_ahead: int | None
+    ) -> None:
+        """`transport_ahead`: tensors of a link that are received and not yet used; None: as many as there are."""
         self._wanted = schedule
+        self._transport_ahead = transport_ahead
         self._policy = policy
         self._plan = plan
         self._rank = rank
         self._cache: dict[tuple[str, int, int], Program] = {}
-        self.training(first_backward=0)
+        self.whole()
 
     def describe(self) -> str:
         """For comparing ranks."""
         wanted = self._wanted if isinstance(self._wanted, str) else repr(self._wanted.lanes)
         return f"{wanted} {self._policy}"
+
+    def whole(self) -> Program:
+        """The program of `step` with every stage's gradients, or with those that a given schedule has."""
+        return self.training(self._wanted.first_backward if isinstance(self._wanted, Schedule) else 0)
 
     def training(self, first_backward: int) -> Program:
         """The program of `step` where stages below `first_backward` need no gradient."""
@@ -200,6 +202,7 @@ class Programs:
                 num_ranks=self._plan.num_ranks,
                 recompute=self._policy,
                 first_backward=first_backward,
+                transport_ahead=num_microbatches if self._transport_ahead is None else self._transport_ahead,
             )
             check(schedule)
             self._cache[key] = Program.of(schedule, self._rank)

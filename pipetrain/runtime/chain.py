@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from pipetrain.runtime.courier import Courier, finish
 from pipetrain.runtime.failure import Monitor
-from pipetrain.runtime.gloo import Pair, make_pair
+from pipetrain.runtime.gloo import Pair, break_off, make_pair
 
 _HEADER_BYTES = 1024
 _TAG = 0
@@ -94,6 +94,9 @@ class _Neighbour:
     def close(self) -> None:
         self._out.close()
         self._in.close()
+
+    def abort(self) -> None:
+        break_off(self._pair, self._other)
 
 
 class Chain:
@@ -177,6 +180,12 @@ class Chain:
         for neighbour in (self._before, self._after):
             if neighbour is not None:
                 neighbour.close()
+
+    def abort(self) -> None:
+        """A call has failed: break the connections, so that nobody waits on this rank."""
+        for neighbour in (self._before, self._after):
+            if neighbour is not None:
+                neighbour.abort()
 
 
 def _pack(parts: list[bytes]) -> bytes:

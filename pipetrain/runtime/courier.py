@@ -42,9 +42,9 @@ class Courier:
             del item, job
 
     def close(self) -> None:
-        """End the thread once its jobs are done. One that waits for a transfer which never comes ends with the process."""
+        """End the thread, once its jobs are done: what is under way ends when the other rank has taken it, or is gone."""
         self._jobs.put(None)
-        self._thread.join(timeout=1.0)
+        self._thread.join(self._monitor.timeout_seconds)
 
 
 def finish(work: Work | None) -> None:

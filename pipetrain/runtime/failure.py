@@ -50,13 +50,18 @@ class FailureBoard:
 
 
 class Monitor:
-    """Where the thread that computes waits for the threads that transfer."""
+    """Where the thread that computes waits for the threads that transfer.
+
+    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then.
+    """
 
     def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float) -> None:
         self.rank = rank
         self.board = board
         self.timeout_seconds = timeout_seconds
         self._condition = threading.Condition()
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
 
     def done(self, finish: Callable[[], None]) -> None:
@@ -79,19 +84,30 @@ class Monitor:
             PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
         """
         with self._condition:
-            if ready():
-                return
-            deadline = time.monotonic() + self.timeout_seconds
-            while not ready():
-                if self._lost is not None:
-                    raise self._explain_loss(what())
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._explain_timeout(what())
-                if not self._condition.wait(min(left, _POLL_SECONDS)):
-                    failure = self.board.read()
-                    if failure is not None:
-                        raise PipelineError(f"{failure} (rank {self.rank} ends; {what()})")
+            error = None if ready() else self._wait(ready, what)
+        if error is not None:
+            self.fail(str(error))
+            raise error
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> PipelineError | None:
+        deadline = time.monotonic() + self.timeout_seconds
+        while not ready():
+            if self._lost is not None:
+                return self._explain_loss(what())
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._explain_timeout(what())
+            if not self._condition.wait(min(left, _POLL_SECONDS)):
+                failure = self.board.read()
+                if failure is not None:
+                    return PipelineError(f"{failure} (rank {self.rank} ends; {what()})")
+        return None
+
+    def fail(self, text: str) -> None:
+        """The pipeline cannot go on: tell the other ranks, and break off whatever they or this rank may wait for."""
+        if self.failure is None:
+            self.failure = self.board.post(text)
+            self.on_failure()
 
     def _explain_loss(self, what: str) -> PipelineError:
         assert self._lost is not None
@@ -107,7 +123,7 @@ class Monitor:
             f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
             "needs longer for a step than that"
         )
-        return PipelineError(f"{first} (rank {self.rank} ends)")
+        return PipelineError(f"{first} (rank {self.rank} ends; {what})")
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -46,6 +47,16 @@ def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pa
             f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
         ) from error
     return pair
+
+
+def break_off(pair: Pair, other: int) -> None:
+    """Close the connection under whoever waits on it, here and at the other end.
+
+    A thread that is inside a gloo wait when the interpreter ends would bring the process down with it, and the other rank
+    should not have to wait for this process to end. A receive that times out closes its pair: so one is made to.
+    """
+    with suppress(RuntimeError):
+        pair.recv([torch.empty(1)], other, _TAG + 1).wait(timedelta(milliseconds=1))
 
 
 class GlooEdges:
@@ -93,6 +104,9 @@ class GlooInbound:
     def close(self) -> None:
         self._courier.close()
 
+    def abort(self) -> None:
+        break_off(self._pair, self._source)
+
 
 class GlooOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
@@ -119,6 +133,9 @@ class GlooOutbound:
 
     def close(self) -> None:
         self._courier.close()
+
+    def abort(self) -> None:
+        break_off(self._pair, self._target)
 
 
 def receive_form(pair: Pair, source: int) -> Form:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroupNCCL, Store
 from pipetrain.runtime.courier import Courier
 from pipetrain.runtime.failure import Monitor
 from pipetrain.runtime.forms import Form, TensorForm, flat_bytes
-from pipetrain.runtime.gloo import Pair, make_pair, receive_form, send_form
+from pipetrain.runtime.gloo import Pair, break_off, make_pair, receive_form, send_form
 from pipetrain.runtime.lanes import CudaLanes
 from pipetrain.schedule.op import Lane, Op
 
@@ -108,6 +108,10 @@ class NcclInbound:
     def close(self) -> None:
         self._courier.close()
 
+    def abort(self) -> None:
+        break_off(self._forms, self._source)
+        self._data.abort()  # type: ignore[attr-defined]
+
 
 class NcclOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
@@ -137,3 +141,7 @@ class NcclOutbound:
 
     def close(self) -> None:
         self._courier.close()
+
+    def abort(self) -> None:
+        break_off(self._forms, self._target)
+        self._data.abort()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import losses, weights
 from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, first_trainable, introduce
+from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, introduce
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, cut_targets, join
 from pipetrain.runtime.edges import make_edges
@@ -93,14 +93,16 @@ class Pipeline:
         )
         check_sharing(layers, self.plan)
         self._policy = RecomputePolicy.of(recompute)
-        self._programs = Programs(schedule, self._policy, self.plan, world.rank)
+        # An output that waits for its receive counts on the stage that made it, besides the next recomputed set. On a CPU a
+        # posted receive costs nothing; on a GPU it holds multiprocessors.
+        ahead = 2 if world.device.type == "cuda" else None
+        self._programs = Programs(schedule, self._policy, self.plan, world.rank, ahead)
         self.step_index = 0
         self._loss_fn = loss_fn
         self._seed = seed
         self._count_fn = count_fn
         self._on_event = on_event
         self._training = True
-        self._failed: str | None = None
         self._closed = False
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: Recording | None = None  # what on_event was not given yet
@@ -116,6 +118,7 @@ class Pipeline:
         self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
+        self._monitor.on_failure = self._abort
 
     def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
         """This rank's stages. What is wrong on one rank is raised on all."""
@@ -140,10 +143,9 @@ class Pipeline:
             plan=repr(self.plan),
             schedule=self._programs.describe(),
             seed=self._seed,
-            first_backward=first_trainable(stages, self.plan),
             problem=problem,
         )
-        self._first_backward = introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
+        introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of `step`, with every stage's gradients."""
-        return self._programs.training(first_backward=0).schedule
+        return self._programs.whole().schedule
 
     @property
     def device(self) -> torch.device:
@@ -226,18 +228,15 @@ class Pipeline:
         """Agree on what is called: rank 0 says so down the chain."""
         if self._closed:
             raise PipelineError("the pipeline is closed")
-        if self._failed is not None:
-            raise PipelineError(f"the pipeline failed before and cannot go on: {self._failed}")
+        if self._monitor.failure is not None:
+            raise PipelineError(f"the pipeline failed before and cannot go on: {self._monitor.failure}")
         self._emit_events()
         asked = None
         if self.is_first:
-            # Down the chain each rank learns which stages before its own need gradients. With several stages per rank some
-            # of those lie on ranks after it, so there it is what was found at the start.
-            first = self.plan.num_stages if self.plan.num_stages == self.plan.num_ranks else self._first_backward
             most = self.plan.num_microbatches
             asked = {
                 "step": self.step_index,
-                "first_backward": first,
+                "first_backward": self.plan.num_stages,
                 **self._signatures.ask(kind, inputs, most, self._training),
             }
         what = f"{kind} {self.step_index}"
@@ -249,10 +248,7 @@ class Pipeline:
 
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
-            error = ValueError(amended["error"])
-            raise (
-                error if received["error"] else self._fail(error)
-            )  # found here: the ranks before this one do not know it
+            raise ValueError(amended["error"])
         if (amended["kind"], amended["step"]) != (kind, self.step_index):
             raise self._fail(
                 PipelineError(
@@ -260,6 +256,11 @@ class Pipeline:
                     "rank must call the same methods in the same order"
                 )
             )
+        if self.plan.num_stages > self.plan.num_ranks:
+            # Ranks are neighbours in a ring then, and a later one holds an earlier stage: only the last has heard of all.
+            heard = torch.tensor([amended["first_backward"], amended["described"]], dtype=torch.int64)
+            amended["first_backward"], amended["described"] = self._chain.from_last(heard, what).tolist()
+            received["described"] = amended["described"] = bool(amended["described"])
         return Call.of(received, amended)
 
     def _execute(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
@@ -295,12 +296,16 @@ class Pipeline:
         return losses.checked(values, step.index).to(self._world.device)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """A call failed: the pipeline cannot go on, and the other ranks are told."""
-        if self._failed is None:
-            line = (str(error).strip().splitlines() or [""])[0]
-            self._failed = self._board.post(f"rank {self._world.rank} failed: {type(error).__name__}: {line}")
-            self._executor.drop()
+        """A call failed on this rank: the pipeline cannot go on, and the other ranks are told."""
+        line = (str(error).strip().splitlines() or [""])[0]
+        self._monitor.fail(f"rank {self._world.rank} failed: {type(error).__name__}: {line}")
         return error
+
+    def _abort(self) -> None:
+        """Let go of everything that is held or waited for."""
+        self._executor.drop()
+        self._transport.abort()
+        self._chain.abort()
 
     def _weights(self) -> Iterator[Tensor]:
         for stage in self._stages.values():
@@ -392,10 +397,10 @@ class Pipeline:
         if self._closed:
             return
         self._closed = True
-        if self._failed is None:
+        if self._monitor.failure is None:
             self._emit_events()
-            self._transport.close()
-            self._chain.close()
+        self._transport.close()
+        self._chain.close()
         self._world.leave()
 
     def __enter__(self) -> Pipeline:

@@ -31,10 +31,9 @@ def reference_step(
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
     microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
-    counts = [
-        num_rows(part, "inputs") or 1 if count_fn is None else count_fn(label)
-        for part, label in zip(microbatches, labels)
-    ]
+    # Of the uncut batch: in a microbatch, what was wrapped in Whole looks like any other tensor.
+    share, rest = divmod(num_rows(inputs, "inputs") or num_microbatches, num_microbatches)
+    counts = [share + (index < rest) if count_fn is None else count_fn(label) for index, label in enumerate(labels)]
     weights, total = weights_of(counts), None
     with generators_restored(device):
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):

@@ -103,14 +103,22 @@ class LateBoundSet:
         self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
         self._starts: list[int] = []  # number of the first slot of each layer
         self._filled = 0
+        self._layer = -1  # that R is in
 
     def __len__(self) -> int:
         return len(self._signatures)
 
     def start_layer(self) -> None:
-        """F goes on to its next layer."""
+        """F or R goes on to its next layer; in R, the one before must have saved as many tensors as in F."""
         if self._phase is _Phase.FORWARD:
             self._starts.append(len(self._slots))
+            return
+        before, expected = self._layer, self._starts[self._layer + 1]
+        self._layer += 1
+        if self._filled < expected:
+            raise self._ended_early()
+        if self._filled > expected:
+            raise self._mismatch(before, f"saves {self._filled - expected} tensors more than in F")
 
     def hooks(self) -> saved_tensors_hooks:
         """The hooks under which a layer runs, in F and in R."""
@@ -153,10 +161,10 @@ class LateBoundSet:
     def _pack_in_recompute(self, tensor: Tensor) -> None:
         number = self._filled
         if number >= len(self._slots):
-            raise self._mismatch(number, f"saves one tensor more than in F: {_describe(_signature(tensor))}")
+            raise self._mismatch(self._layer, f"saves one tensor more than in F: {_describe(_signature(tensor))}")
         found, expected = _signature(tensor), self._signatures[number]
         if found != expected:
-            raise self._mismatch(number, f"saves {_describe(found)}, in F it was {_describe(expected)}")
+            raise self._mismatch(self._layer, f"saves {_describe(found)}, in F it was {_describe(expected)}")
         self._slots[number].fill(tensor)
         if self._share is not None:
             self._share(tensor)
@@ -173,8 +181,7 @@ class LateBoundSet:
             SavedTensorChanged: with the layer, and the shape of the tensor.
         """
         if self._filled < len(self._slots):
-            missing = _describe(self._signatures[self._filled])
-            raise self._mismatch(self._filled, f"ended without saving {missing}, which F saved")
+            raise self._ended_early()
         self._check_witnesses("later in the same recompute")
         self._phase = _Phase.WAITING
         self._slots.clear()
@@ -188,11 +195,15 @@ class LateBoundSet:
         self._witnesses.clear()
 
     def _layer_of(self, number: int) -> str:
-        return self._name_of(max(bisect_right(self._starts, number) - 1, 0))
+        return self._name_of(bisect_right(self._starts, number) - 1)
 
-    def _mismatch(self, number: int, what: str) -> RecomputeMismatch:
+    def _ended_early(self) -> RecomputeMismatch:
+        layer = bisect_right(self._starts, self._filled) - 1
+        return self._mismatch(layer, f"ended without saving {_describe(self._signatures[self._filled])}, which F saved")
+
+    def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:
         return RecomputeMismatch(
-            f"{self._layer_of(min(number, len(self) - 1))}: the recompute {what}. A layer that is recomputed must do the "
+            f"{self._name_of(layer)}: the recompute {what}. A layer that is recomputed must do the "
             "same operations on the same shapes both times: look for a counter, a cache or Python's own random numbers, "
             "or keep its set with recompute.mode=never"
         )

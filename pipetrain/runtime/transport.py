@@ -30,7 +30,11 @@ class Inbound(Protocol):
         tensors, on the lane that uses them.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Everything has been sent and received."""
+
+    def abort(self) -> None:
+        """The step has failed: break the connection, so that nobody waits on it."""
 
 
 class Outbound(Protocol):
@@ -42,7 +46,11 @@ class Outbound(Protocol):
         """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when the
         tensors need no longer be held."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Everything has been sent and received."""
+
+    def abort(self) -> None:
+        """The step has failed: break the connection, so that nobody waits on it."""
 
 
 class Edges(Protocol):
@@ -77,6 +85,7 @@ class Transport:
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
+        self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
@@ -121,6 +130,10 @@ class Transport:
         form = None if self._is_described(op) else self._forms[op]
 
         def arrived(found: Form, collect: Collect) -> None:
+            # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
+            # receive it, from its F.
+            early = collect() if op.kind is Kind.RECV_F and self._device.type == "cpu" else ()
+            self._early[op] = [self._meter.hold(tensor) for tensor in early]
             self._arrived[op] = (found, collect)
             self._forms[op] = found
             self._done.add(op)
@@ -130,6 +143,8 @@ class Transport:
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""
         form, collect = self._arrived.pop(op)
+        for key in self._early.pop(op):
+            self._meter.release(key)
         return unpack(form, collect()), form
 
     def send(self, op: Op, leaves: Sequence[Any], wants_gradient: Sequence[bool], spec: str) -> None:
@@ -163,11 +178,17 @@ class Transport:
             return f"rank {self._rank} waits in {op} from {self._inbound[op.stage, op.kind].peer}"
         return f"rank {self._rank} waits in {op} to {self._outbound[op.stage, op.kind].peer}"
 
+    def _ends(self) -> list[Inbound | Outbound]:
+        return [*self._inbound.values(), *self._outbound.values()]
+
     def close(self) -> None:
-        for inbound in self._inbound.values():
-            inbound.close()
-        for outbound in self._outbound.values():
-            outbound.close()
+        for end in self._ends():
+            end.close()
+
+    def abort(self) -> None:
+        """A step has failed: break every connection, so that nobody waits on this rank."""
+        for end in self._ends():
+            end.abort()
 
 
 def wanted(form: Form) -> frozenset[int]:

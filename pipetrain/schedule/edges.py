@@ -6,6 +6,7 @@
     [4] inline R waits for the gradient as well            1R2 <- 1RECV_B2
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
     [6] a receive waits until the tensor before is used    2RECV_F2 <- 2F0      (two tensors ahead)
+        or not at all, while the stage will hold as many inputs at once anyway
 
 Ops of the same lane need no edge: their order is the lane's. [1] between neighbours on one rank is written down all
 the same, because there the order of the lane carries data from one stage to the other.
@@ -17,6 +18,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.messages import receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -28,15 +30,18 @@ Edge = tuple[Op, Op]  # (op, what it waits for)
 def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     """`schedule` with its edges; at most `transport_ahead` tensors of a link are received and not yet used.
 
-    0 posts a receive just in time: when the op before its consumer has ended.
+    The inputs that a stage stashes at once (all in GPipe, the warm-up in 1F1B) may all come early: the memory is theirs in any
+    case, and as unsent outputs they would take as much on the sender. 0 posts a receive just in time: when the op before
+    its consumer has ended.
     """
     waits: defaultdict[Op, list[Op]] = defaultdict(list)
+    stash = peak_stash(schedule)
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
         for op, awaited in (
             *_data_edges(schedule, compute),
             *_recompute_edges(schedule, rank),
-            *_receive_edges(schedule, compute, transport_ahead),
+            *_receive_edges(schedule, compute, transport_ahead, stash),
         ):
             waits[op].append(awaited)
     return dataclasses.replace(schedule, waits={op: tuple(dict.fromkeys(awaited)) for op, awaited in waits.items()})
@@ -85,7 +90,7 @@ def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
                 yield op, gradient  # [4]
 
 
-def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int) -> Iterator[Edge]:
+def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Edge]:
     used: defaultdict[tuple[int, Kind], list[Op]] = defaultdict(list)
     for place, op in enumerate(compute):
         receive = None if op.kind is Kind.R else receive_of(schedule, op)
@@ -96,7 +101,7 @@ def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int) -> I
             first_use = place - 1 if _recomputed_inline(schedule, compute, place) else place
             if first_use > 0:
                 yield receive, compute[first_use - 1]  # [6]
-        elif len(consumers) >= ahead:
+        elif len(consumers) >= (max(ahead, stash[op.stage]) if op.kind is Kind.F else ahead):
             yield receive, consumers[-ahead]  # [6]
         consumers.append(op)
 

@@ -53,6 +53,6 @@ def _choice(key: str, value: str, choices: type[_T]) -> _T:
     try:
         return choices(value)
     except ValueError:
-        nearest = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(str(value), [choice.value for choice in choices], n=1, cutoff=0.0)
         hint = f"; did you mean {str(nearest[0])!r}?" if nearest else ""
         raise ValueError(f"{key}={value!r}: allowed are {', '.join(choices)}{hint}") from None

@@ -45,12 +45,20 @@ def test_inline_waits_for_its_gradient_and_early_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("ahead", "third_activation", "third_gradient"),
-    [(0, {"1F1"}, {"1B1"}), (1, {"1F1"}, {"1B1"}), (2, {"1F0"}, {"1B0"}), (3, set(), set())],
+    [(0, {"2B1"}, {"1B1"}), (1, {"2F1"}, {"1B1"}), (2, {"2F0"}, {"1B0"}), (3, set(), set())],
 )
 def test_receives_are_posted_ahead(ahead: int, third_activation: set[str], third_gradient: set[str]) -> None:
     schedule = make_schedule(num_stages=3, num_microbatches=4, recompute="never", transport_ahead=ahead)
-    assert waits(schedule, "1RECV_F2") == third_activation
+    assert waits(schedule, "2RECV_F2") == third_activation
     assert waits(schedule, "1RECV_B2") == third_gradient
+
+
+def test_inputs_that_a_stage_stashes_at_once_may_all_come_early() -> None:
+    gpipe = make_schedule(num_stages=3, num_microbatches=4, recompute="never")
+    assert all(waits(gpipe, f"1RECV_F{microbatch}") == set() for microbatch in range(4))
+    classic = make_schedule("1f1b", num_stages=4, num_microbatches=8, recompute="never")
+    assert waits(classic, "1RECV_F2") == set()  # three forwards in flight
+    assert waits(classic, "1RECV_F3") == {"1F1"}
 
 
 def test_just_in_time_is_after_the_op_before_also_where_that_is_an_r() -> None:

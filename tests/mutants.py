@@ -1,0 +1,261 @@
+"""Breaks one line at a time and asks the tests to notice: `python tests/mutants.py [part of a name ...]`.
+
+Each mutant is applied to a copy of the tree in a temporary folder, where only the tests that should turn red are run. It
+fails if one survives, or if the line that it breaks is no longer there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` in `file`; `tests` are arguments of pytest."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
+MUTANTS = (
+    Mutant(
+        "generators not seeded in R",
+        "pipetrain/runtime/stage.py",
+        "        seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
+        "        if not held.roots:  # F\n"
+        "            seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
+        (STAGE, "-k", "linear and recomputed"),
+    ),
+    Mutant(
+        "the seed does not know the microbatch",
+        "pipetrain/runtime/executor.py",
+        "layer_seed(self.seed, self.index, microbatch, layer)",
+        "layer_seed(self.seed, self.index, 0, layer)",
+        (PARITY, "-k", "ten_steps and overlap"),
+    ),
+    Mutant(
+        "the weight of the uneven microbatch",
+        "pipetrain/runtime/cut.py",
+        "    return [count / total for count in counts]",
+        "    return [1 / len(counts) for count in counts]",
+        ("tests/runtime/test_cut.py",),
+    ),
+    Mutant(
+        "rows counted from the wrong end",
+        "pipetrain/runtime/cut.py",
+        "number < rest",
+        "number >= num_microbatches - rest",
+        (PARITY, "-k", "ten_steps and overlap"),
+    ),
+    Mutant(
+        "no version check at the end of F",
+        "pipetrain/runtime/slots.py",
+        '        self._check_witnesses("later in the same forward")\n',
+        "",
+        (STAGE, "-k", "change_of_a_saved_tensor_in_forward"),
+    ),
+    Mutant(
+        "no version check when B reads",
+        "pipetrain/runtime/slots.py",
+        "if self.tensor._version != self.version:",
+        "if False:",
+        (STAGE, "-k", "before_backward"),
+    ),
+    Mutant(
+        "parameters are not checked between F and R",
+        "pipetrain/runtime/stage.py",
+        "        self._check_parameters(held)\n",
+        "",
+        (STAGE, "-k", "change_of_a_parameter"),
+    ),
+    Mutant(
+        "R uses the cache of autocast",
+        "pipetrain/runtime/stage.py",
+        "torch.set_autocast_cache_enabled(False)",
+        "torch.set_autocast_cache_enabled(True)",
+        (STAGE, "-k", "casts"),
+    ),
+    Mutant(
+        "R changes the buffers",
+        "pipetrain/runtime/stage.py",
+        "with_buffers(layer, held.buffers.get(number))",
+        "layer",
+        (STAGE, "-k", "buffers or batch"),
+    ),
+    Mutant(
+        "strides are lost on entering a stage",
+        "pipetrain/runtime/stage.py",
+        "tensor.storage_offset(), tensor.shape, tensor.stride())",
+        "tensor.storage_offset(), tensor.shape)",
+        (PARITY, "-k", "layout and 2"),
+    ),
+    Mutant(
+        "messages are sent contiguous",
+        "pipetrain/runtime/forms.py",
+        "    return tensor if _is_dense(tensor) else tensor.clone()",
+        "    return tensor.contiguous()",
+        (PARITY, "-k", "layout and 2"),
+    ),
+    Mutant(
+        "another path of R is not noticed",
+        "pipetrain/runtime/slots.py",
+        "        if found != expected:",
+        "        if False:",
+        (STAGE, "-k", "another_path"),
+    ),
+    Mutant(
+        "a slot that fits the next layer",
+        "pipetrain/runtime/slots.py",
+        "        if self._filled < expected:",
+        "        if False:",
+        (STAGE, "-k", "another_path and fewer"),
+    ),
+    Mutant(
+        "R does not end early",
+        "pipetrain/runtime/slots.py",
+        "            raise SetComplete\n",
+        "            return\n",
+        (STAGE, "-k", "last_slot"),
+    ),
+    Mutant(
+        "a slot is never released",
+        "pipetrain/runtime/slots.py",
+        "        if self._key:\n            self._meter.release(self._key)",
+        "        self._key = 0",
+        ("tests/runtime/test_slots.py",),
+    ),
+    Mutant(
+        "a storage counts twice",
+        "pipetrain/runtime/meter.py",
+        "            if not holders:\n                size",
+        "            if True:\n                size",
+        ("tests/runtime/test_memory.py", "-k", "counts_once"),
+    ),
+    Mutant(
+        "R of the last stage although it is not wanted",
+        "pipetrain/schedule/recompute.py",
+        "if policy.last_stage is LastStage.AUTO:",
+        "if policy.last_stage is LastStage.ALWAYS:",
+        ("tests/schedule/test_schedule_edges.py", "tests/schedule/test_schedule_families.py"),
+    ),
+    Mutant(
+        "a wait left out: B does not wait for its R",
+        "pipetrain/schedule/edges.py",
+        "            yield backward, op  # [2]\n",
+        "",
+        ("tests/schedule/test_schedule_edges.py", "tests/schedule/test_schedule_check.py"),
+    ),
+    Mutant(
+        "a wait left out: R does not wait for a free place",
+        "pipetrain/schedule/edges.py",
+        "                yield op, before[-policy.ahead]  # [3]\n",
+        "                pass\n",
+        ("tests/schedule/test_schedule_edges.py", "tests/schedule/test_schedule_check.py"),
+    ),
+    Mutant(
+        "check does not look at the order of a link",
+        "pipetrain/schedule/check.py",
+        "    each_link_in_one_order,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "check does not bound the sets",
+        "pipetrain/schedule/check.py",
+        "    sets_within_bounds,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "two receives swapped",
+        "pipetrain/runtime/transport.py",
+        "self._arrived.pop(op)",
+        "self._arrived.pop(max(self._arrived, key=str))",
+        (PARITY, "-k", "every_schedule and 2"),
+    ),
+    Mutant(
+        "norms summed from the last stage on",
+        "pipetrain/parallel/clipping.py",
+        "for stage in sorted(of_stage) for",
+        "for stage in sorted(of_stage, reverse=True) for",
+        (PARITY, "-k", "ten_steps or every_schedule"),
+    ),
+    Mutant(
+        "a failure is not posted",
+        "pipetrain/runtime/executor.py",
+        '        self._board.post(f"{place}: {type(error).__name__}: {first_line}")\n',
+        "",
+        ("tests/runtime/test_failures.py", "-k", "raises and 1F1"),
+    ),
+    Mutant(
+        "nobody says who is gone",
+        "pipetrain/runtime/courier.py",
+        "                self._monitor.lost(what, self.peer, error)\n",
+        "",
+        ("tests/runtime/test_failures.py", "-k", "killed_from_outside and 1"),
+    ),
+)
+
+
+def main(wanted: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+        for mutant in chosen:
+            start = time.monotonic()
+            verdict = try_one(copy, mutant)
+            if not verdict.startswith("red"):
+                survivors.append(mutant.name)
+            print(f"{mutant.name:<52} {time.monotonic() - start:5.1f} s  {verdict}", flush=True)
+    print(
+        f"{len(chosen) - len(survivors)} of {len(chosen)} turn a test red" + "".join(f"\n  not: {n}" for n in survivors)
+    )
+    return 1 if survivors or not chosen else 0
+
+
+def try_one(tree: Path, mutant: Mutant) -> str:
+    """What happened to one mutant: `red` with the test that noticed, or why it counts as a failure."""
+    path = tree / mutant.file
+    original = path.read_text()
+    if original.count(mutant.old) != 1:
+        return f"DOES NOT APPLY: the text stands {original.count(mutant.old)} times in {mutant.file}"
+    path.write_text(original.replace(mutant.old, mutant.new))
+    try:
+        return verdict_of(tree, mutant)
+    finally:
+        path.write_text(original)
+
+
+def verdict_of(tree: Path, mutant: Mutant) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *mutant.tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"red (nothing after {TIMEOUT_SECONDS} s)"
+    if done.returncode == 1:
+        failed = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "FAILED")
+        return "red: " + failed.removeprefix("FAILED ").split(" - ")[0]
+    return "SURVIVED" if done.returncode == 0 else f"NO TEST RAN (pytest {done.returncode}): {done.stdout[-300:]}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""A rank that raises, dies or hangs: every other rank ends soon, not 0, says which rank and op, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_cases import mean_square, rows
+from ranks import Outcome, run_outcomes
+from torch import Tensor, nn
+
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.world import World
+
+M = 4
+SOON = 15.0  # seconds
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, harm: Callable[[], None]) -> Tensor:
+        ctx.harm = harm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.harm()
+        return gradient, None
+
+
+class Harmful(nn.Module):
+    """A linear layer that does `harm()` at its n-th forward (F and R count) or backward."""
+
+    def __init__(self, harm: Callable[[], None], *, forward: int = 0, backward: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.harm = harm
+        self.left = {"forward": forward, "backward": backward}
+
+    def _count(self, kind: str) -> None:
+        self.left[kind] -= 1
+        if self.left[kind] == 0:
+            self.harm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._count("forward")
+        return self.linear(_Backward.apply(x, lambda: self._count("backward")))
+
+
+class BrokenOnPurpose(Exception):
+    pass
+
+
+def raise_it() -> None:
+    raise BrokenOnPurpose("the answer is 43")
+
+
+def kill_it() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def block_it() -> None:
+    """Until the alarm, which ends the process."""
+    signal.alarm(7)
+    signal.pause()
+
+
+def train(
+    harm: Callable[[], None], at_rank: int, when: dict[str, int], options: dict[str, Any], steps: int = 3
+) -> None:
+    """Train on; the layers of one rank are harmful."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(8, 8), Harmful(harm, **when) if number == at_rank == rank else nn.Tanh())
+        for number in range(ranks)
+    ]
+    pipeline = Pipeline(layers, mean_square, **{"num_microbatches": M, "timeout_seconds": 30.0, **options})
+    for inputs, targets in rows(*[9] * steps):
+        pipeline.step(inputs, targets)
+    pipeline.close()
+
+
+def assert_gone(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert not Path(f"/proc/{outcome.pid}").exists(), f"rank {outcome.rank} is still there"
+
+
+def last_line(outcome: Outcome, kind: str) -> str:
+    """What the rank ended with: the line of the exception of this kind."""
+    lines = [line for line in (outcome.error or "").splitlines() if re.match(rf"(\w+\.)*{kind}\b", line)]
+    assert lines, f"rank {outcome.rank} ended with {outcome.error}"
+    return lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("at_rank", "when", "op", "lane", "mode"),
+    [
+        (1, {"forward": 2}, "1F1", "compute", "overlap"),
+        (0, {"forward": 1}, "0F0", "compute", "overlap"),
+        (3, {"forward": 3}, "3F2", "compute", "overlap"),
+        (1, {"forward": 2 * M + 2}, r"1[FR]\d", r"\w+", "overlap"),
+        (0, {"forward": M + 1}, "0R0", "recompute", "overlap"),
+        (2, {"forward": M + 2}, "2R1", "compute", "inline"),
+        (0, {"backward": 2}, "0B1", "compute", "overlap"),
+        (3, {"backward": 4}, "3B3", "compute", "never"),
+        (2, {"backward": M + 1}, "2B0", "compute", "early"),
+    ],
+)
+def test_a_rank_that_raises(at_rank: int, when: dict[str, int], op: str, lane: str, mode: str) -> None:
+    """Its own error on its own rank, with the grid; on the others the rank and the op."""
+    outcomes = run_outcomes(4, train, raise_it, at_rank, when, {"recompute": mode}, timeout=40)
+    assert_gone(outcomes)
+    place = rf"rank {at_rank} failed in {op} \({lane} lane, step \d\)"
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert outcome.seconds < SOON
+        if outcome.rank == at_rank:
+            assert "the answer is 43" in last_line(outcome, "BrokenOnPurpose")
+            assert outcome.error is not None
+            assert re.search(place, outcome.error)
+            assert re.search(rf"\[{op}\]", outcome.error), "the grid with the op marked"
+        else:
+            assert re.search(rf"{place}: BrokenOnPurpose: the answer is 43", last_line(outcome, "PipelineError"))
+
+
+def random_deaths(count: int) -> list[tuple[int, dict[str, int], dict[str, Any]]]:
+    chosen = random.Random(11)
+    deaths = []
+    for _ in range(count):
+        kind = chosen.choice(["forward", "backward"])
+        when = {kind: chosen.randint(1, 2 * M)}
+        mode, schedule = chosen.choice(["never", "inline", "overlap"]), chosen.choice(["gpipe", "1f1b"])
+        deaths.append((chosen.randrange(4), when, {"recompute": mode, "schedule": schedule}))
+    return deaths
+
+
+@pytest.mark.parametrize(("at_rank", "when", "options"), random_deaths(5), ids=str)
+def test_a_rank_that_is_killed(at_rank: int, when: dict[str, int], options: dict[str, Any]) -> None:
+    outcomes = run_outcomes(4, train, kill_it, at_rank, when, options, timeout=40)
+    check_killed(outcomes, at_rank)
+
+
+def check_killed(outcomes: list[Outcome], killed: int) -> None:
+    assert_gone(outcomes)
+    for outcome in outcomes:
+        assert outcome.seconds < SOON
+        if outcome.rank == killed:
+            assert outcome.exit_code == -signal.SIGKILL
+            continue
+        assert outcome.exit_code == 1
+        message = last_line(outcome, "PipelineError")
+        assert f"rank {killed} is gone" in message
+        waits = rf"rank {outcome.rank} waits (in \d(RECV|SEND)_[FB]\d (from|to)|for .* from) rank \d"
+        assert re.search(waits, message), message
+
+
+def train_and_tell(path: str, at_rank: int) -> None:
+    """Train for ever; after two steps one rank writes its process id."""
+    torch.manual_seed(0)
+    pipeline = Pipeline([nn.Linear(8, 8) for _ in range(3)], mean_square, num_microbatches=M, timeout_seconds=30.0)
+    ((inputs, targets),) = rows(9)
+    while True:
+        pipeline.step(inputs, targets)
+        if pipeline.step_index == 2 and dist.get_rank() == at_rank:
+            Path(path).write_text(str(os.getpid()))
+
+
+@pytest.mark.parametrize("at_rank", [0, 1, 2])
+def test_a_rank_that_is_killed_from_outside(at_rank: int, tmp_path: Path) -> None:
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    killer = threading.Thread(target=lambda: os.kill(int(fifo.read_text()), signal.SIGKILL), daemon=True)
+    killer.start()
+    outcomes = run_outcomes(3, train_and_tell, str(fifo), at_rank, timeout=40)
+    killer.join(1)
+    check_killed(outcomes, at_rank)
+
+
+@pytest.mark.parametrize(
+    ("at_rank", "when", "waits"),
+    [
+        (1, {"forward": 2}, r"rank [02] waits in (2RECV_F1|0RECV_B0) from rank 1"),
+        (2, {"backward": M + 1}, r"rank (1 waits in 1RECV_B\d from rank 2|0 waits in 0RECV_B\d from rank 1)"),
+    ],
+)
+def test_a_rank_that_hangs(at_rank: int, when: dict[str, int], waits: str) -> None:
+    outcomes = run_outcomes(3, train, block_it, at_rank, when, {"timeout_seconds": 3.0}, timeout=40)
+    assert_gone(outcomes)
+    for outcome in outcomes:
+        if outcome.rank != at_rank:
+            assert outcome.exit_code == 1
+            assert outcome.seconds < 3.0 + SOON
+            message = last_line(outcome, "PipelineError")
+            assert re.search(rf"{waits}, and nothing came for 3 s", message)
+            assert f"rank {outcome.rank} waits in {outcome.rank}RECV" in message, "its own wait as well"
+
+
+def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, when: dict[str, int]) -> None:
+    """As under torchrun without an agent: the store goes down with rank 0."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    train(harm, at_rank, when, {})
+
+
+@pytest.mark.parametrize("when", [{"forward": 3}, {"backward": 2}], ids=str)
+def test_the_rank_that_hosts_the_store_is_killed(when: dict[str, int]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outcomes = run_outcomes(3, with_a_store_on_rank_0, port, kill_it, 0, when, timeout=40)
+    assert_gone(outcomes)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert outcome.exit_code not in (0, None)
+        assert outcome.seconds < SOON
+    # Rank 1 lost its own connection to rank 0; what rank 2 can know without a store is that rank 1 ended.
+    assert "rank 0 is gone" in last_line(outcomes[1], "PipelineError")
+    assert re.search(r"rank [01] is gone", last_line(outcomes[2], "PipelineError"))
+
+
+def fails_and_goes_on() -> None:
+    pipeline = Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], mean_square, num_microbatches=M, timeout_seconds=20.0)
+    if pipeline.is_last:
+        pipeline._stages[1].layers[0].register_forward_pre_hook(lambda *_: raise_it())
+    kind: Any = BrokenOnPurpose if pipeline.is_last else RuntimeError
+    with pytest.raises(kind):
+        pipeline.step(*rows(9)[0])
+    assert not any(stage._held for stage in pipeline._stages.values()), "a failed step holds activations"
+    with pytest.raises(RuntimeError, match=r"failed before and cannot go on: rank 1 failed in 1F0"):
+        pipeline.step(*rows(9)[0])
+    pipeline.close()
+
+
+def test_after_a_failure_nothing_is_held_and_every_call_says_why() -> None:
+    outcomes = run_outcomes(2, fails_and_goes_on, timeout=40)
+    assert [(outcome.exit_code, outcome.error) for outcome in outcomes] == [(0, None)] * 2
+
+
+def fails_in_one_of_two() -> float:
+    """The pipeline that failed does not stop another one of the same ranks."""
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    broken = Pipeline([*layers, Harmful(raise_it, forward=1)], mean_square, num_microbatches=M)
+    with pytest.raises((BrokenOnPurpose, RuntimeError)):
+        broken.step(*rows(9)[0])
+    with Pipeline(layers, mean_square, num_microbatches=M) as pipeline:
+        return pipeline.step(*rows(9)[0]).item()
+
+
+def test_a_new_pipeline_after_a_failure() -> None:
+    outcomes = run_outcomes(2, fails_in_one_of_two, timeout=40)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+def test_world_is_left_only_by_who_joined_it() -> None:
+    World(0, 1, None, torch.device("cpu"), owns_process_group=False).leave()
+    assert not dist.is_initialized()

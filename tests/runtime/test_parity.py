@@ -1,0 +1,203 @@
+"""Pipelined, recomputed, cut anywhere: the numbers of `reference_step`, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import (
+    Case,
+    assert_same_gradients,
+    assert_same_tensors,
+    channels_last,
+    images,
+    mean_square,
+    plain,
+    rows,
+    run_cases,
+    set_dropout,
+    transposed,
+)
+from ranks import run_ranks
+from torch import nn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.transformer import transformer_layers
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+
+EVEN = {1: (6,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 2, 2, 1)}
+UNEVEN = {1: (6,), 2: (1, 5), 3: (3, 1, 2), 4: (1, 1, 3, 1)}
+MODELS: dict[str, tuple[Callable[[float], list[nn.Module]], Callable[..., Any]]] = {
+    "plain": (plain, rows),
+    "transposed": (transposed, rows),
+    "channels-last": (channels_last, images),
+}
+
+
+def every_mode(num_stages: int) -> list[Case]:
+    """Each model x mode x split; batches of 8 and 11 rows, without dropout and then with it."""
+    cases = []
+    for model, (layers, batches) in MODELS.items():
+        for mode in Mode:
+            for balance in dict.fromkeys((EVEN[num_stages], UNEVEN[num_stages])):
+                cases.append(
+                    Case(
+                        f"{num_stages} stages, {model}, {mode}, balance {balance}",
+                        lambda layers=layers: layers(0.0),
+                        lambda batches=batches: batches(8, 11, 8, 11),
+                        options={"recompute": mode, "balance": balance},
+                        before_step=lambda step, model: set_dropout(model, 0.3 if step > 1 else 0.0),
+                    )
+                )
+    return cases
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_every_mode_split_and_layout(num_stages: int) -> None:
+    counts = run_ranks(num_stages, run_cases, every_mode, num_stages, timeout=100)
+    assert counts == [12 if num_stages == 1 else 24] * num_stages
+
+
+def every_schedule(num_ranks: int) -> list[Case]:
+    return [
+        Case(name, lambda: transposed(0.3), lambda: rows(9, 12), options=options)
+        for name, options in _schedules(num_ranks).items()
+    ]
+
+
+def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for mode in Mode:
+        found[f"1f1b {mode}"] = {"schedule": "1f1b", "recompute": mode}
+        found[f"interleaved {mode}"] = {"schedule": "interleaved", "stages_per_rank": 2, "recompute": mode}
+    found["two stages per rank in gpipe order"] = {"stages_per_rank": 2}
+    found["interleaved, 5 microbatches"] = {**found["interleaved overlap"], "num_microbatches": 5}
+    for changes in ({"keep": 1}, {"keep": 2}, {"ahead": 2}, {"last_stage": "always"}, {"keep": 1, "ahead": 2}):
+        found[f"gpipe overlap {changes}"] = {"recompute": RecomputePolicy(**changes)}
+        inline = RecomputePolicy(mode=Mode.INLINE, **changes)
+        found[f"1f1b inline {changes}"] = {"schedule": "1f1b", "recompute": inline}
+    for warmup in (1, 4):
+        given = make_schedule("1f1b", num_stages=num_ranks, num_microbatches=4, warmup=warmup)
+        found[f"1f1b, warmup {warmup}"] = {"schedule": given}
+    just_in_time = make_schedule("gpipe", num_stages=num_ranks, num_microbatches=4, transport_ahead=0)
+    found["receives just in time"] = {"schedule": just_in_time}
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_schedule_and_policy(num_ranks: int) -> None:
+    run_ranks(num_ranks, run_cases, every_schedule, num_ranks, timeout=100)
+
+
+def ten_steps(mode: str, schedule: str) -> list[float]:
+    """Ten steps of AdamW with clipping next to the same on one process."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*plain(0.2))
+    reference = copy.deepcopy(model)
+    losses = []
+    with Pipeline(model, mean_square, num_microbatches=4, recompute=mode, schedule=schedule) as pipeline:
+        ours = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        for step, (inputs, targets) in enumerate(rows(*[8, 11] * 5)):
+            loss = pipeline.step(inputs, targets)
+            assert torch.equal(
+                loss, reference_step(reference, mean_square, inputs, targets, num_microbatches=4, step=step)
+            )
+            limit = 0.1 if step % 2 else 1e6  # one that clips, one that does not
+            norm = pipeline.clip_grad_norm_(limit)
+            assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), limit)), f"norm of step {step}"
+            assert_same_gradients(pipeline, reference)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        assert_same_tensors(pipeline.state_dict(), reference.state_dict())
+    return losses
+
+
+@pytest.mark.parametrize(("num_ranks", "mode", "schedule"), [(3, "overlap", "gpipe"), (2, "inline", "1f1b")])
+def test_ten_steps_with_clipping(num_ranks: int, mode: str, schedule: str) -> None:
+    first, *others = run_ranks(num_ranks, ten_steps, mode, schedule)
+    assert first[-1] < first[0]
+    assert all(losses == first for losses in others)
+
+
+def built_weights(balance: Sequence[int]) -> Any:
+    makers = [lambda: nn.Linear(4, 4), nn.Tanh, lambda: nn.Linear(4, 6), lambda: nn.Linear(6, 2)]
+    before = torch.get_rng_state()
+    with Pipeline(makers, mean_square, num_microbatches=1, balance=balance, seed=7) as pipeline:
+        assert torch.equal(torch.get_rng_state(), before), "building the layers took the user's random numbers"
+        return pipeline.full_state_dict()
+
+
+def test_initial_weights_do_not_depend_on_the_split() -> None:
+    whole = built_weights([4])
+    assert not torch.equal(whole["0.weight"].flatten()[:2], whole["2.weight"].flatten()[:2])
+    for balance in ([2, 2], [1, 3], [1, 2, 1]):
+        split = run_ranks(len(balance), built_weights, balance)[0]
+        assert list(split) == list(whole)
+        assert_same_tensors(split, whole)
+
+
+def whole_batch_difference() -> dict[str, float]:
+    """How far the gradients are from those of the full batch in one piece: norm of the difference over norm."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*plain(0.0))
+    reference = copy.deepcopy(model)
+    ((inputs, targets),) = rows(16)
+    loss = mean_square(reference(inputs), targets)
+    loss.backward()
+    with Pipeline(model, mean_square, num_microbatches=4) as pipeline:
+        assert abs(pipeline.step(inputs, targets) - loss) <= 1e-5 * abs(loss)
+        expected = dict(reference.named_parameters())
+        return {
+            name: float((parameter.grad - expected[name].grad).norm() / expected[name].grad.norm())
+            for name, parameter in pipeline.named_parameters()
+        }
+
+
+def test_equal_microbatches_give_the_gradient_of_the_whole_batch() -> None:
+    found = run_ranks(3, whole_batch_difference)
+    assert sum(map(len, found)) == 8
+    for difference in found:
+        assert all(value <= 1e-5 for value in difference.values()), difference
+
+
+def transformers(num_ranks: int) -> list[Case]:
+    cases = []
+    for style in ("llama", "gpt2"):
+        config = ModelConfig(
+            name=style, num_blocks=2, hidden_size=16, num_heads=4, num_kv_heads=2 if style == "llama" else None,
+            max_sequence_length=8, dropout=0.1,
+        )  # fmt: skip
+        for mode in Mode:
+            cases.append(
+                Case(
+                    f"{style} {mode}",
+                    lambda config=config: [make() for make in transformer_layers(config, 31)],
+                    lambda: [_tokens(5, 8), _tokens(4, 6), _tokens(5, 8)],
+                    loss=_cross_entropy,
+                    options={"recompute": mode},
+                )
+            )
+    return cases
+
+
+def _tokens(batch: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(31, (batch, sequence + 1), generator=torch.Generator().manual_seed(batch))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_transformers_with_dropout(num_ranks: int) -> None:
+    run_ranks(num_ranks, run_cases, transformers, num_ranks)

@@ -1,0 +1,192 @@
+"""The pipeline as an object: evaluation, outputs, state, switches, reports, several in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import assert_same_gradients, assert_same_tensors, mean_square, plain, rows
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.op import Kind, Op
+
+
+def twins(dropout: float = 0.3) -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*plain(dropout))
+    return model, copy.deepcopy(model)
+
+
+def evaluates() -> None:
+    model, reference = twins()
+    reference.eval()
+    with Pipeline(model, mean_square, num_microbatches=4) as pipeline:
+        for inputs, targets in rows(8, 11, 3, 1, 40):
+            loss = pipeline.evaluate(inputs, targets)
+            assert not loss.requires_grad
+            assert torch.allclose(loss, mean_square(reference(inputs), targets), rtol=1e-5)
+            assert torch.equal(loss, pipeline.evaluate(inputs, targets)), "dropout in evaluate"
+            output = pipeline.eval()(inputs)
+            assert (output is not None) == pipeline.is_last
+            if output is not None:
+                assert output.shape == targets.shape
+                assert torch.allclose(output, reference(inputs), rtol=1e-5, atol=1e-6)
+                assert not output.requires_grad
+            pipeline.train()
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
+        assert pipeline.step_index == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_evaluate_and_call_take_any_batch(num_ranks: int) -> None:
+    run_ranks(num_ranks, evaluates)
+
+
+class Structured(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"rows": x, "twice": (x * 2, None), "number": 3}
+
+
+def joins() -> None:
+    inputs, _ = rows(7)[0]
+    with Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), Structured()], num_microbatches=3, balance=[1, 2]) as pipeline:
+        output = pipeline(inputs)
+        if pipeline.is_last:
+            assert torch.equal(output["twice"][0], output["rows"] * 2)
+            assert output["rows"].shape == (7, 8)
+            assert (output["twice"][1], output["number"]) == (None, 3)
+
+
+def test_structured_outputs_are_joined() -> None:
+    run_ranks(2, joins)
+
+
+def steps_between_evaluations() -> None:
+    """Evaluation and switches leave training as it was; so do the user's random numbers."""
+    model, reference = twins()
+    batches = rows(8, 11, 8)
+    with Pipeline(model, mean_square, num_microbatches=4) as pipeline:
+        for step, (inputs, targets) in enumerate(batches):
+            pipeline.evaluate(inputs, targets)
+            if step == 1:
+                pipeline.eval()
+                reference.eval()
+            before = torch.get_rng_state()
+            loss = pipeline.step(inputs, targets)
+            assert torch.equal(torch.get_rng_state(), before)
+            expected = reference_step(reference, mean_square, inputs, targets, num_microbatches=4, step=step)
+            assert torch.equal(loss, expected)
+            assert_same_gradients(pipeline, reference)  # of all steps so far: they add up
+            pipeline.train()
+            reference.train()
+
+
+def test_steps_between_evaluations() -> None:
+    run_ranks(3, steps_between_evaluations)
+
+
+def state() -> None:
+    model, reference = twins()
+    for value in reference.state_dict().values():
+        value.mul_(0.5)
+    wanted = reference.state_dict()
+    with Pipeline(model, mean_square, num_microbatches=4) as pipeline:
+        pipeline.load_state_dict(wanted)
+        own = pipeline.state_dict()
+        assert own
+        assert set(own) <= set(wanted)
+        assert_same_tensors(own, wanted)
+        full = pipeline.full_state_dict()
+        assert (full is not None) == pipeline.is_first
+        if full is not None:
+            assert list(full) == list(wanted)
+            assert_same_tensors(full, wanted)
+        name = next(iter(own))
+        with pytest.raises(ValueError, match=name):
+            pipeline.load_state_dict({key: value for key, value in wanted.items() if key != name})
+        with pytest.raises(ValueError, match=r"is \[3\] in the state"):
+            pipeline.load_state_dict({**wanted, name: torch.zeros(3)})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_state_under_the_whole_models_names(num_ranks: int) -> None:
+    run_ranks(num_ranks, state)
+
+
+def two_pipelines() -> None:
+    """Two pipelines whose steps alternate do not mix their messages."""
+    (first, first_reference), (second, second_reference) = twins(0.3), twins(0.0)
+    with (
+        Pipeline(first, mean_square, num_microbatches=4) as one,
+        Pipeline(second, mean_square, num_microbatches=2, recompute="inline", schedule="1f1b") as two,
+    ):
+        for step, (inputs, targets) in enumerate(rows(8, 11)):
+            assert torch.equal(
+                one.step(inputs, targets),
+                reference_step(first_reference, mean_square, inputs, targets, num_microbatches=4, step=step),
+            )
+            assert torch.equal(
+                two.step(inputs, targets),
+                reference_step(second_reference, mean_square, inputs, targets, num_microbatches=2, step=step),
+            )
+        assert_same_gradients(one, first_reference)
+        assert_same_gradients(two, second_reference)
+
+
+def test_several_pipelines_in_one_process() -> None:
+    run_ranks(2, two_pipelines)
+
+
+def reports() -> None:
+    model, _ = twins()
+    inputs, targets = rows(8)[0]
+    seen: list[Op] = []
+    with Pipeline(model, mean_square, num_microbatches=4, on_event=lambda event: seen.append(event.op)) as pipeline:
+        with pytest.raises(RuntimeError, match="no report before the first step"):
+            _ = pipeline.report
+        pipeline.step(inputs, targets)
+        report = pipeline.report
+        assert [event.op for event in report.events] == seen
+        ran = {op for rank, _, op in pipeline.schedule.ops() if rank == report.rank}
+        assert set(seen) == ran
+        assert len(seen) == len(ran)
+        everyone = pipeline.gather_report()
+        assert (everyone is not None) == pipeline.is_first
+        if everyone is not None:
+            assert everyone.step == 0
+            assert len(everyone.peak_activation_bytes) == len(everyone.breakdown) == pipeline.plan.num_ranks
+            assert sum(event.op.kind is Kind.B for event in everyone.timeline.events) == 4 * pipeline.plan.num_stages
+            assert everyone.step_seconds > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_an_event_per_op(num_ranks: int) -> None:
+    run_ranks(num_ranks, reports)
+
+
+def first_and_last() -> tuple[bool, bool, int]:
+    model, _ = twins()
+    with Pipeline(model, mean_square, schedule="interleaved", stages_per_rank=2, balance=[2, 1, 1, 2]) as pipeline:
+        return pipeline.is_first, pipeline.is_last, pipeline.plan.num_stages
+
+
+def test_who_holds_the_first_and_the_last_stage() -> None:
+    assert run_ranks(2, first_and_last) == [(True, False, 4), (False, True, 4)]
+
+
+def closes() -> None:
+    model, _ = twins()
+    pipeline = Pipeline(model, mean_square, num_microbatches=4)
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pipeline.step(*rows(8)[0])
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    run_ranks(2, closes)
