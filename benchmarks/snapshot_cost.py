@@ -3,7 +3,7 @@
     python -m benchmarks.snapshot_cost [--saves=20] [--folder=FOLDER] [--json=FILE]
 
 A model of 200 MB trains with AdamW on one thread, so 600 MB are saved. A save costs the time of `save` and `poll`, and
-what the steps that run until it is done take longer than the median step without a save. The folder is on the disk that is to
+what the steps that run until it is done take longer than the median of the steps just before. The folder is on the disk that is to
 be measured: /tmp may be memory.
 """
 
@@ -28,6 +28,7 @@ from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import RunState, tensors_of
 
 NUM_LAYERS, WIDTH, ROWS = 12, 2048, 16
+STEPS_BETWEEN = 10
 CPU = torch.device("cpu")
 
 
@@ -81,7 +82,7 @@ class Result:
     date: str
     machine: str
     saved_bytes: int
-    step_seconds: float  # median, without a save
+    step_seconds: list[float]  # medians of the steps before each save
     blocking_seconds: list[float]
     copy_seconds: list[float]  # the part of the next that `save` itself takes
     asynchronous_seconds: list[float]
@@ -102,13 +103,13 @@ def measure(folder: Path, saves: int) -> Result:
     """Blocking and asynchronous saves in turns, after one of each that is not counted."""
     training = Training(folder)
     training.step()
-    step_seconds = statistics.median(seconds_of(training.step) for _ in range(20))
     training.blocking_save()
-    beside_training(training, step_seconds)
-    blocking, copies, beside, steps = [], [], [], []
+    beside_training(training, 0.0)
+    plain, blocking, copies, beside, steps = [], [], [], [], []
     for _ in range(saves):
+        plain.append(statistics.median(seconds_of(training.step) for _ in range(STEPS_BETWEEN)))
+        copy, slower, count = beside_training(training, plain[-1])
         blocking.append(seconds_of(training.blocking_save))
-        copy, slower, count = beside_training(training, step_seconds)
         copies.append(copy)
         beside.append(copy + slower)
         steps.append(count)
@@ -116,7 +117,7 @@ def measure(folder: Path, saves: int) -> Result:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
         saved_bytes=sum(p.numel() * p.element_size() for p in training.model.parameters()) * 3,
-        step_seconds=step_seconds,
+        step_seconds=plain,
         blocking_seconds=blocking,
         copy_seconds=copies,
         asynchronous_seconds=beside,
