@@ -233,6 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:
         outcome = Outcome(rank, Exit.FAILED, str(error))
+    except OSError as error:
+        outcome = Outcome(
+            rank, Exit.FAILED, f"rank {rank}: {error}; resume=auto run_dir=PATH goes on from the last snapshot"
+        )
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pipetrain.observe.lines import LineFile
 
 PerRank = tuple[float, ...]
 
@@ -30,31 +31,14 @@ class StepMetrics:
     peak_memory_bytes: tuple[int | None, ...]
 
 
-def keep_before(path: Path, first_step: int) -> None:
-    """Leave in a file of lines the steps before `first_step`: a run that goes on from a snapshot repeats the others.
-
-    The last line may be half of one: its process was killed.
-    """
-    kept = []
-    if first_step > 1 and path.is_file():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                if json.loads(line)["step"] < first_step:
-                    kept.append(line + "\n")
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(kept))
-    draft.replace(path)
-
-
 class MetricsFile:
-    """Appends a line per step; a reader never sees half a line of a step before the last."""
+    """Appends a line per step; a reader never sees half a line."""
 
     def __init__(self, path: Path, first_step: int = 1) -> None:
-        keep_before(path, first_step)
-        self._file = path.open("a", buffering=1)
+        self._file = LineFile(path, first_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write([json.dumps(asdict(metrics)) + "\n"])
 
     def close(self) -> None:
         self._file.close()
