@@ -94,7 +94,6 @@ class Signatures:
     def ask(self, kind: str, inputs: Any, most_microbatches: int, training: bool) -> dict[str, Any]:
         """What the first rank asks for; a mistake in the inputs travels in it, so that every rank raises it."""
         asked: dict[str, Any] = {
-            "kind": kind,
             "error": None,
             "rows": 0,
             "num_microbatches": 0,
@@ -161,12 +160,8 @@ def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
 class Programs:
     """The schedules of a pipeline, checked before they run and laid out for one rank."""
 
-    def __init__(
-        self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int, transport_ahead: int | None
-    ) -> None:
-        """`transport_ahead`: tensors of a link that are received and not yet used; None: as many as there are."""
+    def __init__(self, schedule: str | Schedule, policy: RecomputePolicy, plan: Plan, rank: int) -> None:
         self._wanted = schedule
-        self._transport_ahead = transport_ahead
         self._policy = policy
         self._plan = plan
         self._rank = rank
@@ -202,7 +197,6 @@ class Programs:
                 num_ranks=self._plan.num_ranks,
                 recompute=self._policy,
                 first_backward=first_backward,
-                transport_ahead=num_microbatches if self._transport_ahead is None else self._transport_ahead,
             )
             check(schedule)
             self._cache[key] = Program.of(schedule, self._rank)

@@ -6,6 +6,7 @@ Rank r talks to r - 1 and r + 1 only, so that what a rank opens does not grow wi
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ from torch import Tensor
 from torch.distributed import Store
 
 from pipetrain.runtime.courier import Courier, finish
-from pipetrain.runtime.failure import Monitor
+from pipetrain.runtime.failure import Monitor, PipelineError
 from pipetrain.runtime.gloo import Pair, break_off, make_pair
 
-_HEADER_BYTES = 1024
+# Every message begins with a frame of this size, whatever it is: two ranks that call different methods then still understand
+# each other well enough to say so, where gloo would abort on different sizes.
+_FRAME_BYTES = 1024
+_HEAD = struct.Struct("<QH")  # bytes of data, bytes of the label
+_TIME = struct.Struct("<d")
 _TAG = 0
 _CLOCK_TRIPS = 8
 
@@ -44,8 +49,37 @@ class _Neighbour:
         self._out = Courier(f"to rank {peer}", f"rank {peer}", monitor)
         self._in = Courier(f"from rank {peer}", f"rank {peer}", monitor)
 
-    def send(self, tensor: Tensor, what: str) -> None:
-        """Does not wait: the courier keeps the tensor until it has left."""
+    def send(self, data: bytes, what: str) -> None:
+        """Does not wait. `what` travels along, so that two ranks that call different methods find out."""
+        label = what.encode()
+        head = _HEAD.pack(len(data), len(label)) + label
+        room = _FRAME_BYTES - len(head)
+        self._send(head + data[:room].ljust(room, b"\0"), what)
+        if len(data) > room:
+            self._send(data[room:], what)
+
+    def receive(self, what: str) -> bytes:
+        """What the neighbour sent as `what`.
+
+        Raises:
+            PipelineError: the neighbour sent something else, is gone, or did not come.
+        """
+        frame = self._receive(_FRAME_BYTES, what)
+        size, length = _HEAD.unpack_from(frame)
+        start = _HEAD.size + length
+        theirs = frame[_HEAD.size : start].decode()
+        if theirs != what:
+            text = (
+                f"rank {self._rank} called {what} where rank {self._peer} called {theirs}: every rank must call the same "
+                "methods in the same order"
+            )
+            self._monitor.fail(text)
+            raise PipelineError(text)
+        data = frame[start : start + size]
+        return data if len(data) == size else data + self._receive(size - len(data), what)
+
+    def _send(self, data: bytes, what: str) -> None:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
         def job() -> Callable[[], None]:
             finish(self._pair.send([tensor], self._other, _TAG))
@@ -53,7 +87,8 @@ class _Neighbour:
 
         self._out.submit(what, job)
 
-    def receive(self, tensor: Tensor, what: str) -> Tensor:
+    def _receive(self, size: int, what: str) -> bytes:
+        tensor = torch.empty(size, dtype=torch.uint8)
         arrived: list[bool] = []
 
         def job() -> Callable[[], None]:
@@ -62,24 +97,15 @@ class _Neighbour:
 
         self._in.submit(what, job)
         self._monitor.wait(lambda: bool(arrived), lambda: f"rank {self._rank} waits for {what} from rank {self._peer}")
-        return tensor
-
-    def send_bytes(self, data: bytes, what: str) -> None:
-        self.send(torch.tensor([len(data)]), what)
-        if data:
-            self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), what)
-
-    def receive_bytes(self, what: str) -> bytes:
-        size = int(self.receive(torch.empty(1, dtype=torch.int64), what))
-        return self.receive(torch.empty(size, dtype=torch.uint8), what).numpy().tobytes() if size else b""
+        return tensor.numpy().tobytes()
 
     def compare_clocks(self) -> tuple[float, float]:
         """Seconds that the neighbour's clock is ahead of this rank's, and by how much that may be wrong."""
         trips = []
         for _ in range(_CLOCK_TRIPS):
             start = time.perf_counter()
-            self.send(torch.zeros(1, dtype=torch.float64), "the clock")
-            theirs = float(self.receive(torch.empty(1, dtype=torch.float64), "the clock"))
+            self.send(b"", "the clock")
+            (theirs,) = _TIME.unpack(self.receive("the clock"))
             end = time.perf_counter()
             trips.append(((end - start) / 2, theirs - (start + end) / 2))
         error, offset = min(trips)
@@ -88,8 +114,8 @@ class _Neighbour:
     def answer_clock(self) -> None:
         """The other side of `compare_clocks`."""
         for _ in range(_CLOCK_TRIPS):
-            self.receive(torch.empty(1, dtype=torch.float64), "the clock")
-            self.send(torch.tensor([time.perf_counter()], dtype=torch.float64), "the clock")
+            self.receive("the clock")
+            self.send(_TIME.pack(time.perf_counter()), "the clock")
 
     def close(self) -> None:
         self._out.close()
@@ -120,45 +146,42 @@ class Chain:
     ) -> dict[str, Any]:
         """Rank 0 gives `header`; each rank receives it, may `amend` it, and hands it on. Returns it as amended here."""
         if self._before is not None:
-            received = self._before.receive(torch.empty(_HEADER_BYTES, dtype=torch.uint8), what)
-            header = json.loads(received.numpy().tobytes().rstrip(b"\0"))
+            header = json.loads(self._before.receive(what))
         assert header is not None
         amend(header)
         if self._after is not None:
-            text = json.dumps(header).encode()
-            assert len(text) <= _HEADER_BYTES, f"a header of {len(text)} bytes"
-            self._after.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8), what)
+            self._after.send(json.dumps(header).encode(), what)
         return header
 
     def from_last(self, values: Tensor, what: str) -> Tensor:
-        """The values of the last rank on every rank; `values` has the same shape everywhere."""
+        """The values of the last rank on every rank; `values` has the same shape and dtype everywhere."""
         if self._after is not None:
-            values = self._after.receive(torch.empty_like(values), what)
+            values = torch.frombuffer(bytearray(self._after.receive(what)), dtype=values.dtype)
         if self._before is not None:
-            self._before.send(values, what)
+            self._before.send(values.numpy().tobytes(), what)
         return values
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, in rank order, on every rank."""
         parts: list[bytes] = []
         if self._before is not None:
-            parts = _split(self._before.receive_bytes(what))
+            parts = _split(self._before.receive(what))
         parts.append(own)
         if self._after is not None:
-            self._after.send_bytes(_pack(parts), what)
-            parts = _split(self._after.receive_bytes(what))
+            self._after.send(_pack(parts), what)
+            parts = _split(self._after.receive(what))
         if self._before is not None:
-            self._before.send_bytes(_pack(parts), what)
+            self._before.send(_pack(parts), what)
         return parts
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, in rank order, on rank 0; None elsewhere."""
         parts = [own]
         if self._after is not None:
-            parts += _split(self._after.receive_bytes(what))
+            parts += _split(self._after.receive(what))
         if self._before is None:
             return parts
-        self._before.send_bytes(_pack(parts), what)
+        self._before.send(_pack(parts), what)
         return None
 
     def align_clocks(self) -> Clock:
@@ -167,13 +190,13 @@ class Chain:
         offset = error = 0.0
         if self._before is not None:
             best_offset, best_error = self._before.compare_clocks()
-            before = self._before.receive(torch.empty(2, dtype=torch.float64), "the clock")
+            known = json.loads(self._before.receive("the clock"))
             # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
-            offset = float(before[0]) + (best_offset if abs(best_offset) > best_error else 0.0)
-            error = float(before[1]) + best_error
+            offset = known["offset"] + (best_offset if abs(best_offset) > best_error else 0.0)
+            error = known["error"] + best_error
         if self._after is not None:
             self._after.answer_clock()
-            self._after.send(torch.tensor([offset, error], dtype=torch.float64), "the clock")
+            self._after.send(json.dumps({"offset": offset, "error": error}).encode(), "the clock")
         return Clock(offset, error)
 
     def close(self) -> None:

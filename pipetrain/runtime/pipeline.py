@@ -93,10 +93,7 @@ class Pipeline:
         )
         check_sharing(layers, self.plan)
         self._policy = RecomputePolicy.of(recompute)
-        # An output that waits for its receive counts on the stage that made it, besides the next recomputed set. On a CPU a
-        # posted receive costs nothing; on a GPU it holds multiprocessors.
-        ahead = 2 if world.device.type == "cuda" else None
-        self._programs = Programs(schedule, self._policy, self.plan, world.rank, ahead)
+        self._programs = Programs(schedule, self._policy, self.plan, world.rank)
         self.step_index = 0
         self._loss_fn = loss_fn
         self._seed = seed
@@ -207,15 +204,19 @@ class Pipeline:
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, on every rank; layers in eval mode, no gradients."""
-        was_training = self._training
-        self.eval()
+        modes = [(module, module.training) for layer in self._layers().values() for module in layer.modules()]
+        training, self._training = self._training, False
         try:
+            for module, _ in modes:
+                module.training = False
             call = self._start_call("evaluate", inputs)
             step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=False, with_loss=True)
             self._execute(call, step, inputs, targets)
             return self._loss_of(step)
         finally:
-            self.train(was_training)
+            self._training = training
+            for module, mode in modes:
+                module.training = mode
 
     def __call__(self, inputs: Any = None) -> Any:
         """The output of the model on the last stage's rank, without a graph; None on the others."""
@@ -235,7 +236,6 @@ class Pipeline:
         if self.is_first:
             most = self.plan.num_microbatches
             asked = {
-                "step": self.step_index,
                 "first_backward": self.plan.num_stages,
                 **self._signatures.ask(kind, inputs, most, self._training),
             }
@@ -249,13 +249,6 @@ class Pipeline:
         amended = self._chain.relay(asked, amend, what)
         if amended["error"]:
             raise ValueError(amended["error"])
-        if (amended["kind"], amended["step"]) != (kind, self.step_index):
-            raise self._fail(
-                PipelineError(
-                    f"rank {self._world.rank} called {what} where rank 0 called {amended['kind']} {amended['step']}: every "
-                    "rank must call the same methods in the same order"
-                )
-            )
         if self.plan.num_stages > self.plan.num_ranks:
             # Ranks are neighbours in a ring then, and a later one holds an earlier stage: only the last has heard of all.
             heard = torch.tensor([amended["first_backward"], amended["described"]], dtype=torch.int64)
