@@ -123,10 +123,13 @@ def _train(arguments: Arguments) -> int:
     num_ranks = choose_num_ranks(config)
     choose_plan(config, num_ranks)
     choose_schedule(config, num_ranks)
-    check_free(config.run_dir)
+    if config.resume != "auto":
+        check_free(config.run_dir)
     from pipetrain.data.dataset import check_data  # with torch, so after what can be refused without
+    from pipetrain.snapshot.session import check_start
 
     check_data(config.data)
+    check_start(config)
     outcome = launch(
         "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
     )

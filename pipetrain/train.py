@@ -38,6 +38,7 @@ from pipetrain.schedule.breakdown import bubble_fraction
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.show import Shown, show_schedule
+from pipetrain.snapshot.session import AUTO, Snapshots, check_start
 
 
 def train(config: RunConfig) -> Outcome:
@@ -53,7 +54,10 @@ def train(config: RunConfig) -> Outcome:
         plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
         data = make_data(config.data, config.seed)
         folder = _agree_on_folder(config, world)
-        recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep=MEASURED_STEPS)))
+        snapshots = Snapshots(config, plan, folder.path, world)
+        first = snapshots.first_step
+        keep = range(first - 1 + MEASURED_STEPS.start, first - 1 + MEASURED_STEPS.stop)
+        recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep, first)))
         recorder.start(as_yaml(config), plan)
         engine = NativeEngine(
             config,
@@ -64,29 +68,46 @@ def train(config: RunConfig) -> Outcome:
             on_event=recorder.on_event,
         )
         stack.enter_context(closing(engine))
+        snapshots.attach(engine.model, engine.optimizer)
 
-        signum = _run_steps(config, data, engine, recorder, world, stop)
-        last = engine.gather_report()
+        signum = _run_steps(config, data, engine, recorder, world, stop, snapshots)
+        last = engine.gather_report() if first <= config.steps else None  # None: all steps were done before
         heldout_loss = None if signum else engine.evaluate(data.heldout)
         if last is not None:
             measured, predicted = _compare(schedule, last, recorder.timelines)
-            report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum)
+            report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum, first)
             recorder.finish(report, measured, predicted)
         weights = engine.weights()
         if weights is not None:
             save_weights(folder.weights, weights)
+        snapshots.finish()
         world.largest(0)  # nobody leaves before everything is written
     code = Exit.STOPPED if signum else Exit.DONE
-    message = f"stopped by {signal.Signals(signum).name}; the report is written" if signum else ""
+    message = _stopped(signum, snapshots) if signum else ""
     return Outcome(world.rank, code, message, str(folder.path) if world.rank == 0 else None)
 
 
+def _stopped(signum: int, snapshots: Snapshots) -> str:
+    """What to type to go on."""
+    name = signal.Signals(signum).name
+    if snapshots.newest is None:
+        return f"stopped by {name}; the report is written, a snapshot could not be"
+    return f"stopped by {name}; the report is written, and resume={snapshots.newest} goes on"
+
+
 def _run_steps(
-    config: RunConfig, data: Data, engine: Engine, recorder: Recorder, world: World, stop: StopRequest
+    config: RunConfig,
+    data: Data,
+    engine: Engine,
+    recorder: Recorder,
+    world: World,
+    stop: StopRequest,
+    snapshots: Snapshots,
 ) -> int:
     """All steps, or as many as there were before a rank was asked to stop; returns the signal, or 0."""
     every = config.observe.evaluate_every_steps
-    for step in range(1, config.steps + 1):
+    engine.start_at(snapshots.first_step)
+    for step in range(snapshots.first_step, config.steps + 1):
         started = time.perf_counter()
         result = engine.step(step, data.train.batch(step - 1))
         report = engine.gather_report()
@@ -98,7 +119,9 @@ def _run_steps(
             recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
         if every is not None and step % every == 0 and step < config.steps:
             recorder.evaluated(step, engine.evaluate(data.heldout))
-        if signum := world.largest(stop.signum):
+        signum = world.largest(stop.signum)
+        snapshots.after_step(step, stopping=bool(signum))
+        if signum:
             return signum
     return 0
 
@@ -140,9 +163,13 @@ def _sum_up(
     predicted: Shown | None,
     heldout_loss: float | None,
     signum: int,
+    first_step: int,
 ) -> RunReport:
-    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all."""
-    compared = [step for step in metrics if step.step >= FIRST_COMPARED_STEP]
+    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
+
+    A run that goes on reports the steps since then: before, it may have had another number of ranks.
+    """
+    compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
 
     def median(name: str) -> float:
@@ -157,7 +184,7 @@ def _sum_up(
         schedule=config.pipeline.schedule,
         recompute_mode=config.recompute.mode,
         balance=balance,
-        steps=len(metrics),
+        steps=metrics[-1].step,
         loss=metrics[-1].loss,
         heldout_loss=heldout_loss,
         tokens_per_second=median("tokens_per_second"),
@@ -178,7 +205,7 @@ def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
     if world.rank == 0:
         try:
             folder = choose_folder(config.run_dir, config.experiment)
-            folder.create()
+            folder.create(again=config.resume == AUTO)
             chosen = str(folder.path)
             announce_run_dir(chosen)
         except ValueError as error:
@@ -196,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)
+        check_start(config)
         check_model(config.model, sequence_length=config.data.sequence_length)
         # Read when CUDA starts. With 1, streams would wait on each other.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -205,6 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:
         outcome = Outcome(rank, Exit.FAILED, str(error))
+    except OSError as error:
+        outcome = Outcome(
+            rank, Exit.FAILED, f"rank {rank}: {error}; resume=auto run_dir=PATH goes on from the last snapshot"
+        )
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")

@@ -41,7 +41,11 @@ _SCHEDULE_RANGES = (
     _Range(("recompute.keep",), lambda value: value >= 0, "0 or more"),
 )
 _RUN_RANGES = (
-    _Range(("steps", "threads_per_rank", "observe.evaluate_every_steps"), lambda value: value >= 1, "1 or more"),
+    _Range(
+        ("steps", "threads_per_rank", "observe.evaluate_every_steps", "snapshot.every_steps", "snapshot.keep_last"),
+        lambda value: value >= 1,
+        "1 or more",
+    ),
     _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
     _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
     _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
@@ -58,10 +62,7 @@ _RUN_ONLY = (
     _Only("engine.name", "native", "pipetrain's own runtime trains"),
     _Only("optim.name", "adamw", "AdamW is the optimizer"),
     _Only("data.tokenizer", "byte", "text is read byte by byte"),
-    _Only("resume", None, "a run starts at step 1"),
-    _Only("init_from", None, "a run starts from weights drawn with `seed`"),
     _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
-    _Only("snapshot.every_steps", None, "the weights of the end of the run are written"),
     _Only("observe.wandb.mode", "disabled", "metrics.jsonl in the run folder has every number"),
     _Only("cluster.name", "local", "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
     _Only("cluster.num_nodes", 1, "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),

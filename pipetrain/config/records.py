@@ -99,8 +99,8 @@ class OptimConfig:
 class SnapshotConfig:
     """Saved training state."""
 
-    every_steps: int | None = None  # steps between snapshots; None: the weights of the end only
-    keep_last: int = 2  # how many are kept
+    every_steps: int | None = None  # steps between snapshots; None: only when the run is asked to stop
+    keep_last: int = 2  # how many snapshots are kept, the newest
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,12 @@ class RunConfig:
     seed: int = 0  # of weights, dropout and data order
     steps: int = 200  # optimizer steps
     run_dir: str | None = None  # the run folder; None: runs/<date>/<time>-<experiment>
-    resume: str | None = None  # snapshot to go on from
-    init_from: str | None = None  # weights to start from
+    resume: str | None = (
+        None  # snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without
+    )
+    init_from: str | None = (
+        None  # weights to start from: a snapshot, the folder of a run that is done, a safetensors file
+    )
     timeout_seconds: float = 600.0  # longest wait for another rank
     threads_per_rank: int = 1  # CPU threads of one rank
     model: ModelConfig = field(default_factory=ModelConfig)

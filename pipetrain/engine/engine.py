@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pipetrain.runtime.measure import Report
+from pipetrain.runtime.pipeline import Pipeline
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
 
@@ -24,6 +26,20 @@ class StepResult:
 
 class Engine(Protocol):
     """A model that is being trained. Every rank calls the same methods in the same order."""
+
+    @property
+    def model(self) -> Pipeline:
+        """This rank's part of the model, under the whole model's names."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates it."""
+        ...
+
+    def start_at(self, step: int) -> None:
+        """The next step is number `step` (from 1): a run goes on."""
+        ...
 
     def step(self, step: int, batch: Batch) -> StepResult:
         """Forward, backward and optimizer step number `step` (from 1) on a whole batch."""

@@ -19,6 +19,7 @@ from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
+_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 
 
 def is_rank() -> bool:
@@ -68,7 +69,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _silence("torch.distributed.elastic")
-    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
+    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=0", _SIGNALS, "-m", module]
     try:
         torchrun.main([*options, *arguments])
     except ChildFailedError as error:

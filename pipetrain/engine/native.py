@@ -51,6 +51,17 @@ class NativeEngine:
         )
         self._optimizer = make_optimizer(config.optim, self._pipeline.parameters())
 
+    @property
+    def model(self) -> Pipeline:
+        return self._pipeline
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def start_at(self, step: int) -> None:
+        self._pipeline.step_index = step - 1
+
     def step(self, step: int, batch: Batch) -> StepResult:
         rate = learning_rate(self._config.optim, step, self._config.steps)
         for group in self._optimizer.param_groups:

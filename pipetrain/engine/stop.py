@@ -9,13 +9,13 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SLURM sends USR1 before the time is up
 # A terminal's Ctrl-C goes to every process of the group, and torchrun forwards its own copy to the ranks: one request.
 ONE_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
-    """While it is open, SIGINT and SIGTERM are kept in `signum` instead of ending the process.
+    """While it is open, SIGINT, SIGTERM and SIGUSR1 are kept in `signum` instead of ending the process.
 
     A launcher that is gone counts as a request too: nobody is left who would forward one.
     """

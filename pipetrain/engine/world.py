@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+
+from pipetrain.runtime.failure import PipelineError
 
 _T = TypeVar("_T")
 
@@ -32,7 +36,8 @@ class World:
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=self._timeout)
+            store = _store_of_this_attempt(self._timeout)
+            dist.init_process_group(backend, timeout=self._timeout, store=store, rank=self.rank, world_size=self.size)
         else:
             dist.init_process_group(backend, timeout=self._timeout, store=HashStore(), rank=0, world_size=1)
         return self
@@ -46,19 +51,50 @@ class World:
     def largest(self, value: int) -> int:
         """The largest `value` of any rank. Collective."""
         shared = torch.tensor(value)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        with self._naming_a_loss():
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
 
     def from_first(self, value: _T) -> _T:
         """The `value` of rank 0. Collective."""
         shared = [value]
-        dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
+        with self._naming_a_loss():
+            dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
         return shared[0]
+
+    @contextlib.contextmanager
+    def _naming_a_loss(self) -> Iterator[None]:
+        """A rank that dies between two steps breaks the connection of those that want to agree with it."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0]
+            raise PipelineError(
+                f"rank {self.rank} lost another rank between two steps ({reason}): it failed, was killed, ran out of memory, "
+                "or its machine is down: see its own output"
+            ) from error
 
 
 def has_gpus(num_ranks: int) -> bool:
     """Whether each of `num_ranks` ranks of this machine can have a GPU of its own."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
+
+
+def _store_of_this_attempt(timeout: datetime.timedelta) -> dist.Store:
+    """The store of torchrun's variables, without what ranks wrote into it before torchrun started them again.
+
+    On one node torchrun keeps its store over restarts, and the addresses of processes that were killed with it: a new
+    rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
+    cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
+    """
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    on_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return (
+        dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        if on_one_node
+        else store
+    )
 
 
 def _device(local_rank: int, num_local_ranks: int) -> torch.device:

@@ -49,13 +49,14 @@ class RunFolder:
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank:04d}.jsonl"
 
-    def create(self) -> None:
-        """Makes the folder, and `runs/latest` point to it where it lies in `runs/`.
+    def create(self, *, again: bool = False) -> None:
+        """Makes the folder, and `runs/latest` point to it where it lies in `runs/`. `again`: a run may be in it, which goes on.
 
         Raises:
             ValueError: a run is in it already, or it cannot be made.
         """
-        check_free(str(self.path))
+        if not again:
+            check_free(str(self.path))
         try:
             for folder in (self.path, self.path / "events", self.path / "weights"):
                 folder.mkdir(mode=_MODE, parents=True, exist_ok=True)

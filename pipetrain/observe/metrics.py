@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipetrain.observe.lines import LineFile
+
 PerRank = tuple[float, ...]
 
 
@@ -30,13 +32,13 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Appends a line per step; a reader never sees half a line of a step before the last."""
+    """Appends a line per step; a reader never sees half a line."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
+    def __init__(self, path: Path, first_step: int = 1) -> None:
+        self._file = LineFile(path, first_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write([json.dumps(asdict(metrics)) + "\n"])
 
     def close(self) -> None:
         self._file.close()

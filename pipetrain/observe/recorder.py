@@ -20,20 +20,22 @@ from pipetrain.schedule.show import Shown
 
 
 class Recorder:
-    """Writes into a folder that exists. `metrics` and the `timelines` of the steps in `keep` are what rank 0 remembers."""
+    """Writes into a folder that exists, from `first_step` on. `metrics` and the `timelines` of the steps in `keep` are what rank 0 remembers."""
 
-    def __init__(self, folder: RunFolder, rank: int, config: RunConfig, keep: range) -> None:
+    def __init__(self, folder: RunFolder, rank: int, config: RunConfig, keep: range, first_step: int = 1) -> None:
         self.metrics: list[StepMetrics] = []
         self.timelines: list[Timeline] = []
         self._folder = folder
         self._keep = keep
         self._stack = ExitStack()
-        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), config.steps)))
+        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), config.steps, first_step)))
         self._is_first = rank == 0
         self._reporter = self._stack.enter_context(
             make_reporter(config.steps, shown=config.observe.progress and self._is_first)
         )
-        self._metrics_file = self._stack.enter_context(closing(MetricsFile(folder.metrics))) if self._is_first else None
+        self._metrics_file = (
+            self._stack.enter_context(closing(MetricsFile(folder.metrics, first_step))) if self._is_first else None
+        )
 
     def start(self, config_text: str, plan: Plan) -> None:
         """What was to be done, before it is done."""

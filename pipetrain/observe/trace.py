@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipetrain.observe.lines import LineFile
 from pipetrain.schedule.events import OpEvent
 
 FIRST_STEPS = 10  # written whole: this is where a run goes wrong or settles
@@ -14,8 +15,8 @@ SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a
 class EventFile:
     """A sink for events. It holds those of one step and writes them when the step is over, away from the hot path."""
 
-    def __init__(self, path: Path, num_steps: int) -> None:
-        self._file = path.open("w")
+    def __init__(self, path: Path, num_steps: int, first_step: int = 1) -> None:
+        self._file = LineFile(path, first_step)
         self._every = max(num_steps // SPREAD_STEPS, 1)
         self._events: list[OpEvent] = []
 
@@ -26,8 +27,7 @@ class EventFile:
         """Writes the events of `step` (from 1), or drops them where the file has enough."""
         events, self._events = self._events, []
         if step <= FIRST_STEPS or step % self._every == 0:
-            self._file.writelines(_line(step, event) for event in events)
-            self._file.flush()
+            self._file.write(_line(step, event) for event in events)
 
     def close(self) -> None:
         self._file.close()

@@ -215,7 +215,7 @@ def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path
             os.killpg(started.pid, signal.SIGKILL)
     assert started.returncode == 75, stderr
     assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'stopped'}"
-    assert stderr.splitlines()[-1] == "pipetrain: stopped by SIGINT; the report is written"
+    assert stderr.splitlines()[-1].startswith("pipetrain: stopped by SIGINT; the report is written, and resume=")
     assert "Traceback" not in stderr
     report = json.loads((tmp_path / "stopped" / "report.json").read_text())
     assert report["stopped_by"] == "SIGINT"

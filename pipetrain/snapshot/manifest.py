@@ -1,0 +1,142 @@
+"""manifest.json: what belongs to a snapshot, byte for byte. Nothing of a snapshot is read before its manifest holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pipetrain.snapshot.folder import as_json, write_json
+
+NAME = "manifest.json"
+FORMAT_VERSION = 1
+_CHUNK_BYTES = 1 << 22
+
+
+class SnapshotDamaged(ValueError):
+    """A snapshot that is not what was written: the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a snapshot; `path` is relative to its folder."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of the snapshot after `step` steps."""
+
+    step: int
+    files: tuple[FileRecord, ...]
+
+    def paths(self, folder: str) -> list[str]:
+        """The files of one sub-folder, in order."""
+        return sorted(file.path for file in self.files if PurePosixPath(file.path).parent.name == folder)
+
+
+def write_manifest(folder: Path, step: int, files: Iterable[FileRecord]) -> None:
+    """The last file of a snapshot."""
+    document = {"format_version": FORMAT_VERSION, "step": step, "files": [asdict(file) for file in files]}
+    write_json(folder / NAME, {**document, "sha256": _digest(document)})
+
+
+def check_whole(folder: Path) -> Manifest:
+    """The manifest of a snapshot in which every file is as it was written.
+
+    Raises:
+        SnapshotDamaged: it is not. Sizes are compared first: a cut file costs no reading.
+    """
+    manifest = read_manifest(folder)
+    for file in manifest.files:
+        _check_size(folder, file)
+    for file in manifest.files:
+        if record_of(folder, file.path).sha256 != file.sha256:
+            raise SnapshotDamaged(f"{folder / file.path} has changed since it was written (SHA-256 differs)")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest by itself.
+
+    Raises:
+        SnapshotDamaged: missing, changed, of another version, or with a path that leads out of the folder.
+    """
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+        document = json.loads(data)
+        digest = document.pop("sha256")
+    except FileNotFoundError as error:
+        raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end") from error
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise SnapshotDamaged(f"{path} cannot be read ({_first_line(error)})") from error
+    if digest != _digest(document) or as_json({**document, "sha256": digest}) != data:
+        raise SnapshotDamaged(f"{path} has changed since it was written (SHA-256 differs)")
+    if document.get("format_version") != FORMAT_VERSION:
+        raise SnapshotDamaged(
+            f"{path} has format_version {document.get('format_version')}, this version reads {FORMAT_VERSION}"
+        )
+    return _from_document(path, document)
+
+
+def record_of(folder: Path, path: str) -> FileRecord:
+    """Size and SHA-256 of a file as it lies on the disk."""
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with (folder / path).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+    except OSError as error:
+        raise SnapshotDamaged(f"{folder / path} cannot be read ({error.strerror})") from error
+    return FileRecord(path, num_bytes, digest.hexdigest())
+
+
+def _from_document(path: Path, document: dict[str, Any]) -> Manifest:
+    try:
+        files = tuple(
+            FileRecord(str(file["path"]), int(file["num_bytes"]), file["sha256"]) for file in document["files"]
+        )
+        manifest = Manifest(int(document["step"]), files)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotDamaged(f"{path} is no manifest ({type(error).__name__}: {error})") from error
+    for file in manifest.files:
+        _check_inside(path.parent, file.path)
+    return manifest
+
+
+def _check_inside(folder: Path, path: str) -> None:
+    """Whoever can write a manifest must not make us read other files: no `..`, no absolute path, no link on the way."""
+    parts = PurePosixPath(path).parts
+    climbs = not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path
+    if not climbs:
+        climbs = not (folder / path).resolve().is_relative_to(folder.resolve())
+    if climbs:
+        raise SnapshotDamaged(f"{folder / NAME} names {path!r}, which is not inside the snapshot: it is not used")
+
+
+def _check_size(folder: Path, file: FileRecord) -> None:
+    try:
+        status = (folder / file.path).stat()
+    except OSError as error:
+        raise SnapshotDamaged(f"{folder / file.path} cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise SnapshotDamaged(f"{folder / file.path} is not a regular file")
+    if status.st_size != file.num_bytes:
+        raise SnapshotDamaged(f"{folder / file.path} has {status.st_size} bytes, {file.num_bytes} were written")
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(as_json(document)).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

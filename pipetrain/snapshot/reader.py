@@ -1,0 +1,102 @@
+"""A whole snapshot, read by the names of the whole model: which rank wrote a tensor does not matter to who reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
+from pipetrain.snapshot.state import Model, Part, RunState, restore_generators, restore_optimizer
+
+STATE = "state.json"
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several safetensors files as one mapping; each is read when it is asked for."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._path_of: dict[str, Path] = {}
+        for path in paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._path_of.update(dict.fromkeys(file.keys(), path))
+            except (OSError, SafetensorError) as error:
+                raise SnapshotDamaged(f"{path} is no safetensors file ({error})") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._path_of[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._path_of)
+
+    def __len__(self) -> int:
+        return len(self._path_of)
+
+
+class Snapshot:
+    """Reads the snapshot in `folder`.
+
+    Args:
+        checked: whether every byte was compared with the manifest already, by another rank; else it is done here.
+
+    Raises:
+        SnapshotDamaged: it is not as it was written.
+    """
+
+    def __init__(self, folder: Path, *, checked: bool = False) -> None:
+        self.folder = folder
+        self._manifest = read_manifest(folder) if checked else check_whole(folder)
+        self.state = _read_state(folder / STATE)
+        if self.state.step != self._manifest.step:
+            raise SnapshotDamaged(
+                f"{folder}: {STATE} is of step {self.state.step}, the manifest of step {self._manifest.step}"
+            )
+
+    def tensors(self, part: Part) -> TensorFiles:
+        """All tensors of a part, of all ranks that wrote it."""
+        return TensorFiles([self.folder / path for path in self._manifest.paths(part)])
+
+    def restore_weights(self, model: Model) -> None:
+        """This rank's parameters and buffers.
+
+        Raises:
+            ValueError: it is of another model: a tensor is missing, or has another shape.
+        """
+        try:
+            model.load_state_dict(self.tensors(Part.WEIGHTS))
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.folder} is a snapshot of another model: {error}") from error
+
+    def restore(self, model: Model, optimizer: torch.optim.Optimizer, rank: int, device: torch.device) -> None:
+        """Everything of this rank: weights, optimizer state, generators.
+
+        A rank that the run did not have before keeps its own generators.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        self.restore_weights(model)
+        restore_optimizer(model, optimizer, self.tensors(Part.OPTIMIZER))
+        if rank < self.state.num_ranks:
+            restore_generators(TensorFiles([self.folder / rank_path(Part.GENERATORS, rank)]), device)
+
+
+def rank_path(part: Part, rank: int) -> str:
+    """The file of one rank, relative to the snapshot's folder."""
+    return f"{part}/rank-{rank:04d}.safetensors"
+
+
+def _read_state(path: Path) -> RunState:
+    try:
+        value: Any = json.loads(path.read_bytes())
+        return RunState(int(value["step"]), int(value["num_ranks"]), dict(value["config"]), dict(value["plan"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SnapshotDamaged(f"{path} cannot be read ({error})") from error

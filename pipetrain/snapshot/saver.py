@@ -1,0 +1,197 @@
+"""Saves while training goes on.
+
+    main thread   save: [1] copy to host memory ... steps ... poll: [3] all ranks have written ... poll: [5] done
+    own thread              [2] write and fsync files          rank 0:  [4] manifest, fsync, rename, prune
+
+Ranks agree in `save` and `poll` only, on the main thread, so a save needs no communication of its own. Nothing that
+goes wrong here ends the training: the error is shown, and the older snapshots are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipetrain.snapshot import folder as folders
+from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
+from pipetrain.snapshot.reader import STATE, rank_path
+from pipetrain.snapshot.state import Part, RunState, Tensors
+from pipetrain.snapshot.tensors import write_tensors
+
+Agree = Callable[[int], int]  # collective: the largest number that any rank gave
+
+
+class _Progress(IntEnum):
+    """Ordered so that the largest over the ranks says what to do."""
+
+    DONE = 0
+    FAILED = 1
+    RUNNING = 2
+
+
+class _Job:
+    """One piece of work in a thread of its own, and how it went."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+
+    def join(self) -> None:
+        self._thread.join()
+
+    @property
+    def progress(self) -> _Progress:
+        if self._thread.is_alive():
+            return _Progress.RUNNING
+        return _Progress.DONE if self.error is None else _Progress.FAILED
+
+
+@dataclass
+class _Save:
+    """A save on its way."""
+
+    state: RunState
+    draft: Path
+    job: _Job
+    committing: bool = False  # every rank's files are written; rank 0 makes the snapshot of them
+
+
+class Saver:
+    """Writes the snapshots of one run into `folder`, one at a time. Every rank has one and calls the same methods.
+
+    Args:
+        agree: the largest number that any rank gave; collective.
+        keep_last: how many snapshots are kept, 1 or more.
+        say: told what the user should know.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, agree: Agree, keep_last: int, say: Callable[[str], None]) -> None:
+        self.last_step: int | None = None  # of the newest snapshot that was written here
+        self._folder = folder
+        self._rank = rank
+        self._agree = agree
+        self._keep_last = keep_last
+        self._say = say
+        self._host: dict[Part, Tensors] = {}
+        self._save: _Save | None = None
+        if rank == 0:
+            folders.remove_left_overs(folder)
+
+    def save(self, state: RunState, tensors: Mapping[Part, Mapping[str, Tensor]]) -> None:
+        """Begin to save; returns when `tensors` (of any device) are copied. Waits for the save before. Collective."""
+        self.wait()
+        token = self._agree(self._open_draft(state.step) if self._rank == 0 else 0)
+        if token == 0:
+            return
+        draft = folders.draft_of(self._folder, state.step, token)
+        self._host = {part: _copy(mapping, self._host.get(part, {})) for part, mapping in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies have arrived before a step may change what they are of
+        self._save = _Save(state, draft, _Job(lambda: _write_files(draft, self._rank, self._host)))
+
+    def poll(self) -> None:
+        """Take a save further that has come to its next agreement; does not wait. Collective."""
+        save = self._save
+        if save is None:
+            return
+        progress = _Progress(self._agree(save.job.progress))
+        if progress is _Progress.RUNNING:
+            return
+        if progress is _Progress.FAILED:
+            self._give_up(save)
+        elif save.committing:
+            self.last_step, self._save = save.state.step, None
+        else:
+            save.committing = True
+            save.job = _Job(lambda: self._commit(save) if self._rank == 0 else None)
+
+    def wait(self) -> None:
+        """Until there is no save on its way. Collective."""
+        while self._save is not None:
+            self._save.job.join()
+            self.poll()
+
+    def _open_draft(self, step: int) -> int:
+        """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
+        token = secrets.randbits(31) | 1
+        try:
+            draft = folders.draft_of(self._folder, step, token)
+            self._folder.mkdir(mode=folders.FOLDER_MODE, parents=True, exist_ok=True)
+            for path in (draft, *(draft / part for part in Part)):
+                path.mkdir(mode=folders.FOLDER_MODE)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            self._say(self._failure(step, error))
+            return 0
+        return token
+
+    def _commit(self, save: _Save) -> None:
+        _write_manifest(save.draft, save.state)
+        folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
+        folders.prune(self._folder, save.state.step, self._keep_last)
+
+    def _give_up(self, save: _Save) -> None:
+        if save.job.error is not None:
+            self._say(self._failure(save.state.step, save.job.error))
+        if self._rank == 0:
+            shutil.rmtree(save.draft, ignore_errors=True)
+        self._save = None
+
+    def _failure(self, step: int, error: Exception) -> str:
+        steps = folders.steps_in(self._folder)
+        older = (
+            f"the newest snapshot is {folders.path_of(self._folder, steps[0])}" if steps else "there is no snapshot yet"
+        )
+        reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        return f"rank {self._rank} could not write the snapshot of step {step} ({reason}): training goes on; {older}"
+
+
+def _copy(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+    """Copies in host memory, in the buffers of the save before where they fit: fresh memory costs more than the copy."""
+    copies: Tensors = {}
+    for name, tensor in tensors.items():
+        buffer = before.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+    return copies
+
+
+def _write_files(draft: Path, rank: int, tensors: Mapping[Part, Tensors]) -> None:
+    """One rank's files, and last a list of them for rank 0."""
+    records = [write_tensors(draft, rank_path(part, rank), mapping) for part, mapping in tensors.items()]
+    folders.write_json(_list_of(draft, rank), {"files": [asdict(record) for record in records]})
+
+
+def _write_manifest(draft: Path, state: RunState) -> None:
+    """Rank 0's part, when all files are written: the state and the manifest. The ranks' lists have served."""
+    files = []
+    for rank in range(state.num_ranks):
+        path = _list_of(draft, rank)
+        files += [FileRecord(**record) for record in json.loads(path.read_bytes())["files"]]
+        path.unlink()
+    folders.write_json(draft / STATE, asdict(state))
+    for part in Part:
+        folders.sync_folder(draft / part)
+    write_manifest(draft, state.step, [record_of(draft, STATE), *files])
+
+
+def _list_of(draft: Path, rank: int) -> Path:
+    return draft / f"files-{rank:04d}.json"

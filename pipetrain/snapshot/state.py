@@ -1,0 +1,107 @@
+"""What is saved: the tensors of a rank under names that do not depend on the split, and what JSON can say of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Part(StrEnum):
+    """The sub-folders of a snapshot; each holds a safetensors file per rank."""
+
+    WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
+    OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
+    GENERATORS = "generators"  # `cpu`, `cuda`: the state of torch's default generators
+
+
+class Model(Protocol):
+    """What is asked of a model: a `Pipeline`, or an `nn.Module` in one piece. Names are those of the whole model."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """state.json: where the run was, and what it was.
+
+    The batch of a step is a function of (seed, step), and so is the learning rate: `step` is all there is to either.
+    """
+
+    step: int  # optimizer steps that were done
+    num_ranks: int  # ranks that wrote
+    config: Mapping[str, Any]  # the whole configuration, as nested dicts
+    plan: Mapping[str, Any]  # layers per stage, and who held them
+
+
+Tensors = dict[str, Tensor]
+
+
+def tensors_of(model: Model, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[Part, Tensors]:
+    """This rank's share of each part; the tensors themselves, not copies of them."""
+    return {
+        Part.WEIGHTS: dict(_only_tensors(model.state_dict())),
+        Part.OPTIMIZER: _optimizer_tensors(model, optimizer),
+        Part.GENERATORS: _generators(device),
+    }
+
+
+def restore_optimizer(model: Model, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
+    """Give each parameter its state back. Learning rate and other options stay as they are: they come from the config.
+
+    A parameter without state in `saved` (it never had a gradient) starts without one, as it did.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    keys_of: dict[str, list[str]] = {}
+    for entry in saved:
+        name, _, key = entry.rpartition("/")
+        keys_of.setdefault(name, []).append(key)
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {key: saved[f"{name}/{key}"] for key in keys_of[name]}
+        for number, name in enumerate(order)
+        if name in keys_of
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> None:
+    """Torch's default generators as they were. Dropout does not need it: its seeds are functions of the step."""
+    if "cpu" in saved:
+        torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def _optimizer_tensors(model: Model, optimizer: torch.optim.Optimizer) -> Tensors:
+    return dict(
+        _only_tensors(
+            {
+                f"{name}/{key}": value
+                for name, parameter in model.named_parameters()
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+        )
+    )
+
+
+def _generators(device: torch.device) -> Tensors:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _only_tensors(values: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}: a snapshot holds tensors, and nothing that needs pickle"
+            )
+        yield name, value

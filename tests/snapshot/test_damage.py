@@ -1,0 +1,164 @@
+"""A snapshot that is not as it was written is never used: each kind of byte, flipped or cut off."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saved import CPU, save, trained
+
+from pipetrain.snapshot.find import find, newest_whole
+from pipetrain.snapshot.folder import as_json
+from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
+from pipetrain.snapshot.reader import Snapshot
+
+WEIGHTS = "weights/rank-0000.safetensors"
+FILES = [NAME, "state.json", WEIGHTS, "optimizer/rank-0000.safetensors", "generators/rank-0000.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save(tmp_path_factory.mktemp("snapshots"), 200)
+
+
+@pytest.fixture
+def snapshot(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(whole, tmp_path / whole.name))
+
+
+def flip(path: pathlib.Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def header_end(path: pathlib.Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def positions(path: pathlib.Path) -> dict[str, int]:
+    """A byte of each kind: where the file begins, in its header, where the data begins, in its midst, its last."""
+    size = path.stat().st_size
+    found = {"first": 0, "middle": size // 2, "last": size - 1}
+    if path.suffix == ".safetensors":
+        end = header_end(path)
+        found |= {"header": end // 2, "first of data": end}
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found(snapshot: pathlib.Path, name: str) -> None:
+    path = snapshot / name
+    for position in positions(path).values():
+        flip(path, position)
+        with pytest.raises(SnapshotDamaged, match=path.name):
+            check_whole(snapshot)
+        flip(path, position)
+    check_whole(snapshot)
+
+
+def test_every_byte_of_the_manifest_counts(snapshot: pathlib.Path) -> None:
+    path = snapshot / NAME
+    data = path.read_bytes()
+    for position in range(len(data)):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        with pytest.raises(SnapshotDamaged):
+            check_whole(snapshot)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cut_is_found(snapshot: pathlib.Path, name: str) -> None:
+    path = snapshot / name
+    data = path.read_bytes()
+    for length in [0, *positions(path).values()]:
+        path.write_bytes(data[:length])
+        with pytest.raises(SnapshotDamaged, match=path.name):
+            check_whole(snapshot)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(SnapshotDamaged, match=path.name):
+        check_whole(snapshot)
+    path.unlink()
+    with pytest.raises(SnapshotDamaged, match=path.name):
+        check_whole(snapshot)
+
+
+def rewrite(snapshot: pathlib.Path, change: Callable[[dict], None]) -> None:
+    """Another manifest with a checksum that holds: what somebody would do who wants us to read other files."""
+    document = json.loads((snapshot / NAME).read_text())
+    del document["sha256"]
+    change(document)
+    digest = hashlib.sha256(as_json(document)).hexdigest()
+    (snapshot / NAME).write_bytes(as_json({**document, "sha256": digest}))
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "weights/../../secret", "link/secret", "", "a\\..\\b"])
+def test_a_path_that_climbs_out_is_refused(snapshot: pathlib.Path, path: str) -> None:
+    secret = snapshot.parent / "secret"
+    secret.write_text("key")
+    (snapshot / "link").symlink_to(snapshot.parent)
+    record = {"path": path, "num_bytes": 3, "sha256": hashlib.sha256(b"key").hexdigest()}
+    rewrite(snapshot, lambda document: document["files"].append(record))
+    with pytest.raises(SnapshotDamaged, match="not inside the snapshot"):
+        check_whole(snapshot)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(snapshot: pathlib.Path) -> None:
+    (snapshot / WEIGHTS).unlink()
+    os.mkfifo(snapshot / WEIGHTS)
+    with pytest.raises(SnapshotDamaged, match="not a regular file"):
+        check_whole(snapshot)
+
+
+def test_another_format_is_refused(snapshot: pathlib.Path) -> None:
+    rewrite(snapshot, lambda document: document.update(format_version=2))
+    with pytest.raises(SnapshotDamaged, match="format_version 2, this version reads 1"):
+        check_whole(snapshot)
+
+
+def test_the_one_before_is_used_and_the_user_told(tmp_path: pathlib.Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    flip(tmp_path / "step-00000300" / WEIGHTS, -1)
+    (tmp_path / "step-00000200" / NAME).unlink()
+    said: list[str] = []
+    assert newest_whole(tmp_path, said.append) == tmp_path / "step-00000100"
+    assert "step-00000300/weights/rank-0000.safetensors has changed" in said[0]
+    assert "step-00000200/manifest.json is missing" in said[1]
+    assert all("going on from step-00000100" in text for text in said)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000100", "step-00000200.damaged", "step-00000300.damaged"]
+
+
+def test_all_damaged_is_an_error_and_none_is_not(tmp_path: pathlib.Path) -> None:
+    assert newest_whole(tmp_path / "nowhere", print) is None
+    flip(save(tmp_path, 100) / WEIGHTS, -1)
+    for _ in range(2):  # the second look finds it under its name still
+        with pytest.raises(SnapshotDamaged, match=r"no snapshot in .* is whole"):
+            newest_whole(tmp_path, print)
+
+
+def test_a_user_may_name_a_snapshot_or_a_run(tmp_path: pathlib.Path) -> None:
+    snapshot = save(tmp_path / "snapshots", 100)
+    assert find(snapshot, print) == find(snapshot.parent, print) == find(tmp_path, print) == snapshot
+    with pytest.raises(ValueError, match="there is no snapshot"):
+        find(tmp_path / "nothing", print)
+    with pytest.raises(SnapshotDamaged, match=r"step-00000200/manifest\.json is missing"):
+        find(snapshot.with_name("step-00000200"), print)
+
+
+def test_weights_are_a_safetensors_file_that_others_read(whole: pathlib.Path) -> None:
+    model, _ = trained(200)
+    read = load_file(whole / WEIGHTS)
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+
+
+def test_another_model_is_refused(whole: pathlib.Path) -> None:
+    model, optimizer = trained(width=5)
+    with pytest.raises(ValueError, match="snapshot of another model"):
+        Snapshot(whole).restore(model, optimizer, 0, CPU)

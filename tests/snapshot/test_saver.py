@@ -1,0 +1,191 @@
+"""Saves on one rank: what is in them, what is kept, and what happens when one fails."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from saved import CPU, save, saver_of, state_of, trained
+
+from pipetrain.snapshot.find import newest_whole
+from pipetrain.snapshot.folder import path_of, steps_in
+from pipetrain.snapshot.manifest import check_whole
+from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.state import Part, tensors_of
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def test_everything_comes_back(tmp_path: pathlib.Path) -> None:
+    model, optimizer = trained(1)
+    saver = saver_of(tmp_path)
+    torch.manual_seed(7)
+    saver.save(state_of(12), tensors_of(model, optimizer, CPU))
+    drawn = torch.rand(3)
+    saver.wait()
+
+    other, its_optimizer = trained(2)
+    snapshot = Snapshot(path_of(tmp_path, 12))
+    snapshot.restore(other, its_optimizer, 0, CPU)
+    assert snapshot.state == state_of(12)
+    assert torch.equal(torch.rand(3), drawn)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        assert optimizer.state[ours].keys() == its_optimizer.state[theirs].keys()
+        for key, value in optimizer.state[ours].items():
+            assert torch.equal(value, its_optimizer.state[theirs][key])
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path: pathlib.Path) -> None:
+    tensors = {
+        f"{dtype}-{shape}": torch.ones(shape).to(dtype) for dtype in DTYPES for shape in [(), (3,), (2, 5), (0,)]
+    }
+    tensors["not contiguous"] = torch.arange(6.0).reshape(2, 3).T
+    saver = saver_of(tmp_path)
+    saver.save(state_of(1), {Part.WEIGHTS: tensors})
+    saver.wait()
+    read = Snapshot(path_of(tmp_path, 1)).tensors(Part.WEIGHTS)
+    assert set(read) == set(tensors)
+    for name, value in tensors.items():
+        assert read[name].dtype is value.dtype
+        assert torch.equal(read[name], value)
+
+
+def test_what_a_step_changes_meanwhile_is_not_in_the_snapshot(tmp_path: pathlib.Path) -> None:
+    weight = torch.zeros(1 << 20)
+    saver = saver_of(tmp_path)
+    for step in (1, 2):  # the second save uses the buffers of the first
+        weight.fill_(step)
+        saver.save(state_of(step), {Part.WEIGHTS: {"w": weight}})
+        weight.fill_(-1)
+    saver.wait()
+    for step in (1, 2):
+        read = Snapshot(path_of(tmp_path, step)).tensors(Part.WEIGHTS)["w"]
+        assert torch.equal(read, torch.full((1 << 20,), float(step)))
+
+
+def test_poll_takes_a_save_to_its_end_without_waiting(tmp_path: pathlib.Path) -> None:
+    saver = saver_of(tmp_path)
+    saver.save(state_of(5), tensors_of(*trained(), CPU))
+    while saver.last_step is None:
+        saver.poll()
+    assert check_whole(path_of(tmp_path, 5)).step == 5
+
+
+def test_the_newest_are_kept(tmp_path: pathlib.Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep_last=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000020", "step-00000030"]
+
+
+def test_a_snapshot_of_the_same_step_takes_the_place_of_the_old_one(tmp_path: pathlib.Path) -> None:
+    (save(tmp_path, 10) / "manifest.json").write_text("damaged")
+    check_whole(save(tmp_path, 10))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_others_may_not_write(tmp_path: pathlib.Path) -> None:
+    before = os.umask(0)
+    try:
+        snapshot = save(tmp_path / "snapshots", 10)
+    finally:
+        os.umask(before)
+    assert all(path.stat().st_mode & 0o022 == 0 for path in [snapshot.parent, snapshot, *snapshot.rglob("*")])
+
+
+def test_a_folder_that_cannot_be_made_does_not_stop_training(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "snapshots").write_text("in the way")
+    said: list[str] = []
+    saver = saver_of(tmp_path / "snapshots", say=said.append)
+    saver.save(state_of(4), tensors_of(*trained(), CPU))
+    saver.wait()
+    assert saver.last_step is None
+    assert said == [
+        "rank 0 could not write the snapshot of step 4 (File exists): training goes on; there is no snapshot yet"
+    ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A disk of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_does_not_stop_training(small_disk: pathlib.Path) -> None:
+    said: list[str] = []
+    saver = saver_of(small_disk, say=said.append)
+    saver.save(state_of(4), {Part.WEIGHTS: {"w": torch.ones(1 << 17)}})
+    saver.save(state_of(8), {Part.WEIGHTS: {"w": torch.ones(1 << 20)}})
+    saver.wait()
+    assert saver.last_step == 4
+    (text,) = said
+    assert text == (
+        "rank 0 could not write the snapshot of step 8 (No space left on device): training goes on; "
+        f"the newest snapshot is {path_of(small_disk, 4)}"
+    )
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000004"]
+    check_whole(path_of(small_disk, 4))
+    saver.save(state_of(12), {Part.WEIGHTS: {"w": torch.ones(1)}})
+    saver.wait()
+    assert steps_in(small_disk) == [12, 4]
+
+
+def test_a_disk_that_turns_read_only_does_not_stop_training(small_disk: pathlib.Path) -> None:
+    said: list[str] = []
+    saver = saver_of(small_disk, say=said.append)
+    saver.save(state_of(4), tensors_of(*trained(), CPU))
+    saver.wait()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    saver.save(state_of(8), tensors_of(*trained(), CPU))
+    saver.wait()
+    assert "step 8 (Read-only file system): training goes on" in said[0]
+    check_whole(path_of(small_disk, 4))
+
+
+SAVES_FOR_EVER = """
+import sys, torch, pathlib
+from saved import saver_of, state_of
+from pipetrain.snapshot.state import Part
+saver = saver_of(pathlib.Path(sys.argv[1]))
+for step in range(int(sys.argv[2]) + 1, 10**6):
+    saver.save(state_of(step), {Part.WEIGHTS: {"w": torch.full((1 << 18,), float(step))}})
+    if step > int(sys.argv[2]) + 1:
+        print(saver.last_step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_lines", [1, 2, 3])
+def test_a_process_killed_while_it_saves_leaves_a_whole_snapshot(tmp_path: pathlib.Path, num_lines: int) -> None:
+    save(tmp_path, 1)
+    paths = [str(pathlib.Path(__file__).parent), *sys.path]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path), "1"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert process.stdout is not None
+    lines = [int(process.stdout.readline()) for _ in range(num_lines)]  # a save is on its way after each
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    said: list[str] = []
+    newest = newest_whole(tmp_path, said.append)
+    assert said == []
+    assert newest is not None
+    step = Snapshot(newest).state.step
+    assert step >= lines[-1]
+    assert torch.equal(Snapshot(newest).tensors(Part.WEIGHTS)["w"], torch.full((1 << 18,), float(step)))
+    saver_of(tmp_path)
+    assert all(path.name in {f"step-{number:08d}" for number in steps_in(tmp_path)} for path in tmp_path.iterdir())

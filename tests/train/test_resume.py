@@ -1,0 +1,127 @@
+"""Runs that end before their time and go on: the result is that of the run that nobody disturbed, bit for bit."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+
+import pytest
+from resumed import (
+    PIPETRAIN,
+    STEPS,
+    TORCHRUN,
+    assert_same_training,
+    children_of,
+    end,
+    finish,
+    kill_at_random,
+    make_text,
+    metrics_of,
+    num_steps_of,
+    start,
+    wait_until,
+)
+
+from pipetrain.cli import main
+from pipetrain.snapshot.folder import steps_in
+from pipetrain.snapshot.manifest import check_whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where `text` is, and `whole`, the run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_text(folder / "text")
+    finish(folder, "run_dir=whole", "snapshot.every_steps=null")
+    return folder
+
+
+def test_a_run_without_snapshots_has_none(folder: pathlib.Path) -> None:
+    assert not (folder / "whole" / "snapshots").exists()
+    assert len(metrics_of(folder / "whole")) == STEPS
+
+
+def test_usr1_saves_and_the_run_goes_on_over_three_stages(folder: pathlib.Path) -> None:
+    process = start(folder, PIPETRAIN, "run_dir=asked", "snapshot.every_steps=null")
+    wait_until(lambda: num_steps_of(folder / "asked") >= 3, process)
+    process.send_signal(signal.SIGUSR1)
+    code, stderr = end(process)
+    assert code == 75, stderr
+    (step,) = steps_in(folder / "asked" / "snapshots")
+    assert step == num_steps_of(folder / "asked") < STEPS
+    snapshot = folder / "asked" / "snapshots" / f"step-{step:08d}"
+    assert stderr.splitlines()[-1] == (
+        f"pipetrain: stopped by SIGUSR1; the report is written, and resume={snapshot} goes on"
+    )
+    assert json.loads((snapshot / "state.json").read_text())["plan"]["balance"] == [2, 2]
+    told = finish(
+        folder, f"resume={snapshot}", "run_dir=gone-on", "pipeline=1f1b", "recompute=inline", "pipeline.num_stages=3"
+    )
+    assert f"pipetrain: going on from {snapshot}" in told
+    assert_same_training(folder / "gone-on", folder / "whole", from_step=step + 1)
+    assert json.loads((folder / "gone-on" / "report.json").read_text())["steps"] == STEPS
+
+
+def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, num_ranks: int = 2) -> str:
+    """A run under torchrun of which a rank is killed again and again."""
+    launcher = [*TORCHRUN, f"--nproc-per-node={num_ranks}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
+    options = [f"run_dir={name}", "resume=auto", f"pipeline.num_stages={num_ranks}"]
+    process = start(folder, [*launcher, "-m", "pipetrain.train"], *options)
+    kills = kill_at_random(process, folder / name, num_kills, random.Random(seed))
+    ranks = children_of(process.pid)
+    code, stderr = end(process)
+    assert code == 0, stderr
+    assert kills == num_kills
+    assert [pid for pid in ranks if os.path.exists(f"/proc/{pid}")] == []
+    return stderr
+
+
+def test_three_random_kills_change_nothing(folder: pathlib.Path) -> None:
+    stderr = with_restarts(folder, "killed", 3, seed=1)
+    assert "going on from" in stderr
+    assert "damaged" not in stderr
+    assert_same_training(folder / "killed", folder / "whole")
+    snapshots = folder / "killed" / "snapshots"
+    assert [check_whole(snapshots / f"step-{step:08d}").step for step in steps_in(snapshots)] == [STEPS, STEPS - 2]
+    assert len(list(snapshots.iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ten_random_kills_change_nothing(folder: pathlib.Path, num_ranks: int) -> None:
+    with_restarts(folder, f"soak-{num_ranks}", 10, seed=num_ranks, num_ranks=num_ranks)
+    assert_same_training(folder / f"soak-{num_ranks}", folder / "whole")
+
+
+def test_a_damaged_snapshot_is_told_and_the_one_before_used(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    process = start(folder, PIPETRAIN, "run_dir=damaged", "snapshot.keep_last=3")
+    wait_until(lambda: len(steps_in(folder / "damaged" / "snapshots")) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 75
+    newest, before, *_ = steps_in(folder / "damaged" / "snapshots")
+    broken = folder / "damaged" / "snapshots" / f"step-{newest:08d}" / "weights" / "rank-0001.safetensors"
+    os.truncate(broken, 1000)
+    told = finish(folder, "run_dir=damaged", "resume=auto")
+    assert f"pipetrain: {broken} has 1000 bytes" in told
+    assert f"going on from step-{before:08d}" in told
+    assert_same_training(folder / "damaged", folder / "whole")
+
+
+def test_what_cannot_be_resumed(
+    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a process starts: exit code 2 and one line."""
+
+    def refused(*options: str) -> str:
+        assert main(["train", "experiment=smoke", *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH" in refused("resume=auto")
+    assert "resume=nowhere: there is nothing" in refused("resume=nowhere")
+    assert "init_from=nowhere: there is nothing" in refused("init_from=nowhere")
+    assert "a resumed run has its weights" in refused(f"resume={tmp_path}", f"init_from={tmp_path}")
+    assert "snapshot.every_steps=0: allowed is 1 or more" in refused("snapshot.every_steps=0")
+    assert "snapshot.keep_last=0: allowed is 1 or more" in refused("snapshot.keep_last=0")
