@@ -1,0 +1,49 @@
+"""Ranks that agree outside of the pipeline: after restarts, and when one is gone."""
+
+import datetime
+import os
+
+import pytest
+import torch.distributed as dist
+from ranks import run_outcomes
+from torch.distributed import TCPStore
+
+from pipetrain.engine import world as world_module
+from pipetrain.engine.world import World
+
+
+def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a new rank connects to the address of one that was killed, and the run hangs."""
+    server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's own store, which outlives the ranks
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stores = []
+    for attempt in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(world_module._store_of_this_attempt(datetime.timedelta(seconds=20)))
+    stores[0].set("address", "of a rank that was killed")
+    assert not stores[1].check(["address"])
+    stores[1].set("address", "of the new one")
+    assert stores[2].get("address") == b"of the new one"
+
+
+def agree_with_one_that_leaves() -> None:
+    world = World(20.0)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    world.largest(1)
+
+
+def test_a_rank_that_is_lost_between_two_steps_is_said_in_one_line() -> None:
+    first, _ = run_outcomes(2, agree_with_one_that_leaves)
+    assert first.error is not None
+    line = first.error.strip().splitlines()[-1]
+    assert "PipelineError: rank 0 lost another rank between two steps (" in line
+    assert "see its own output" in line
