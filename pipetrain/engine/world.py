@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from pipetrain.runtime.failure import PipelineError
+from pipetrain.runtime.world import store_of_this_attempt
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ class World:
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
         if "RANK" in os.environ:
-            store = _store_of_this_attempt(self._timeout)
+            store = store_of_this_attempt(self._timeout)
             dist.init_process_group(backend, timeout=self._timeout, store=store, rank=self.rank, world_size=self.size)
         else:
             dist.init_process_group(backend, timeout=self._timeout, store=HashStore(), rank=0, world_size=1)
@@ -78,23 +79,6 @@ class World:
 def has_gpus(num_ranks: int) -> bool:
     """Whether each of `num_ranks` ranks of this machine can have a GPU of its own."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
-
-
-def _store_of_this_attempt(timeout: datetime.timedelta) -> dist.Store:
-    """The store of torchrun's variables, without what ranks wrote into it before torchrun started them again.
-
-    On one node torchrun keeps its store over restarts, and the addresses of processes that were killed with it: a new
-    rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
-    cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
-    """
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    on_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return (
-        dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        if on_one_node
-        else store
-    )
 
 
 def _device(local_rank: int, num_local_ranks: int) -> torch.device:

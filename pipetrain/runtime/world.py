@@ -40,14 +40,37 @@ def join(group: Any, device: torch.device | str | None, timeout_seconds: float) 
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return World(0, 1, None, chosen, owns_process_group=False)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        place, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = store_of_this_attempt(timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=place, world_size=size)
         owns = True
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError("this process is not in `group`: make the Pipeline on the ranks of the group only")
     members = "" if group is None else "-" + "-".join(map(str, dist.get_process_group_ranks(group)))
-    store = PrefixStore(f"pipetrain/pipeline-{number}{members}", dist.distributed_c10d._get_default_store())
-    return World(rank, size, store if size > 1 else None, chosen, owns)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _on_one_node() else "0"
+    name = f"pipetrain/attempt-{attempt}/pipeline-{number}{members}"
+    own = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return World(rank, size, own if size > 1 else None, chosen, owns)
+
+
+def store_of_this_attempt(timeout: timedelta) -> dist.Store:
+    """The store of torchrun's variables, without what ranks wrote into it before torchrun started them again.
+
+    On one node torchrun keeps its store over restarts, and the addresses of processes that were killed with it: a new
+    rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
+    cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
+    """
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if not _on_one_node():
+        return store
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:

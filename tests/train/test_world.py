@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from torch.distributed import TCPStore
 
-from pipetrain.engine import world as world_module
 from pipetrain.engine.world import World
+from pipetrain.runtime.world import store_of_this_attempt
 
 
 def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.Monk
     stores = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(world_module._store_of_this_attempt(datetime.timedelta(seconds=20)))
+        stores.append(store_of_this_attempt(datetime.timedelta(seconds=20)))
     stores[0].set("address", "of a rank that was killed")
     assert not stores[1].check(["address"])
     stores[1].set("address", "of the new one")
