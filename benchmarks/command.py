@@ -16,6 +16,7 @@ from .unavailable import Unavailable
 NAMES = {
     "overlap": "emulated stages beside torch and DeepSpeed: 2, 4 and 8 stages",
     "links": "the same over links as slow as half a forward and a whole one (needs root and tc)",
+    "simulated": "measured against simulated, for every family of schedules",
     "cost": "what the runtime itself costs per op, and how planning grows",
     "memory": "activation bytes per rank, and time against memory",
     "ablation": "what each idea brings, alone and together",
