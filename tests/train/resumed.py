@@ -132,10 +132,11 @@ def children_of(pid: int) -> list[int]:
 def kill_at_random(process: Process, run: pathlib.Path, num_kills: int, chance: random.Random) -> int:
     """Kills a random rank at a random moment, each time some steps after the restart before.
 
-    Returns how many it killed before the run was done.
+    The kills are spread over the run, so that it is not done before the last one. Returns how many there were.
     """
     for kills in range(num_kills):
-        if not has_reached(process, run, min(num_steps_of(run) + chance.randint(1, 6), STEPS - 1)):
+        latest = STEPS * (kills + 1) // (num_kills + 1)
+        if not has_reached(process, run, min(num_steps_of(run) + chance.randint(1, 6), latest)):
             return kills
         time.sleep(chance.uniform(0.0, 0.08))  # any moment of a step or a save
         ranks = children_of(process.pid)
