@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         if result is None:
             continue
         written = result.write(options.out)
-        results[name] = result.as_json()
+        results[name] = json.loads(written[0].read_text())  # what is printed is what was written, to the minute
         if given.json != "-":
             print(f"{result.as_text()}\n\nwritten: {', '.join(map(str, written))}\n", flush=True)
     if given.json == "-":
