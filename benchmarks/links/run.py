@@ -14,7 +14,7 @@ from ..emulated import EmulatedWorkload
 from ..result import Options, Result, Target
 from ..systems import Ours
 from ..trial import measure_hop
-from .namespaces import check_available, shaped_network
+from .namespaces import BUCKET, check_available, shaped_network
 
 CLAIM = "over slow links we are faster with recomputation than the peers without"
 MEGABITS = 1000
@@ -29,7 +29,7 @@ GPIPE, ONE_F_ONE_B = "pipetrain gpipe overlap", "pipetrain 1f1b overlap"
 
 def run(options: Options) -> Result:
     check_available()
-    settings = {"rounds": options.rounds, "megabits": MEGABITS, "shape": "tc tbf burst 64kb latency 50ms, both ends"}
+    settings = {"rounds": options.rounds, "megabits": MEGABITS, "shape": f"tc tbf {BUCKET}, both ends"}
     result = Result("links", CLAIM, settings=settings)
     peers, missing = peers_for(options.quick)
     result.notes += missing

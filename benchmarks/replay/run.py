@@ -10,6 +10,7 @@ Without a GPU it runs with a toy size, to see that it runs: `--quick`.
 from __future__ import annotations
 
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from pipetrain.schedule.simulate import simulate
 
 from ..result import Options, Result, Table, Target
 from ..unavailable import Unavailable
+from .kernels import Beside, beside, kernels_of
 from .neighbours import Clock, ReplayEdges
 
 STAGES, STAGE, MICROBATCHES = 4, 1, 8
@@ -97,10 +99,16 @@ class Replay:
         self.device = device
         shape = (1, size.sequence, size.hidden)
         strides = (size.sequence * size.hidden, size.hidden, 1)
+        self.beside: Beside | None = None
         self._leaf = TensorForm(shape, strides, str(size.dtype).removeprefix("torch."), needs_gradient=True)
 
-    def run(self, schedule: Schedule, costs: Costs, steps: int) -> list[tuple[Timeline, float, int, int]]:
-        """Timelines of this rank, seconds of each step from the simulation's zero, allocated and reserved bytes."""
+    def run(
+        self, schedule: Schedule, costs: Costs, steps: int, *, profiled: bool = False
+    ) -> list[tuple[Timeline, float, int, int]]:
+        """Timelines of this rank, seconds of each step from the simulation's zero, allocated and reserved bytes.
+
+        `profiled`: torch's profiler watches the last step, and `beside` says afterwards what ran beside R.
+        """
         expected = simulate(schedule, costs)
         arrivals = {
             event.op: event.end for event in expected.of_rank(STAGE) if event.op.kind in (Kind.RECV_F, Kind.RECV_B)
@@ -113,14 +121,19 @@ class Replay:
         executor = Executor(STAGE, {STAGE: stage}, transport, lanes, monitor, board)
         program = Program.of(schedule, STAGE)
         found = []
+        self.beside = None
         for number in range(steps):
+            profile = _profile() if profiled and number == steps - 1 else nullcontext()
             _synchronize(self.device, reset=True)
             executor.done.clear()
             transport.start_step(self._forms(schedule), described=(False, False), done=executor.done)
-            clock.start()
-            executor.run(program, Step(number, 0, len(self.layers), with_graph=True, with_loss=False))
-            recording = lanes.recording()
-            _synchronize(self.device)
+            with profile:
+                clock.start()
+                executor.run(program, Step(number, 0, len(self.layers), with_graph=True, with_loss=False))
+                recording = lanes.recording()
+                _synchronize(self.device)
+            if isinstance(profile, torch.profiler.profile):
+                self.beside = beside(kernels_of(profile))
             events = tuple(event for event in recording() if event.rank == STAGE)
             found.append((Timeline(STAGES, events), _end(events) - clock.zero, *_memory(self.device)))
             for layer in self.layers:
@@ -165,6 +178,7 @@ def run(options: Options) -> Result:
         for hop in HOPS
         for name, mode, ahead in SYSTEMS
     }
+    notes = [_profiled_note(replay, costs)] if device.type == "cuda" else []
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (toy size)"
     return Result(
         name="replay",
@@ -178,6 +192,7 @@ def run(options: Options) -> Result:
         },
         tables=[_table(measured, hop, costs) for hop in HOPS],
         targets=_targets(measured),
+        notes=notes,
         data={f"{name} at hop {hop:g} b": vars(one) for (name, hop), one in measured.items()},
     )
 
@@ -196,6 +211,17 @@ def _measure(replay: Replay, schedule: Schedule, costs: Costs, steps: int) -> Me
         reserved_bytes=max(one[3] for one in found),
         all_steps=seconds,
     )
+
+
+def _profile() -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    return torch.profiler.profile(activities=activities)
+
+
+def _profiled_note(replay: Replay, costs: Costs) -> str:
+    """One more step with `overlap`, watched: not among the measured ones, because watching takes time."""
+    replay.run(_schedule("overlap", 2), _with_hop(costs, costs.backward[0]), WARM_UP + 1, profiled=True)
+    return f"by the profiler, one step of overlap at a hop of 1 b: {replay.beside}"
 
 
 def _schedule(mode: str, ahead: int) -> Schedule:

@@ -3,7 +3,7 @@
 Every crossing between lanes has the same three moments, on both:
 
     with lanes.on(lane, waits, op): [1] wait   for the ops that must have ended (a stream waits for their events)
-        with lanes.timed(lane, op): [2] run    the op
+        with lanes.timed(lane, op): [2] run    the op, in a range of its name for torch's profiler
                                     [3] record that it has ended (an event on the stream)
 """
 
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+from torch.profiler import record_function
 
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -55,7 +56,8 @@ class CpuLanes:
     @contextmanager
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
         start = self._clock()
-        yield
+        with record_function(str(op)):
+            yield
         self._events.append(OpEvent(self._rank, lane, op, start, self._clock()))
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
@@ -112,7 +114,8 @@ class CudaLanes:
         stream = self._stream(lane, op)
         start, end = _timed_event(), _timed_event()
         start.record(stream)
-        yield  # [2]
+        with record_function(str(op)):
+            yield  # [2]
         end.record(stream)  # [3]
         self._ended[op] = end
         self._spans.append((lane, op, start, end))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.replay.kernels import beside, kernels_of
 from pipetrain import Pipeline, RecomputePolicy, reference_step
 from pipetrain.schedule.op import Kind, Lane, Op
 
@@ -109,10 +110,10 @@ def test_the_version_check_holds_on_a_gpu() -> None:
 
 
 def test_recompute_ran_on_its_own_stream() -> None:
-    """The profiler's streams: kernels of R on one, of F and B on another."""
+    """By the profiler: kernels of R on one stream, of F and B on another, and some time on both at once."""
     torch.manual_seed(0)
-    model = make_model(1024)
-    inputs = torch.randn(256, 1024, device="cuda")
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(8)]).cuda()
+    inputs = torch.randn(2048, 2048, device="cuda")
     policy = RecomputePolicy("overlap", last_stage="always")
     with Pipeline(model, mse, stages_per_rank=2, schedule="interleaved", recompute=policy) as pipeline:
         pipeline.step(inputs, inputs)
@@ -120,10 +121,12 @@ def test_recompute_ran_on_its_own_stream() -> None:
             pipeline.step(inputs, inputs)
             torch.cuda.synchronize()
         report = pipeline.gather_report()
-    streams = {
-        event.device_resource_id for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    }
-    assert len(streams) >= 2, streams
+    seen = beside(kernels_of(profile))
+    print(seen)
+    assert len(seen.recompute_streams) == 1, seen
+    assert len(seen.compute_streams) == 1, seen
+    assert seen.recompute_streams.isdisjoint(seen.compute_streams), seen
+    assert seen.recompute_seconds > 0, seen
     assert report is not None
     lanes = {event.op: event.lane for event in report.timeline.events}
     assert lanes[Op(0, Kind.R, 0)] is Lane.RECOMPUTE
