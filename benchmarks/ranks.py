@@ -21,6 +21,9 @@ from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
 _CLONE_NEWNET = 0x40000000
+# A GPU's allocator keeps the memory of tensors that are gone; so does that of every rank here, ours and the peers'. Else
+# each tensor costs the kernel thousands of page faults, which on a virtual machine may reach as far as its host.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class RanksFailed(RuntimeError):
 
 def preload(*modules: str) -> None:
     """What the fork server imports before the first rank starts; a module that is missing is skipped."""
+    os.environ.update(_KEEP_MEMORY)  # read when a process starts, so by the server for all that it forks
     _CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline", *modules])
 
 

@@ -76,7 +76,7 @@ def train(config: RunConfig) -> Outcome:
         if last is not None:
             measured, predicted = _compare(schedule, last, recorder.timelines)
             report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum, first)
-            recorder.finish(report, measured, predicted)
+            recorder.finish(report, measured, predicted, last.clock_error_seconds)
         weights = engine.weights()
         if weights is not None:
             save_weights(folder.weights, weights)
@@ -143,6 +143,10 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
         recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
         wait_activation_seconds=per_rank("wait_activation_seconds"),
         wait_gradient_seconds=per_rank("wait_gradient_seconds"),
+        fill_seconds=per_rank("fill_seconds"),
+        drain_seconds=per_rank("drain_seconds"),
+        imbalance_seconds=per_rank("imbalance_seconds"),
+        unexplained_seconds=per_rank("other_seconds"),
         peak_activation_bytes=report.peak_activation_bytes,
         peak_memory_bytes=report.peak_memory_bytes,
     )

@@ -27,6 +27,10 @@ class StepMetrics:
     recompute_exposed_seconds: PerRank
     wait_activation_seconds: PerRank
     wait_gradient_seconds: PerRank
+    fill_seconds: PerRank
+    drain_seconds: PerRank
+    imbalance_seconds: PerRank
+    unexplained_seconds: PerRank
     peak_activation_bytes: tuple[int, ...]
     peak_memory_bytes: tuple[int | None, ...]
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from pipetrain.config.records import RunConfig
+from pipetrain.observe.explain import explanation
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import MetricsFile, StepMetrics
 from pipetrain.observe.page import page
@@ -63,17 +64,18 @@ class Recorder:
         if heldout_loss is not None:
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
-    def finish(self, report: RunReport, measured: Shown, predicted: Shown | None) -> None:
-        """What was done, and what was predicted."""
+    def finish(self, report: RunReport, measured: Shown, predicted: Shown | None, clock_error_seconds: float) -> None:
+        """What was predicted, and what was done."""
         text = as_markdown(report)
         write_report(self._folder.report, report)
         self._folder.report_text.write_text(text)
-        pictures = [measured] if predicted is None else [measured, predicted]
-        captions = [
-            "Above: the last step, as measured.",
-            "Below: the step as predicted from the op times of steps 2 to 4.",
-        ]
-        self._folder.timeline.write_text(page(report.experiment, captions[: len(pictures)], svg(*pictures), text))
+        first, last = self._keep.start, self._keep.stop - 1
+        captions = [f"Predicted from the op times of steps {first} to {last}."] if predicted is not None else []
+        captions.append(f"Measured: step {report.steps}, the last.")
+        captions = [f"{place} {caption}" for place, caption in zip(("Above:", "Below:"), captions)]
+        pictures = [measured] if predicted is None else [predicted, measured]
+        below = text + "\n" + explanation(measured, predicted, clock_error_seconds)
+        self._folder.timeline.write_text(page(report.experiment, captions, svg(*pictures), below))
 
     def close(self) -> None:
         self._stack.close()

@@ -20,7 +20,8 @@ PIPETRAIN = [sys.executable, "-m", "pipetrain.cli"]
 TINY = ["experiment=smoke", "data=text"]
 METRICS = (
     "step loss lr grad_norm tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
-    "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds peak_activation_bytes peak_memory_bytes"
+    "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
+    "unexplained_seconds peak_activation_bytes peak_memory_bytes"
 )
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
@@ -31,6 +32,10 @@ PER_RANK = [
     "recompute_exposed_seconds",
     "wait_activation_seconds",
     "wait_gradient_seconds",
+    "fill_seconds",
+    "drain_seconds",
+    "imbalance_seconds",
+    "unexplained_seconds",
     "peak_activation_bytes",
     "peak_memory_bytes",
 ]
@@ -115,7 +120,11 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert sorted(entry.name for entry in folder.iterdir()) == sorted(expected)
     assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
-    assert (folder / "timeline.html").read_text().count("rank 1</text>") == 2  # measured, and below it predicted
+    page = (folder / "timeline.html").read_text()
+    assert page.count("rank 1</text>") == 2  # predicted, and below it measured
+    assert page.index("Above: Predicted") < page.index("Below: Measured")
+    assert "unexplained" in page
+    assert "residual ms" in page
 
 
 def test_metrics_have_exactly_the_keys(finished: Finished) -> None:

@@ -13,7 +13,7 @@ _CAUSES = {
     "wait F": "wait_activation_seconds",
     "wait B": "wait_gradient_seconds",
     "imbalance": "imbalance_seconds",
-    "other": "other_seconds",
+    "unexplained": "other_seconds",
 }
 
 
