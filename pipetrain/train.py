@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import statistics
@@ -10,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,9 @@ from pipetrain.config.check import check_run
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
 from pipetrain.data.dataset import Data, make_data
-from pipetrain.engine.engine import Engine, StepResult
+from pipetrain.engine.engine import Batch, Engine, StepResult
+from pipetrain.engine.guard import Action, Guard, Incident
+from pipetrain.engine.inspection import advice_on_stop, explain, folder_of, write_incident
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.engine.stop import StopRequest
@@ -29,6 +33,7 @@ from pipetrain.observe.folder import RunFolder, choose_folder
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import RunReport
+from pipetrain.plan.plan import Plan
 from pipetrain.planner.choose import choose_plan, choose_schedule
 from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.runtime.failure import PipelineError
@@ -38,6 +43,7 @@ from pipetrain.schedule.breakdown import bubble_fraction
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.show import Shown, show_schedule
+from pipetrain.schedule.stragglers import StragglerWatch
 from pipetrain.snapshot.session import AUTO, Snapshots, check_start
 
 
@@ -54,7 +60,7 @@ def train(config: RunConfig) -> Outcome:
         plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
         data = make_data(config.data, config.seed)
         folder = _agree_on_folder(config, world)
-        snapshots = Snapshots(config, plan, folder.path, world)
+        snapshots = Snapshots(config, plan, folder.path, world, data=data.fingerprint)
         first = snapshots.first_step
         keep = range(first - 1 + MEASURED_STEPS.start, first - 1 + MEASURED_STEPS.stop)
         recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep, first)))
@@ -68,14 +74,23 @@ def train(config: RunConfig) -> Outcome:
             on_event=recorder.on_event,
         )
         stack.enter_context(closing(engine))
-        snapshots.attach(engine.model, engine.optimizer)
+        guard = Guard(config.guard)
+        snapshots.attach(engine.model, engine.optimizer, guard)
+        watch = StragglerWatch(_equal_work(plan))
 
-        signum = _run_steps(config, data, engine, recorder, world, stop, snapshots)
+        run = _Run(config, data, engine, recorder, snapshots, guard, watch, folder)
+        signum = _run_steps(run, world, stop)
         last = engine.gather_report() if first <= config.steps else None  # None: all steps were done before
         heldout_loss = None if signum else engine.evaluate(data.heldout)
         if last is not None:
             measured, predicted = _compare(schedule, last, recorder.timelines)
             report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum, first)
+            report = replace(
+                report,
+                skipped_steps=guard.num_skipped,
+                rollbacks=guard.num_rollbacks,
+                stragglers=watch.stragglers(),
+            )
             recorder.finish(report, measured, predicted, last.clock_error_seconds)
         weights = engine.weights()
         if weights is not None:
@@ -95,35 +110,93 @@ def _stopped(signum: int, snapshots: Snapshots) -> str:
     return f"stopped by {name}; the report is written, and resume={snapshots.newest} goes on"
 
 
-def _run_steps(
-    config: RunConfig,
-    data: Data,
-    engine: Engine,
-    recorder: Recorder,
-    world: World,
-    stop: StopRequest,
-    snapshots: Snapshots,
-) -> int:
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of a run work with."""
+
+    config: RunConfig
+    data: Data
+    engine: Engine
+    recorder: Recorder
+    snapshots: Snapshots
+    guard: Guard
+    watch: StragglerWatch
+    folder: RunFolder
+
+
+def _run_steps(run: _Run, world: World, stop: StopRequest) -> int:
     """All steps, or as many as there were before a rank was asked to stop; returns the signal, or 0."""
+    config, engine, guard = run.config, run.engine, run.guard
     every = config.observe.evaluate_every_steps
-    engine.start_at(snapshots.first_step)
-    for step in range(snapshots.first_step, config.steps + 1):
+    step = run.snapshots.first_step
+    engine.start_at(step)
+    while step <= config.steps:
         started = time.perf_counter()
-        result = engine.step(step, data.train.batch(step - 1))
+        batch = run.data.train.batch(guard.batch_of(step))
+        result = engine.step(step, batch, guard.accepts)
         report = engine.gather_report()
         seconds = time.perf_counter() - started
+        if guard.incident is not None and (back_at := _respond(run, guard.incident, batch)) is not None:
+            step = back_at
+            continue
         num_tokens = config.data.batch_size * config.data.sequence_length
         if report is None:
-            recorder.end_step(step)
+            run.recorder.end_step(step)
         else:
-            recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
+            run.recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
+            run.watch.add(step, report.timeline)
         if every is not None and step % every == 0 and step < config.steps:
-            recorder.evaluated(step, engine.evaluate(data.heldout))
+            run.recorder.evaluated(step, engine.evaluate(run.data.heldout))
         signum = world.largest(stop.signum)
-        snapshots.after_step(step, stopping=bool(signum))
+        run.snapshots.after_step(step, stopping=bool(signum))
         if signum:
             return signum
+        step += 1
     return 0
+
+
+def _respond(run: _Run, incident: Incident, batch: Batch) -> int | None:
+    """A step was refused: say where it went wrong, keep its batch, and do what the guard decided.
+
+    Returns:
+        The step to go on with after a rollback; None: with the next one.
+
+    Raises:
+        PipelineError: the run stops.
+    """
+    diagnosis = run.engine.diagnose(batch)
+    state = run.snapshots.roll_back() if incident.action is Action.ROLLBACK else None
+    if incident.action is Action.ROLLBACK and state is None:
+        incident = run.guard.cannot_go_back()
+    folder = folder_of(run.folder.inspect, incident)
+    if run.recorder.is_first:
+        try:
+            write_incident(folder, incident, diagnosis, batch, run.config.seed)
+        except OSError as error:
+            run.recorder.say(f"{folder} could not be written ({error.strerror})")
+    if incident.action is Action.STOP:
+        raise PipelineError(f"{explain(incident, diagnosis)}; {advice_on_stop(incident, folder)}")
+    run.recorder.say(f"{explain(incident, diagnosis)}; the batch is in {folder}")
+    if state is None:
+        return None
+    run.guard.rolled_back(state.step, state.guard)
+    run.recorder.rewind(state.step + 1)
+    run.engine.start_at(state.step + 1)
+    run.recorder.say(
+        f"back to step {state.step}; the batches of steps {state.step + 1} to {incident.step} are passed over"
+    )
+    return state.step + 1
+
+
+def _equal_work(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Layers of each rank, for ranks without the first and last stage: embedding and head are not like other layers."""
+    ends = {0, plan.num_stages - 1}
+    stages_of = {rank: tuple(plan.stages_of(rank)) for rank in range(plan.num_ranks)}
+    return {
+        rank: tuple(plan.balance[stage] for stage in stages)
+        for rank, stages in stages_of.items()
+        if not ends & set(stages)
+    }
 
 
 def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: float) -> StepMetrics:
@@ -132,9 +205,9 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
 
     return StepMetrics(
         step=step,
-        loss=result.loss,
+        loss=result.loss if math.isfinite(result.loss) else None,
         lr=result.learning_rate,
-        grad_norm=result.grad_norm,
+        grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
         tokens_per_second=tokens_per_second,
         step_seconds=report.step_seconds,
         bubble_fraction=bubble_fraction(report.breakdown),
@@ -149,6 +222,7 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
         unexplained_seconds=per_rank("other_seconds"),
         peak_activation_bytes=report.peak_activation_bytes,
         peak_memory_bytes=report.peak_memory_bytes,
+        skipped=not result.is_accepted,
     )
 
 
@@ -224,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains with the overrides in `arguments` as one rank; returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
     announce(rank)
+    os.umask(os.umask(0o077) | 0o027)  # what a run writes is the owner's, the group may read it
     try:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.config.problem import ConfigError
+from pipetrain.config.problem import ConfigError, not_a_choice
 from pipetrain.config.records import RunConfig
 
 
@@ -42,10 +42,20 @@ _SCHEDULE_RANGES = (
 )
 _RUN_RANGES = (
     _Range(
-        ("steps", "threads_per_rank", "observe.evaluate_every_steps", "snapshot.every_steps", "snapshot.keep_last"),
+        (
+            "steps",
+            "threads_per_rank",
+            "observe.evaluate_every_steps",
+            "snapshot.every_steps",
+            "snapshot.keep_last",
+            "snapshot.keep_every",
+            "guard.spike_window",
+        ),
         lambda value: value >= 1,
         "1 or more",
     ),
+    _Range(("guard.spike_factor", "guard.spike_norm_factor"), lambda value: value > 1, "more than 1"),
+    _Range(("guard.max_skips", "guard.max_rollbacks"), lambda value: value >= 0, "0 or more"),
     _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
     _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
     _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
@@ -53,6 +63,10 @@ _RUN_RANGES = (
         ("optim.betas",), lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each from 0 to less than 1"
     ),
 )
+_GUARD_CHOICES = {
+    "guard.not_finite": ("stop", "skip", "rollback"),
+    "guard.spike": ("off", "stop", "skip", "rollback"),
+}
 _SCHEDULE_ONLY = (_Only("recompute.granularity", "stage", "an R brings back the whole stage"),)
 _RUN_ONLY = (
     _Only("parallel.num_replicas", 1, "use more stages (pipeline.num_stages) for more ranks"),
@@ -96,11 +110,29 @@ def check_run(config: RunConfig) -> None:
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
         )
     _check(config, _RUN_RANGES, _RUN_ONLY)
+    _check_guard(config)
     if config.pipeline.num_microbatches > config.data.batch_size:
         raise ConfigError(
             f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
             f"data.batch_size={config.data.batch_size}: each microbatch needs a sample; use "
             f"pipeline.num_microbatches={config.data.batch_size} or less, or a larger data.batch_size"
+        )
+
+
+def _check_guard(config: RunConfig) -> None:
+    for key, allowed in _GUARD_CHOICES.items():
+        value = _value(config, key)
+        if value not in allowed:
+            raise not_a_choice(key, value, allowed)
+        if value == "rollback" and config.snapshot.every_steps is None:
+            raise ConfigError(
+                f"{key}=rollback: goes back to the newest snapshot, and there would be none; set snapshot.every_steps, as in "
+                "snapshot.every_steps=100"
+            )
+    if config.snapshot.keep_every is not None and config.snapshot.every_steps is None:
+        raise ConfigError(
+            f"snapshot.keep_every={config.snapshot.keep_every}: keeps some of the regular snapshots, and there are none; set "
+            "snapshot.every_steps, as in snapshot.every_steps=100"
         )
 
 

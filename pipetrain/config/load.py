@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipetrain.config.problem import ConfigError, nearest, not_a_choice
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import build, check_key
+from pipetrain.config.secrets import check_name, check_values
 
 
 def conf_dir() -> Path:
@@ -42,6 +43,8 @@ def load(overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
     """
+    for text in overrides:
+        check_name(text.partition("=")[0].lstrip("+~").strip())
     for text in overrides:
         _check_override(text)
     try:
@@ -75,6 +78,7 @@ def as_yaml(config: RunConfig) -> str:
 def _from_values(values: Any) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"a configuration is a mapping from keys to values, this is {type(values).__name__}")
+    check_values(values)
     return build(RunConfig, values)
 
 

@@ -96,11 +96,25 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What happens to a step whose loss or gradient cannot be right, before it changes a weight."""
+
+    not_finite: str = "stop"  # loss or gradient norm is not finite: `stop`, `skip` the step or `rollback` to a snapshot
+    spike: str = "off"  # a loss or gradient norm far above the latest ones: `off`, `stop`, `skip` or `rollback`
+    spike_factor: float = 3.0  # a spike is a loss above spike_factor x the median of the last spike_window losses
+    spike_norm_factor: float | None = None  # the same for the gradient norm; None: it is not looked at
+    spike_window: int = 20  # steps that the median is taken of; there is no spike before there are so many
+    max_skips: int = 10  # steps skipped in a row, after which the run stops
+    max_rollbacks: int = 3  # rollbacks of a run, after which it stops
+
+
+@dataclass(frozen=True)
 class SnapshotConfig:
     """Saved training state."""
 
     every_steps: int | None = None  # steps between snapshots; None: only when the run is asked to stop
     keep_last: int = 2  # how many snapshots are kept, the newest
+    keep_every: int | None = None  # every keep_every-th of the regular ones stays for good; None: none does
 
 
 @dataclass(frozen=True)
@@ -162,6 +176,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

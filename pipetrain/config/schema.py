@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
+from pipetrain.config.secrets import check_name
 
 _T = TypeVar("_T")
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -27,11 +28,12 @@ def keys(record: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
 
 def check_key(path: str) -> None:
     """Raises:
-    ConfigError: no record has this key; the message names the nearest.
+    ConfigError: no record has this key; the message names the nearest, or that it is no place for code or secrets.
     """
     known = keys()
     if path in known:
         return
+    check_name(path)
     parent = path.rpartition(".")[0]
     siblings = [key for key in known if key.rpartition(".")[0] == parent]
     hint = nearest(path, siblings) or nearest(path, known, cutoff=0.7)

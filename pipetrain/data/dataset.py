@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipetrain.config.records import DataConfig
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import find_files, source_of
-from pipetrain.data.split import split_files
+from pipetrain.data.split import fingerprint_of, split_files
 from pipetrain.data.tokenizer import Tokenizer, make_tokenizer
 
 
@@ -21,6 +21,7 @@ class Data:
     tokenizer: Tokenizer
     train_files: tuple[pathlib.Path, ...]
     heldout_files: tuple[pathlib.Path, ...]
+    fingerprint: str  # SHA-256 over the bytes of both parts: the same text gives the same batches
 
     @property
     def vocabulary_size(self) -> int:
@@ -67,6 +68,7 @@ def make_data(config: DataConfig, seed: int) -> Data:
         tokenizer=tokenizer,
         train_files=split.train_files,
         heldout_files=split.heldout_files,
+        fingerprint=fingerprint_of(split),
     )
 
 

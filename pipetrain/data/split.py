@@ -18,6 +18,14 @@ class Split:
     heldout_files: tuple[pathlib.Path, ...]
 
 
+def fingerprint_of(split: Split) -> str:
+    """The SHA-256 of all bytes, in the order in which they are read; where the two parts meet counts too."""
+    digest = hashlib.sha256(len(split.train).to_bytes(8, "little"))
+    digest.update(split.train)
+    digest.update(split.heldout)
+    return digest.hexdigest()
+
+
 def split_files(files: Sequence[pathlib.Path], heldout_fraction: float) -> Split:
     """Read `files` and hold out `heldout_fraction` of their bytes (0: nothing), file by file.
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.runtime.measure import Report
 from pipetrain.runtime.pipeline import Pipeline
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
+# Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
+Accepts = Callable[[int, float, float | None], bool]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: the same on every rank."""
+    """One optimizer step: the same on every rank. Loss and norm may be not finite where the step was refused."""
 
     loss: float  # mean over the batch, in nats per token
     learning_rate: float
-    grad_norm: float | None  # global, before clipping; None where nothing is clipped
+    grad_norm: float | None  # global, before clipping; None where it is not known
+    is_accepted: bool = True  # whether the weights have changed
 
 
 class Engine(Protocol):
@@ -41,8 +45,12 @@ class Engine(Protocol):
         """The next step is number `step` (from 1): a run goes on."""
         ...
 
-    def step(self, step: int, batch: Batch) -> StepResult:
-        """Forward, backward and optimizer step number `step` (from 1) on a whole batch."""
+    def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
+        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a whole batch."""
+        ...
+
+    def diagnose(self, batch: Batch) -> Diagnosis:
+        """Repeats the last step, which was refused, on its batch, to see where it goes wrong."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:

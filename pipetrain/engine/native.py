@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from pipetrain.config.records import RunConfig
-from pipetrain.engine.engine import Batch, StepResult
+from pipetrain.engine.engine import Accepts, Batch, StepResult
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.diagnosis import Diagnosis
+from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.measure import Report
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
@@ -62,17 +65,31 @@ class NativeEngine:
     def start_at(self, step: int) -> None:
         self._pipeline.step_index = step - 1
 
-    def step(self, step: int, batch: Batch) -> StepResult:
+    def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._config.optim, step, self._config.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        with self._autocast():
-            loss = self._pipeline.step(*self._here(batch))
-        clip_norm = self._config.optim.clip_norm
-        norm = None if clip_norm is None else self._pipeline.clip_grad_norm_(clip_norm)
-        self._optimizer.step()
+        loss, norm = self._backward(batch)
+        is_accepted = accepts(step, loss, norm)
+        if is_accepted:
+            self._optimizer.step()
         self._optimizer.zero_grad()
-        return StepResult(float(loss), rate, None if norm is None else float(norm))
+        return StepResult(loss, rate, norm, is_accepted)
+
+    def _backward(self, batch: Batch) -> tuple[float, float | None]:
+        """Loss and gradient norm; clips. The norm is taken where nothing is clipped, too: it shows whether a gradient is finite."""
+        clip_norm = self._config.optim.clip_norm
+        try:
+            with self._autocast():
+                loss = self._pipeline.step(*self._here(batch))
+        except LossNotFinite as error:
+            return error.loss, None
+        norm = self._pipeline.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
+        return float(loss), float(norm)
+
+    def diagnose(self, batch: Batch) -> Diagnosis:
+        with self._autocast():
+            return self._pipeline.find_not_finite(*self._here(batch))
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         total, num_tokens = 0.0, 0

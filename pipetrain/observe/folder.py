@@ -46,6 +46,10 @@ class RunFolder:
     def weights(self) -> Path:
         return self.path / "weights" / "model.safetensors"
 
+    @property
+    def inspect(self) -> Path:
+        return self.path / "inspect"
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank:04d}.jsonl"
 

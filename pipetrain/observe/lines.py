@@ -37,6 +37,14 @@ class LineFile:
                 reason = error.strerror or error
                 print(f"pipetrain: {self._path} lacks lines from here on ({reason})", file=sys.stderr, flush=True)
 
+    def rewind(self, first_step: int) -> None:
+        """Drops the lines of `first_step` and later ones: they will be written again."""
+        self.close()
+        with contextlib.suppress(OSError):  # a full disk: the lines come twice
+            _keep_before(self._path, first_step)
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._path.stat().st_size
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()

@@ -16,9 +16,9 @@ class StepMetrics:
     """One step. None: does not apply. Tuples: a number per rank, in rank order. Seconds, bytes."""
 
     step: int  # from 1
-    loss: float  # nats per token
+    loss: float | None  # nats per token; None: not finite
     lr: float
-    grad_norm: float | None  # before clipping
+    grad_norm: float | None  # before clipping; None: not finite, or not known
     tokens_per_second: float  # of the whole step, with the optimizer and everything else
     step_seconds: float  # from the start of the first op to the end of the last one on any rank
     bubble_fraction: float
@@ -33,6 +33,7 @@ class StepMetrics:
     unexplained_seconds: PerRank
     peak_activation_bytes: tuple[int, ...]
     peak_memory_bytes: tuple[int | None, ...]
+    skipped: bool = False  # whether the step was left out: the weights did not change
 
 
 class MetricsFile:
@@ -43,6 +44,10 @@ class MetricsFile:
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write([json.dumps(asdict(metrics)) + "\n"])
+
+    def rewind(self, first_step: int) -> None:
+        """Drops the lines of `first_step` and later ones."""
+        self._file.rewind(first_step)
 
     def close(self) -> None:
         self._file.close()

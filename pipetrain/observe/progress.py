@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.observe.metrics import StepMetrics
+from pipetrain.observe.table import number
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -99,4 +100,5 @@ def make_reporter(num_steps: int, *, shown: bool) -> Reporter:
 
 
 def _figures(metrics: StepMetrics) -> str:
-    return f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  bubble {metrics.bubble_fraction:.0%}"
+    loss = number(metrics.loss, "{:.3f}")
+    return f"loss {loss}  {metrics.tokens_per_second:,.0f} tokens/s  bubble {metrics.bubble_fraction:.0%}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
@@ -30,17 +31,17 @@ class Recorder:
         self._keep = keep
         self._stack = ExitStack()
         self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), config.steps, first_step)))
-        self._is_first = rank == 0
+        self.is_first = rank == 0
         self._reporter = self._stack.enter_context(
-            make_reporter(config.steps, shown=config.observe.progress and self._is_first)
+            make_reporter(config.steps, shown=config.observe.progress and self.is_first)
         )
         self._metrics_file = (
-            self._stack.enter_context(closing(MetricsFile(folder.metrics, first_step))) if self._is_first else None
+            self._stack.enter_context(closing(MetricsFile(folder.metrics, first_step))) if self.is_first else None
         )
 
     def start(self, config_text: str, plan: Plan) -> None:
         """What was to be done, before it is done."""
-        if self._is_first:
+        if self.is_first:
             self._folder.config.write_text(config_text)
             self._folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
 
@@ -58,6 +59,18 @@ class Recorder:
         self.metrics.append(metrics)
         if step in self._keep:
             self.timelines.append(timeline)
+
+    def rewind(self, first_step: int) -> None:
+        """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
+        self._events.rewind(first_step)
+        if self._metrics_file is not None:
+            self._metrics_file.rewind(first_step)
+        self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
+
+    def say(self, text: str) -> None:
+        """Something that the user should know now; on rank 0."""
+        if self.is_first:
+            print(f"pipetrain: {text}", file=sys.stderr, flush=True)
 
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""

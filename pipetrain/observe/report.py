@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.observe.table import number, size, table
+from pipetrain.schedule.stragglers import Straggler
 
 FORMAT_VERSION = 1
 PerRank = tuple[float | None, ...]
@@ -34,6 +35,11 @@ class RunReport:
     peak_activation_bytes: PerRank
     peak_activation_bytes_never: PerRank  # without recomputation
     format_version: int = FORMAT_VERSION
+    skipped_steps: int = 0  # steps that did not change the weights, because of their loss or gradient
+    rollbacks: int = 0  # times that the run went back to an older snapshot, because of a loss or gradient
+    stragglers: tuple[
+        Straggler, ...
+    ] = ()  # ranks whose ops became slower than they were, or are slower than their like
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -54,6 +60,7 @@ def read_report(path: Path) -> RunReport:
             f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
         )
     fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
     return RunReport(**fields)
 
 
@@ -70,8 +77,24 @@ def as_markdown(report: RunReport) -> str:
         table(("", "run"), _totals(report)),
         "",
         table(("", *(f"rank {rank}" for rank in range(num_ranks))), _ranks(report)),
+        *_remarks(report),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _remarks(report: RunReport) -> list[str]:
+    """What did not go as it should, a sentence each; nothing where all is well."""
+    remarks = []
+    if report.skipped_steps:
+        remarks.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
+    if report.rollbacks:
+        remarks.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
+    for one in report.stragglers:
+        than = "as at the start" if one.against == "start" else "as on ranks with equal work"
+        remarks.append(
+            f"Rank {one.rank} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
+        )
+    return ["", *remarks] if remarks else []
 
 
 def _totals(report: RunReport) -> list[tuple[str, ...]]:

@@ -29,6 +29,11 @@ class EventFile:
         if step <= FIRST_STEPS or step % self._every == 0:
             self._file.write(_line(step, event) for event in events)
 
+    def rewind(self, first_step: int) -> None:
+        """Drops the events of `first_step` and later ones, and those of a step that has not ended."""
+        self._events = []
+        self._file.rewind(first_step)
+
     def close(self) -> None:
         self._file.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -28,7 +29,9 @@ def clip_grad_norm(
         torch.tensor(norm, dtype=getattr(torch, kind)) for stage in sorted(of_stage) for norm, kind in of_stage[stage]
     ]
     total = (torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())).to(device)
-    torch.nn.utils.clip_grads_with_norm_([parameter for group in own.values() for parameter in group], max_norm, total)
+    if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
+        every = [parameter for group in own.values() for parameter in group]
+        torch.nn.utils.clip_grads_with_norm_(every, max_norm, total)
     return total
 
 

@@ -6,6 +6,7 @@ lane waits for a message and the recompute lane has an op that may run, that one
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Step:
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()
     scale: float = 1.0
+    on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def seed_of(self, microbatch: int) -> Callable[[int], int]:
@@ -201,6 +203,7 @@ class Executor:
             assert found is not None
             leaves, spec = list(received), found
         last = op.stage == program.schedule.num_stages - 1
+        on_layer = None if step.on_layer is None else functools.partial(step.on_layer, op.microbatch)
         return StageInput(
             tuple(leaves),
             spec,
@@ -208,6 +211,7 @@ class Executor:
             step.seed_of(op.microbatch),
             step.targets[op.microbatch] if last and step.with_loss else None,
             step.weights[op.microbatch] if last and step.with_loss else 1.0,
+            on_layer,
         )
 
     def _received(self, op: Op, kind: Kind) -> tuple[Sequence[Any], frozenset[int], pytree.TreeSpec | None]:

@@ -9,6 +9,23 @@ from torch import Tensor
 
 from pipetrain.runtime.failure import PipelineError
 
+
+class LossNotFinite(PipelineError):
+    """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
+
+    `microbatch` is the first whose own loss is not finite; `loss` the sum over all.
+    """
+
+    def __init__(self, step: int, microbatch: int, loss: float) -> None:
+        super().__init__(
+            f"the loss of microbatch {microbatch} in step {step} is not finite (the sum is {loss}): look at that batch, lower "
+            "the learning rate, or clip the gradients"
+        )
+        self.step = step
+        self.microbatch = microbatch
+        self.loss = loss
+
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -34,12 +51,9 @@ def checked(values: Tensor, step: int) -> Tensor:
     """The loss, 0-dim, of what `summed` gave.
 
     Raises:
-        PipelineError: the loss of a microbatch is not finite. Every rank raises it, and the pipeline can go on.
+        LossNotFinite: the loss of a microbatch is not finite.
     """
     total, dtype, bad = values.tolist()
     if bad >= 0:
-        raise PipelineError(
-            f"the loss of microbatch {int(bad)} in step {step} is not finite (the sum is {total}): look at that batch, lower "
-            "the learning rate, or clip the gradients"
-        )
+        raise LossNotFinite(step, int(bad), total)
     return torch.tensor(total, dtype=_DTYPES[int(dtype)])

@@ -17,6 +17,7 @@ from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
 from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, introduce
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, cut_targets, join
+from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.edges import make_edges
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
@@ -178,7 +179,9 @@ class Pipeline:
 
         Raises:
             ValueError: a batch that cannot be cut; a loss that is no scalar.
-            PipelineError: another rank failed, or the loss is not finite.
+            PipelineError: another rank failed.
+            LossNotFinite: a PipelineError too, but one after which the pipeline can go on: `.grad` is of no use,
+                `find_not_finite` says where it began.
         """
         call = self._start_call("step", inputs)
         step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=True, with_loss=True, scale=scale)
@@ -224,6 +227,29 @@ class Pipeline:
         step = Step(self.step_index, self._seed, self.plan.num_layers, with_graph=False, with_loss=False)
         self._execute(call, step, inputs, None)
         return join([step.outputs[number] for number in range(call.num_microbatches)]) if self.is_last else None
+
+    def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
+        """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
+
+        Dropout draws the same, buffers stay as they are; the gradients are dropped, before and after. It costs a step.
+        """
+        call = self._start_call("step", inputs)
+        watch = FiniteWatch(self._world.rank, self._stages)
+        step = Step(
+            self.step_index - 1,
+            self._seed,
+            self.plan.num_layers,
+            with_graph=True,
+            with_loss=True,
+            on_layer=watch.on_layer,
+        )
+        self.zero_grad()
+        with watch:
+            self._execute(call, step, inputs, targets)
+        losses_of = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
+        own = watch.as_json(inputs if self.is_first else None, losses_of)
+        self.zero_grad()
+        return Diagnosis.of(self._chain.concatenate(own, "what is not finite"))
 
     def _start_call(self, kind: str, inputs: Any) -> Call:
         """Agree on what is called: rank 0 says so down the chain."""

@@ -59,6 +59,7 @@ class StageInput:
     """What F gets: the leaves of a tree, which of them want a gradient, and the seed of each layer for this microbatch.
 
     `target` and `weight` are for the stage that computes the loss; a weight of 0 means that the microbatch does not count.
+    `on_layer` is given the number and the output of each layer in F; the loss has the number after the last layer's.
     """
 
     leaves: tuple[Any, ...]
@@ -67,6 +68,7 @@ class StageInput:
     seed_of: Callable[[int], int]
     target: Any = None
     weight: float = 1.0
+    on_layer: Callable[[int, Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Stage:
         while True:
             held = self._start(given, keep=True)
             try:
-                return held, self._run(given, held, clone=False)
+                return held, self._run(given, held, clone=False, on_layer=given.on_layer)
             except _Restart:
                 self._buffers.restore(saved)
 
@@ -175,7 +177,8 @@ class Stage:
             if probe:
                 probe.start()
             try:
-                outputs = self._run(given, held, clone=self._clones_inputs or unknown, probe=probe)
+                clone = self._clones_inputs or unknown
+                outputs = self._run(given, held, clone=clone, probe=probe, on_layer=given.on_layer)
                 break
             except _Restart:
                 self._buffers.restore(saved)
@@ -188,15 +191,27 @@ class Stage:
         late = LateBoundSet(self._name_of, self._meter, keep=keep, share=self._share)
         return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), given.weight != 0)
 
-    def _run(self, given: StageInput, held: _Held, *, clone: bool, probe: HeldOutsideProbe | None = None) -> Any:
+    def _run(
+        self,
+        given: StageInput,
+        held: _Held,
+        *,
+        clone: bool,
+        probe: HeldOutsideProbe | None = None,
+        on_layer: Callable[[int, Any], None] | None = None,
+    ) -> Any:
         """All layers, and the loss. In R, `held.buffers` are the values that F saw."""
         value, entered = self._enter(given, held.sink, clone=clone)
         for number, layer in enumerate(self.layers):
             value = self._run_one(number, held, given, with_buffers(layer, held.buffers.get(number)), value)
             if probe:
                 probe.after_layer(number)
+            if on_layer:
+                on_layer(self.first_layer + number, value)
         if self.loss_fn is not None and given.weight != 0:
             value = self._run_one(len(self.layers), held, given, lambda output: self._loss(output, given), value)
+            if on_layer:
+                on_layer(self.first_layer + len(self.layers), value)
         if held.given is not None and any(tensor._version != version for tensor, version in entered):
             self._input_changed(cloned=clone)
         return value

@@ -51,10 +51,11 @@ def publish(draft: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def prune(folder: Path, step: int, keep_last: int) -> None:
-    """Keep the newest `keep_last` snapshots up to `step`."""
+def prune(folder: Path, step: int, keep_last: int, keep_multiples_of: int | None = None) -> None:
+    """Keep the newest `keep_last` snapshots up to `step`, and those whose step is a multiple of `keep_multiples_of`."""
     for old in [other for other in steps_in(folder) if other <= step][keep_last:]:
-        _remove(path_of(folder, old))
+        if keep_multiples_of is None or old % keep_multiples_of:
+            _remove(path_of(folder, old))
 
 
 def remove_left_overs(folder: Path) -> None:

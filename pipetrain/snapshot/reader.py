@@ -97,6 +97,13 @@ def rank_path(part: Part, rank: int) -> str:
 def _read_state(path: Path) -> RunState:
     try:
         value: Any = json.loads(path.read_bytes())
-        return RunState(int(value["step"]), int(value["num_ranks"]), dict(value["config"]), dict(value["plan"]))
+        return RunState(
+            step=int(value["step"]),
+            num_ranks=int(value["num_ranks"]),
+            config=dict(value["config"]),
+            plan=dict(value["plan"]),
+            data=value.get("data"),
+            guard=dict(value.get("guard", {})),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({error})") from error

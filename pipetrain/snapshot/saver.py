@@ -79,15 +79,26 @@ class Saver:
     Args:
         agree: the largest number that any rank gave; collective.
         keep_last: how many snapshots are kept, 1 or more.
+        keep_multiples_of: snapshots of such steps are kept for good; None: there are none.
         say: told what the user should know.
     """
 
-    def __init__(self, folder: Path, *, rank: int, agree: Agree, keep_last: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        agree: Agree,
+        keep_last: int,
+        say: Callable[[str], None],
+        keep_multiples_of: int | None = None,
+    ) -> None:
         self.last_step: int | None = None  # of the newest snapshot that was written here
         self._folder = folder
         self._rank = rank
         self._agree = agree
         self._keep_last = keep_last
+        self._keep_multiples_of = keep_multiples_of
         self._say = say
         self._host: dict[Part, Tensors] = {}
         self._save: _Save | None = None
@@ -145,7 +156,7 @@ class Saver:
     def _commit(self, save: _Save) -> None:
         _write_manifest(save.draft, save.state)
         folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
-        folders.prune(self._folder, save.state.step, self._keep_last)
+        folders.prune(self._folder, save.state.step, self._keep_last, self._keep_multiples_of)
 
     def _give_up(self, save: _Save) -> None:
         if save.job.error is not None:

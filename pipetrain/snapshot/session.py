@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,31 +53,47 @@ class Ranks(Protocol):
     def from_first(self, value: str) -> str: ...
 
 
+class Carried(Protocol):
+    """What else a run carries from step to step, the same on every rank; its state is what JSON can say."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Snapshots:
-    """Every rank has one and calls the same methods.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text.
 
     Raises:
         ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, run_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, run_dir: Path, ranks: Ranks, *, data: str | None = None) -> None:
         self._config = config
         self._plan = plan
         self._ranks = ranks
+        self._data = data
+        self._guard: Carried | None = None
         self._model: Model | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
         self._saver = Saver(
-            self._folder, rank=ranks.rank, agree=ranks.largest, keep_last=config.snapshot.keep_last, say=_say
+            self._folder,
+            rank=ranks.rank,
+            agree=ranks.largest,
+            keep_last=config.snapshot.keep_last,
+            keep_multiples_of=_kept_for_good(config),
+            say=_say,
         )
-        self._start = self._agree_on_start()
+        self._start = self._agree_on(self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
 
-    def attach(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Give a new model and its optimizer the state to start from, and save theirs from now on."""
-        self._model, self._optimizer = model, optimizer
+    def attach(self, model: Model, optimizer: torch.optim.Optimizer, guard: Carried | None = None) -> None:
+        """Give a new model, its optimizer and the guard the state to start from, and save theirs from now on."""
+        self._model, self._optimizer, self._guard = model, optimizer, guard
         if self._start is not None:
             self._start.restore(model, optimizer, self._ranks.rank, self._ranks.device)
+            if guard is not None:
+                guard.load_state_dict(self._start.state.guard)
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from))
 
@@ -88,10 +104,25 @@ class Snapshots:
         if stopping or (every is not None and step % every == 0):
             assert self._model is not None
             assert self._optimizer is not None
-            state = RunState(step, self._ranks.size, _plain(self._config), _plain(self._plan))
+            guard = {} if self._guard is None else self._guard.state_dict()
+            state = RunState(step, self._ranks.size, _plain(self._config), _plain(self._plan), self._data, guard)
             self._saver.save(state, tensors_of(self._model, self._optimizer, self._ranks.device))
         if stopping:
             self._saver.wait()
+
+    def roll_back(self) -> RunState | None:
+        """Make model, optimizer and generators what they were in the newest whole snapshot of this run. Collective.
+
+        That is the one it started from where it has none of its own; None: there is none at all.
+        """
+        assert self._model is not None
+        assert self._optimizer is not None
+        self._saver.wait()
+        snapshot = self._agree_on(self._look_for_newest)
+        if snapshot is None:
+            return None
+        snapshot.restore(self._model, self._optimizer, self._ranks.rank, self._ranks.device)
+        return snapshot.state
 
     def finish(self) -> None:
         """Wait for a save that is on its way. Collective."""
@@ -102,12 +133,12 @@ class Snapshots:
         """The newest snapshot that this process has written."""
         return None if self._saver.last_step is None else path_of(self._folder, self._saver.last_step)
 
-    def _agree_on_start(self) -> Snapshot | None:
+    def _agree_on(self, look: Callable[[], dict[str, str]]) -> Snapshot | None:
         """Rank 0 looks and checks every byte; the others are told what it found."""
         found = {}
         if self._ranks.rank == 0:
             try:
-                found = self._look_for_start()
+                found = look()
             except ValueError as error:
                 found = {"error": str(error)}
         found = json.loads(self._ranks.from_first(json.dumps(found)))
@@ -122,9 +153,17 @@ class Snapshots:
         path = newest_whole(self._folder, _say) if resume == AUTO else find(Path(resume), _say)
         if path is None:
             return {}
-        check_same_run(path, Snapshot(path, checked=True).state, self._config)
+        state = Snapshot(path, checked=True).state
+        check_same_run(path, state, self._config)
+        check_same_data(path, state, self._data)
         _say(f"going on from {path}")
         return {"path": str(path.resolve())}
+
+    def _look_for_newest(self) -> dict[str, str]:
+        path = newest_whole(self._folder, _say)
+        if path is None and self._start is not None:
+            path = self._start.folder
+        return {} if path is None else {"path": str(path.resolve())}
 
 
 def check_start(config: RunConfig) -> None:
@@ -162,6 +201,24 @@ def check_same_run(path: Path, state: RunState, config: RunConfig) -> None:
         raise ValueError(
             f"steps={config.steps}: {path} has {state.step} steps behind it; set steps to {state.step} or more"
         )
+
+
+def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> None:
+    """Raises:
+    ValueError: the text is not the one that the run was trained on, byte for byte.
+    """
+    if None not in (state.data, fingerprint) and state.data != fingerprint:
+        raise ValueError(
+            f"the text is not that of {path} (its SHA-256 is {str(fingerprint)[:12]}..., it was {str(state.data)[:12]}...): a "
+            "file was added, removed or changed, or data=stdlib is read by another Python; bring the old text back, or start "
+            f"a new run with init_from={path}"
+        )
+
+
+def _kept_for_good(config: RunConfig) -> int | None:
+    """Snapshots of steps that are a multiple of this stay."""
+    every, keep = config.snapshot.every_steps, config.snapshot.keep_every
+    return None if every is None or keep is None else every * keep
 
 
 def _initialize(model: Model, path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +19,7 @@ class Part(StrEnum):
 
     WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
     OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
-    GENERATORS = "generators"  # `cpu`, `cuda`: the state of torch's default generators
+    GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
 
 
 class Model(Protocol):
@@ -31,13 +34,18 @@ class Model(Protocol):
 class RunState:
     """state.json: where the run was, and what it was.
 
-    The batch of a step is a function of (seed, step), and so is the learning rate: `step` is all there is to either.
+    The batch of a step is a function of (seed, step, `guard`) and the learning rate one of the step, so neither has a
+    state of its own. Nothing is scaled: bfloat16 needs no loss scaler.
     """
 
     step: int  # optimizer steps that were done
     num_ranks: int  # ranks that wrote
     config: Mapping[str, Any]  # the whole configuration, as nested dicts
     plan: Mapping[str, Any]  # layers per stage, and who held them
+    data: str | None = None  # fingerprint of the text; None: written by a version that had none
+    guard: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # which batches were passed over, and what the guard remembers
 
 
 Tensors = dict[str, Tensor]
@@ -72,11 +80,19 @@ def restore_optimizer(model: Model, optimizer: torch.optim.Optimizer, saved: Map
 
 
 def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> None:
-    """Torch's default generators as they were. Dropout does not need it: its seeds are functions of the step."""
+    """The default generators of torch, Python and numpy as they were; those that were not saved stay.
+
+    Dropout does not need it: its seeds are functions of the step.
+    """
     if "cpu" in saved:
         torch.set_rng_state(saved["cpu"])
     if "cuda" in saved and device.type == "cuda":
         torch.cuda.set_rng_state(saved["cuda"], device)
+    if "python" in saved:
+        version, numbers, gauss = _json_of(saved["python"])
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in saved:
+        np.random.set_state(tuple(_json_of(saved["numpy"])))
 
 
 def _optimizer_tensors(model: Model, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -95,7 +111,18 @@ def _generators(device: torch.device) -> Tensors:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    kind, numbers, *rest = np.random.get_state(legacy=True)
+    states["python"] = _bytes_of(random.getstate())
+    states["numpy"] = _bytes_of((kind, np.asarray(numbers).tolist(), *rest))
     return states
+
+
+def _bytes_of(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _json_of(data: Tensor) -> Any:
+    return json.loads(bytes(data.tolist()))
 
 
 def _only_tensors(values: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:

@@ -11,7 +11,19 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
 
-GROUPS = {"model", "data", "pipeline", "recompute", "parallel", "engine", "optim", "snapshot", "observe", "cluster"}
+GROUPS = {
+    "model",
+    "data",
+    "pipeline",
+    "recompute",
+    "parallel",
+    "engine",
+    "optim",
+    "guard",
+    "snapshot",
+    "observe",
+    "cluster",
+}
 PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "

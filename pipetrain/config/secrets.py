@@ -1,0 +1,68 @@
+"""What must not stand in a configuration, because it is written to config.yaml and into every snapshot: secrets.
+
+Nor may it name code to run: there is no key for that, and Hydra's own (`_target_`) are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipetrain.config.problem import ConfigError
+
+# Words that a name of a secret ends with, as in WANDB_API_KEY or hub.token. `tokenizer` is another word.
+_SECRET_WORDS = frozenset({"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"})
+_SHORTEST_SECRET = 8  # a shorter value of an environment variable may stand in a path by chance
+# Hydra makes objects of mappings with these. pipetrain never does; a user who writes one expects it to.
+_CODE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_", "_self_", "_call_"})
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a key or an environment variable of this name holds a secret, by its last word."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((word for word in reversed(words) if word), "") in _SECRET_WORDS
+
+
+def check_name(path: str) -> None:
+    """A dotted key that a user wrote, before it is looked up.
+
+    Raises:
+        ConfigError: it names code to run, or a secret. The value is in no message.
+    """
+    if _CODE_KEYS & set(re.split(r"[./@:]", path)):
+        raise ConfigError(
+            f"{path}: a configuration names no code to run; write a layer or a loop in Python, with Pipeline"
+        )
+    if looks_secret(path):
+        raise ConfigError(
+            f"{path}: a secret does not belong in the configuration, which is written to config.yaml and to snapshots; set "
+            "it in the environment, as in WANDB_API_KEY=..."
+        )
+
+
+def check_values(values: Any) -> None:
+    """No value holds what an environment variable with the name of a secret holds (`${oc.env:WANDB_API_KEY}`, or pasted).
+
+    Raises:
+        ConfigError: with the key and the variable, and without the value.
+    """
+    secrets = {
+        value: name for name, value in os.environ.items() if looks_secret(name) and len(value) >= _SHORTEST_SECRET
+    }
+    for path, text in _texts(values):
+        for secret, name in secrets.items():
+            if secret in text:
+                raise ConfigError(
+                    f"{path}: holds the value of {name}, and would be written to config.yaml and to snapshots; leave it in "
+                    "the environment"
+                )
+
+
+def _texts(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _texts(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, str):
+        yield path, values

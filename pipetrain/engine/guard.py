@@ -1,0 +1,148 @@
+"""What happens to a step whose loss or gradient cannot be right: it is refused before it changes a weight.
+
+    engine.step: loss, norm ──► accepts? ── yes ──► weights change
+                                   │ no: an Incident
+                                   ▼
+            stop: the run ends    skip: the next batch    rollback: an older snapshot, and the batches after this one
+
+Loss and norm are the same on every rank, so all ranks decide the same and nobody has to ask.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from pipetrain.config.records import GuardConfig
+
+
+class Action(StrEnum):
+    """What is done about an incident."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A step that was refused. `batch` is the number of its batch, from 0."""
+
+    step: int
+    batch: int
+    is_spike: bool
+    what: str  # `the loss of step 7 is not finite (nan)`
+    action: Action
+    advice: str  # why the run stops, or what is done instead
+    loss: float
+    grad_norm: float | None
+
+
+class Guard:
+    """Looks at each step, and remembers what it needs for that. Its state belongs into a snapshot."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._norms: deque[float] = deque(maxlen=config.spike_window)
+        self._skips_in_a_row = 0
+        self._batches_passed_over = 0  # by rollbacks
+        self.num_skipped = 0
+        self.num_rollbacks = 0
+        self.incident: Incident | None = None  # of the last step
+
+    def batch_of(self, step: int) -> int:
+        """The number (from 0) of the batch for `step` (from 1)."""
+        return step - 1 + self._batches_passed_over
+
+    def accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
+        """Whether `step` may change the weights. Where not, `incident` says why, and what to do."""
+        problem, is_spike = self._problem_of(step, loss, grad_norm)
+        if problem is None:
+            self.incident = None
+            self._skips_in_a_row = 0
+            self._losses.append(loss)
+            if grad_norm is not None:
+                self._norms.append(grad_norm)
+            return True
+        action, advice = self._decide(Action(self._config.spike if is_spike else self._config.not_finite))
+        self.incident = Incident(step, self.batch_of(step), is_spike, problem, action, advice, loss, grad_norm)
+        if action is Action.SKIP:
+            self._skips_in_a_row += 1
+            self.num_skipped += 1
+        return False
+
+    def _problem_of(self, step: int, loss: float, grad_norm: float | None) -> tuple[str | None, bool]:
+        """What is wrong with the step, if something is, and whether that is a spike."""
+        if not math.isfinite(loss):
+            return f"the loss of step {step} is not finite ({loss})", False
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            return f"the gradient norm of step {step} is not finite ({grad_norm})", False
+        if self._config.spike != "off":
+            for name, value, before, factor in (
+                ("loss", loss, self._losses, self._config.spike_factor),
+                ("gradient norm", grad_norm, self._norms, self._config.spike_norm_factor),
+            ):
+                if value is None or factor is None or len(before) < self._config.spike_window:
+                    continue
+                median = statistics.median(before)
+                if value > factor * median:
+                    text = (
+                        f"the {name} of step {step} is {value:.4g}, {value / median:.1f} times the median of the last"
+                    )
+                    return f"{text} {len(before)} steps", True
+        return None, False
+
+    def _decide(self, wanted: Action) -> tuple[Action, str]:
+        if wanted is Action.SKIP:
+            if self._skips_in_a_row < self._config.max_skips:
+                return wanted, "its step is left out"
+            return Action.STOP, f"{self._skips_in_a_row} steps before it were left out (guard.max_skips): the run stops"
+        if wanted is Action.ROLLBACK:
+            if self.num_rollbacks < self._config.max_rollbacks:
+                return wanted, "the run goes back to the newest snapshot"
+            return Action.STOP, f"the run went back {self.num_rollbacks} times (guard.max_rollbacks): it stops"
+        return Action.STOP, "the run stops"
+
+    def cannot_go_back(self) -> Incident:
+        """A rollback was decided, and there is no snapshot: the run stops instead."""
+        assert self.incident is not None
+        advice = (
+            "there is no snapshot to go back to yet, so the run stops; a smaller snapshot.every_steps makes one sooner"
+        )
+        self.incident = replace(self.incident, action=Action.STOP, advice=advice)
+        return self.incident
+
+    def rolled_back(self, to_step: int, state: Mapping[str, Any]) -> None:
+        """The run is as it was after `to_step`, with `state` of then; the batches up to the incident's do not come again."""
+        assert self.incident is not None
+        next_batch, rollbacks, skipped = self.incident.batch + 1, self.num_rollbacks + 1, self.num_skipped
+        self.load_state_dict(state)
+        self._batches_passed_over = next_batch - to_step
+        self.num_rollbacks, self.num_skipped = rollbacks, skipped
+        self.incident = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can say; a run that goes on with it decides as one that was not disturbed."""
+        return {
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+            "skips_in_a_row": self._skips_in_a_row,
+            "batches_passed_over": self._batches_passed_over,
+            "num_skipped": self.num_skipped,
+            "num_rollbacks": self.num_rollbacks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Back to what `state_dict` gave; an empty mapping (a snapshot of an older version) is a new guard."""
+        self._losses = deque(state.get("losses", ()), maxlen=self._config.spike_window)
+        self._norms = deque(state.get("norms", ()), maxlen=self._config.spike_window)
+        self._skips_in_a_row = state.get("skips_in_a_row", 0)
+        self._batches_passed_over = state.get("batches_passed_over", 0)
+        self.num_skipped = state.get("num_skipped", 0)
+        self.num_rollbacks = state.get("num_rollbacks", 0)

@@ -1,0 +1,273 @@
+"""Steps whose loss or gradient cannot be right: what the guard decides, and whole runs with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from resumed import PIPETRAIN, environment, metrics_of
+from safetensors.torch import load_file
+from torch import equal
+
+from pipetrain.config.check import check_run
+from pipetrain.config.load import load
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import GuardConfig
+from pipetrain.engine.guard import Action, Guard
+
+STEPS = 24
+RUN = [
+    "experiment=smoke",
+    "data=text",
+    "data.path=text",
+    "data.heldout_fraction=0",
+    "data.batch_size=2",
+    "pipeline.num_microbatches=2",
+    f"steps={STEPS}",
+    "optim.warmup_steps=2",
+    "optim.learning_rate=1e-2",
+    "model.dropout=0.1",
+    "observe.progress=false",
+]
+SPIKES = ["guard.spike_factor=1.5", "guard.spike_window=5", "snapshot.every_steps=4", "snapshot.keep_last=99"]
+
+
+# Decisions ------------------------------------------------------------------------------------------------------------
+
+
+def accepted(guard: Guard, *losses: float, norm: float = 1.0, first_step: int = 1) -> list[bool]:
+    return [guard.accepts(first_step + number, loss, norm) for number, loss in enumerate(losses)]
+
+
+def test_what_is_not_finite_is_refused_whatever_it_is() -> None:
+    guard = Guard(GuardConfig())
+    assert accepted(guard, 3.0, math.nan, math.inf, -math.inf) == [True, False, False, False]
+    assert not guard.accepts(5, 3.0, math.nan)
+    assert guard.incident is not None
+    assert guard.incident.what == "the gradient norm of step 5 is not finite (nan)"
+    assert guard.incident.action is Action.STOP
+    assert guard.accepts(6, 3.0, 1.0)
+    assert guard.incident is None
+
+
+def test_a_spike_is_seen_once_the_window_is_full_and_does_not_enter_it() -> None:
+    guard = Guard(GuardConfig(spike="skip", spike_factor=2.0, spike_window=3, spike_norm_factor=10.0))
+    assert accepted(guard, 1.0, 9.0, 1.0, 2.1, 2.1, 1.9) == [True, True, True, False, False, True]
+    assert not guard.accepts(7, 1.0, 10.5)
+    assert guard.incident is not None
+    assert guard.incident.what == ("the gradient norm of step 7 is 10.5, 10.5 times the median of the last 3 steps")
+    assert guard.num_skipped == 3
+
+
+def test_spikes_are_not_looked_for_unless_wanted() -> None:
+    assert accepted(Guard(GuardConfig(spike_window=2)), 1.0, 1.0, 1000.0) == [True, True, True]
+
+
+def test_too_many_skips_in_a_row_stop() -> None:
+    guard = Guard(GuardConfig(not_finite="skip", max_skips=2))
+    accepted(guard, math.nan, math.nan, 1.0, math.nan, math.nan)
+    assert guard.incident is not None
+    assert guard.incident.action is Action.SKIP
+    accepted(guard, math.nan)
+    assert guard.incident.action is Action.STOP
+    assert "2 steps before it were left out (guard.max_skips)" in guard.incident.advice
+
+
+def test_a_rollback_passes_over_the_batches_up_to_the_bad_one() -> None:
+    guard = Guard(GuardConfig(not_finite="rollback", max_rollbacks=2))
+    assert [guard.batch_of(step) for step in (1, 2)] == [0, 1]
+    saved = json.loads(json.dumps(guard.state_dict()))
+    accepted(guard, math.nan, first_step=7)  # batch 6, the snapshot was after step 4
+    guard.rolled_back(4, saved)
+    assert [guard.batch_of(step) for step in (5, 6)] == [7, 8]
+    accepted(guard, math.nan, first_step=6)  # batch 8, and back to the same snapshot
+    guard.rolled_back(4, saved)
+    assert guard.batch_of(5) == 9
+    accepted(guard, math.nan, first_step=5)
+    assert guard.incident is not None
+    assert guard.incident.action is Action.STOP
+    assert "went back 2 times (guard.max_rollbacks)" in guard.incident.advice
+
+
+def test_a_guard_with_another_ones_state_decides_as_that_one() -> None:
+    config = GuardConfig(spike="skip", spike_factor=2.0, spike_window=3, not_finite="rollback")
+    chance = random.Random(4)
+    losses = [chance.uniform(1.0, 3.0) for _ in range(60)]
+    whole, first, second = Guard(config), Guard(config), Guard(config)
+    expected = accepted(whole, *losses)
+    assert len(set(expected)) == 2
+    decided = accepted(first, *losses[:31])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert decided + accepted(second, *losses[31:], first_step=32) == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("guard.not_finite=ignore", ["guard.not_finite=ignore", "stop, skip, rollback"]),
+        ("guard.spike=of", ["guard.spike=of", "'off'"]),
+        ("guard.not_finite=rollback", ["goes back to the newest snapshot", "snapshot.every_steps=100"]),
+        ("guard.spike_factor=1", ["guard.spike_factor=1", "more than 1"]),
+        ("guard.spike_norm_factor=0.5", ["more than 1"]),
+        ("guard.spike_window=0", ["1 or more"]),
+        ("guard.max_skips=-1", ["0 or more"]),
+        ("snapshot.keep_every=0", ["1 or more"]),
+        ("snapshot.keep_every=3", ["keeps some of the regular snapshots", "snapshot.every_steps=100"]),
+    ],
+)
+def test_mistakes(override: str, words: list[str]) -> None:
+    config = load([override])
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Text that is soon learnt, with some noise in it: a batch that meets the noise has a far larger loss."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "text").mkdir()
+    for number in range(4):
+        (folder / "text" / f"{number}.txt").write_text(f"the stage {number} waits while " * 300)
+    (folder / "text" / "noise.txt").write_bytes(random.Random(0).randbytes(2000))
+    return folder
+
+
+def run(folder: pathlib.Path, *options: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*PIPETRAIN, *RUN, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment(),
+        timeout=100,
+    )
+    return done.returncode, done.stderr
+
+
+def incident_of(run_dir: pathlib.Path, step: int) -> dict[str, Any]:
+    return json.loads((run_dir / "inspect" / f"step-{step:08d}" / "incident.json").read_text())
+
+
+def assert_same_end(run_dir: pathlib.Path, other: pathlib.Path, from_step: int) -> None:
+    """Equal losses, norms and decisions from a step on, equal weights at the end, bit for bit."""
+    ours, theirs = metrics_of(run_dir), metrics_of(other)
+    assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
+    for key in ("loss", "grad_norm", "lr", "skipped"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
+    weights, expected = (load_file(path / "weights" / "model.safetensors") for path in (run_dir, other))
+    assert all(equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def skipping(folder: pathlib.Path) -> pathlib.Path:
+    code, stderr = run(folder, "run_dir=skipping", "guard=skip", *SPIKES)
+    assert code == 0, stderr
+    return folder / "skipping"
+
+
+def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> None:
+    metrics = metrics_of(skipping)
+    skipped = [line["step"] for line in metrics if line["skipped"]]
+    assert 1 <= len(skipped) < STEPS // 2
+    assert sorted(path.name for path in (skipping / "inspect").iterdir()) == [f"step-{step:08d}" for step in skipped]
+    for step in skipped:
+        incident = incident_of(skipping, step)
+        assert (incident["step"], incident["batch"], incident["action"], incident["seed"]) == (
+            step,
+            step - 1,
+            "skip",
+            0,
+        )
+        assert incident["loss"] == metrics[step - 1]["loss"]
+        losses = incident["microbatch_losses"]
+        assert sum(losses) / 2 == pytest.approx(incident["loss"], rel=1e-5)
+        assert incident["microbatch"] == losses.index(max(losses))
+        kept = load_file(skipping / "inspect" / f"step-{step:08d}" / "batch.safetensors")
+        assert kept["inputs"].shape == kept["targets"].shape == (2, 32)
+        assert equal(kept["inputs"][:, 1:], kept["targets"][:, :-1])
+        assert kept["inputs"][incident["microbatch"]].max() >= 128  # the noise itself: the rest is ASCII
+    report = json.loads((skipping / "report.json").read_text())
+    assert (report["skipped_steps"], report["rollbacks"]) == (len(skipped), 0)
+    assert f"Steps left out because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
+
+
+def test_a_resumed_run_skips_the_same_steps(folder: pathlib.Path, skipping: pathlib.Path) -> None:
+    skipped = [line["step"] for line in metrics_of(skipping) if line["skipped"]]
+    start = 4 * (skipped[0] // 4)  # the window of losses before it must come from the snapshot
+    code, stderr = run(
+        folder, "run_dir=skipping-on", "guard=skip", *SPIKES, f"resume=skipping/snapshots/step-{start:08d}"
+    )
+    assert code == 0, stderr
+    assert_same_end(folder / "skipping-on", skipping, start + 1)
+
+
+def test_a_rollback_goes_on_with_later_batches_and_a_resume_too(folder: pathlib.Path) -> None:
+    guard = ["guard.spike=rollback", "guard.max_rollbacks=20", *SPIKES]
+    code, stderr = run(folder, "run_dir=back", *guard)
+    assert code == 0, stderr
+    back = folder / "back"
+    report = json.loads((back / "report.json").read_text())
+    told = [line for line in stderr.splitlines() if "back to step" in line]
+    assert len(told) == report["rollbacks"] >= 1
+    assert report["skipped_steps"] == 0
+    metrics = metrics_of(back)
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))  # those before the rollback are written over
+    assert not any(line["skipped"] for line in metrics)
+    passed_over = json.loads((back / "snapshots" / f"step-{STEPS:08d}" / "state.json").read_text())["guard"]
+    assert passed_over["batches_passed_over"] >= 1
+    assert passed_over["num_rollbacks"] == report["rollbacks"]
+    middle = int(told[0].split("back to step ")[1].split(";")[0]) + 4
+    code, stderr = run(folder, "run_dir=back-on", *guard, f"resume=back/snapshots/step-{middle:08d}")
+    assert code == 0, stderr
+    assert_same_end(folder / "back-on", back, middle + 1)
+
+
+def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> None:
+    """A learning rate that is far too large: the weights after step 1 are huge, so step 2 is not finite."""
+    diverging = ["optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0"]
+    code, stderr = run(folder, "run_dir=diverged", *diverging)
+    assert code == 1
+    last = stderr.splitlines()[-1]
+    assert last.startswith("pipetrain: the loss of step 2 is not finite (")
+    incident = incident_of(folder / "diverged", 2)
+    assert (
+        f"layer {incident['layer']} ({incident['layer_name']}) of stage {incident['stage']} on rank {incident['rank']}"
+        in last
+    )
+    assert f"in microbatch {incident['microbatch']}" in last
+    assert "no weight was changed; the batch is in" in last
+    assert "Traceback" not in stderr
+    assert incident["action"] == "stop"
+    assert not (folder / "diverged" / "weights" / "model.safetensors").exists()
+
+
+def test_other_text_is_refused(folder: pathlib.Path, skipping: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """One letter of the corpus differs, the sizes are the same."""
+    shutil.copytree(folder / "text", tmp_path / "text")
+    (tmp_path / "text" / "2.txt").write_text("The" + (folder / "text" / "2.txt").read_text()[3:])
+    start = f"resume={skipping}/snapshots/step-00000004"
+    done = subprocess.run(
+        [sys.executable, "-m", "pipetrain.train", *RUN, start, "pipeline.num_stages=1", "run_dir=other"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "pipetrain: the text is not that of " in done.stderr.splitlines()[-1]
+    assert "a file was added, removed or changed" in done.stderr.splitlines()[-1]
