@@ -59,6 +59,7 @@ def train(config: RunConfig) -> Outcome:
         world = stack.enter_context(World(config.timeout_seconds))
         plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
         data = make_data(config.data, config.seed)
+        _check_same_data(data, world)
         folder = _agree_on_folder(config, world)
         snapshots = Snapshots(config, plan, folder.path, world, data=data.fingerprint)
         first = snapshots.first_step
@@ -275,6 +276,19 @@ def _sum_up(
         peak_activation_bytes=tuple(map(max, zip(*(step.peak_activation_bytes for step in metrics)))),
         peak_activation_bytes_never=last.peak_activation_bytes_never,
     )
+
+
+def _check_same_data(data: Data, world: World) -> None:
+    """Each rank reads for itself: on several machines, inputs and targets might be of different text.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if world.largest(int(world.from_first(data.fingerprint) != data.fingerprint)):
+        raise ValueError(
+            "the ranks do not read the same text (its SHA-256 differs): every machine needs the same files under data.path, or, "
+            "with data=stdlib, the same Python"
+        )
 
 
 def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:

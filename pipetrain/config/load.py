@@ -13,11 +13,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pipetrain.config.problem import ConfigError, nearest, not_a_choice
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import build, check_key
-from pipetrain.config.secrets import check_name, check_values
+from pipetrain.config.secrets import check_override, check_values
 
 
 def conf_dir() -> Path:
@@ -44,7 +45,7 @@ def load(overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
     """
     for text in overrides:
-        check_name(text.partition("=")[0].lstrip("+~").strip())
+        check_override(text)
     for text in overrides:
         _check_override(text)
     try:
@@ -66,7 +67,7 @@ def read(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: there is no such file; a run folder holds config.yaml")
     try:
         return _from_values(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
-    except (OmegaConfBaseException, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
 
 

@@ -15,6 +15,7 @@ from pipetrain.config.problem import ConfigError
 # Words that a name of a secret ends with, as in WANDB_API_KEY or hub.token. `tokenizer` is another word.
 _SECRET_WORDS = frozenset({"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"})
 _SHORTEST_SECRET = 8  # a shorter value of an environment variable may stand in a path by chance
+_INNER_KEY = re.compile(r"[{,]\s*['\"]?([\w.]+)['\"]?\s*:")  # of `{mode: offline, project: x}`
 # Hydra makes objects of mappings with these. pipetrain never does; a user who writes one expects it to.
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_", "_self_", "_call_"})
 
@@ -40,6 +41,17 @@ def check_name(path: str) -> None:
             f"{path}: a secret does not belong in the configuration, which is written to config.yaml and to snapshots; set "
             "it in the environment, as in WANDB_API_KEY=..."
         )
+
+
+def check_override(text: str) -> None:
+    """An override as it was typed: its key, and the keys of a mapping in its value.
+
+    Raises:
+        ConfigError: as `check_name`. No later message may repeat the text then.
+    """
+    key, _, value = text.partition("=")
+    for name in (key.lstrip("+~").strip(), *_INNER_KEY.findall(value)):
+        check_name(name)
 
 
 def check_values(values: Any) -> None:

@@ -107,6 +107,14 @@ def test_a_path_that_climbs_out_is_refused(snapshot: pathlib.Path, path: str) ->
         check_whole(snapshot)
 
 
+def test_a_link_to_a_file_outside_is_refused_even_if_its_bytes_are_right(snapshot: pathlib.Path) -> None:
+    outside = snapshot.parent / "outside.safetensors"
+    (snapshot / WEIGHTS).rename(outside)
+    (snapshot / WEIGHTS).symlink_to(outside)
+    with pytest.raises(SnapshotDamaged, match="not inside the snapshot"):
+        check_whole(snapshot)
+
+
 def test_a_pipe_in_place_of_a_file_does_not_hang(snapshot: pathlib.Path) -> None:
     (snapshot / WEIGHTS).unlink()
     os.mkfifo(snapshot / WEIGHTS)

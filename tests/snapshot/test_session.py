@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -55,6 +56,69 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 def test_snapshots_come_at_their_steps(tmp_path: pathlib.Path) -> None:
     train(tmp_path, RunConfig(steps=10, snapshot=SnapshotConfig(every_steps=3, keep_last=2)))
     assert steps_in(tmp_path / "snapshots") == [9, 6]
+
+
+def test_every_so_manieth_stays_for_good(tmp_path: pathlib.Path) -> None:
+    """Multiples of every_steps x keep_every, beside the newest; a snapshot of a stop in between is none of them."""
+    config = RunConfig(steps=19, snapshot=SnapshotConfig(every_steps=2, keep_last=2, keep_every=3))
+    train(tmp_path, config)
+    assert steps_in(tmp_path / "snapshots") == [18, 16, 12, 6]
+
+
+@dataclass
+class Counting:
+    """Something that a run carries along."""
+
+    count: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.count = state.get("count", 0)
+
+
+def test_what_a_run_carries_comes_back_with_a_resume_and_a_rollback(tmp_path: pathlib.Path) -> None:
+    config = RunConfig(steps=9, snapshot=SnapshotConfig(every_steps=2))
+    model, optimizer = trained(1)
+    guard, snapshots = Counting(), session(tmp_path, config)
+    snapshots.attach(model, optimizer, guard)
+    assert snapshots.roll_back() is None
+    for step in range(1, 6):
+        guard.count = 10 * step
+        snapshots.after_step(step, stopping=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.zero_()
+    state = snapshots.roll_back()
+    assert state is not None
+    assert (state.step, state.guard) == (4, {"count": 40})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    other = Counting()
+    resumed = session(tmp_path, dataclasses.replace(config, resume="auto"))
+    resumed.attach(*trained(2), other)
+    assert other.count == 40
+    elsewhere = session(tmp_path / "elsewhere", dataclasses.replace(config, resume=str(tmp_path)))
+    elsewhere.attach(*trained(2), other)
+    state = elsewhere.roll_back()  # it has none of its own: the one it started from
+    assert state is not None
+    assert state.step == 4
+
+
+def test_other_text_is_refused(tmp_path: pathlib.Path) -> None:
+    config = RunConfig(steps=2, snapshot=SnapshotConfig(every_steps=2))
+
+    def on(fingerprint: str | None, resume: str | None) -> Snapshots:
+        return Snapshots(dataclasses.replace(config, resume=resume), PLAN, tmp_path, Alone(), data=fingerprint)
+
+    first = on("a" * 64, None)
+    first.attach(*trained())
+    first.after_step(2, stopping=True)
+    assert on("a" * 64, "auto").first_step == 3
+    with pytest.raises(
+        ValueError, match=r"the text is not that of .*step-00000002 \(its SHA-256 is bbbbbbbbbbbb\.\.\., it was"
+    ):
+        on("b" * 64, "auto")
 
 
 def test_without_every_steps_there_is_one_where_the_run_stops(tmp_path: pathlib.Path) -> None:

@@ -199,6 +199,7 @@ def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> N
         assert kept["inputs"].shape == kept["targets"].shape == (2, 32)
         assert equal(kept["inputs"][:, 1:], kept["targets"][:, :-1])
         assert kept["inputs"][incident["microbatch"]].max() >= 128  # the noise itself: the rest is ASCII
+    assert [path for path in [skipping, *skipping.rglob("*")] if path.stat().st_mode & 0o027] == []  # none for others
     report = json.loads((skipping / "report.json").read_text())
     assert (report["skipped_steps"], report["rollbacks"]) == (len(skipped), 0)
     assert f"Steps left out because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
