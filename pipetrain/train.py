@@ -183,9 +183,7 @@ def _respond(run: _Run, incident: Incident, batch: Batch) -> int | None:
     run.guard.rolled_back(state.step, state.guard)
     run.recorder.rewind(state.step + 1)
     run.engine.start_at(state.step + 1)
-    run.recorder.say(
-        f"back to step {state.step}; the batches of steps {state.step + 1} to {incident.step} are passed over"
-    )
+    run.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")
     return state.step + 1
 
 

@@ -22,12 +22,13 @@ _FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no busine
 
 
 def folder_of(inspect: Path, incident: Incident) -> Path:
-    """Where `write_incident` puts it."""
-    return inspect / f"step-{incident.step:08d}"
+    """Where `write_incident` puts it. After a rollback a step comes again with another batch, and has a folder for each."""
+    name = f"step-{incident.step:08d}"
+    return inspect / (name if incident.batch == incident.step - 1 else f"{name}-batch-{incident.batch:08d}")
 
 
 def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis, batch: Batch, seed: int) -> None:
-    """Both files; what an earlier attempt at the same step left is replaced.
+    """Both files; what an earlier run of the same step and batch left is replaced.
 
     Raises:
         OSError: they cannot be written.
