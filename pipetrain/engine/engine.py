@@ -49,8 +49,8 @@ class Engine(Protocol):
         """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a whole batch."""
         ...
 
-    def diagnose(self, batch: Batch) -> Diagnosis:
-        """Repeats the last step, which was refused, on its batch, to see where it goes wrong."""
+    def diagnose(self, batch: Batch) -> Diagnosis | None:
+        """Repeats the last step, which was refused, on its batch, to see where it goes wrong; None: it cannot tell."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:

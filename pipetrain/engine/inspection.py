@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def folder_of(inspect: Path, incident: Incident) -> Path:
     return inspect / (name if incident.batch == incident.step - 1 else f"{name}-batch-{incident.batch:08d}")
 
 
-def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis, batch: Batch, seed: int) -> None:
+def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis | None, batch: Batch, seed: int) -> None:
     """Both files; what an earlier run of the same step and batch left is replaced.
 
     Raises:
@@ -39,7 +40,7 @@ def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis, batch
     (folder / "incident.json").write_text(json.dumps(_record(incident, diagnosis, seed), indent=2) + "\n")
 
 
-def explain(incident: Incident, diagnosis: Diagnosis) -> str:
+def explain(incident: Incident, diagnosis: Diagnosis | None) -> str:
     """One line: what is wrong, where it began, what is done."""
     return f"{incident.what}: {_where(incident, diagnosis)}; {incident.advice}"
 
@@ -53,10 +54,12 @@ def advice_on_stop(incident: Incident, folder: Path) -> str:
     )
 
 
-def _where(incident: Incident, diagnosis: Diagnosis) -> str:
+def _where(incident: Incident, diagnosis: Diagnosis | None) -> str:
+    if diagnosis is None:
+        return "this engine does not tell where it began"
     if diagnosis.finding is not None:
         return diagnosis.finding.text
-    largest = _largest(diagnosis)
+    largest = _largest(diagnosis.losses)
     if incident.is_spike:
         return (
             "no microbatch has a loss"
@@ -68,13 +71,15 @@ def _where(incident: Incident, diagnosis: Diagnosis) -> str:
     return "the sum over the microbatches overflows, each of which is finite"
 
 
-def _largest(diagnosis: Diagnosis) -> int | None:
-    finite = {number: loss for number, loss in diagnosis.losses.items() if loss is not None}
+def _largest(losses: Mapping[int, float | None]) -> int | None:
+    """The microbatch with the largest loss."""
+    finite = {number: loss for number, loss in losses.items() if loss is not None}
     return max(finite, key=lambda number: finite[number], default=None)
 
 
-def _record(incident: Incident, diagnosis: Diagnosis, seed: int) -> dict[str, Any]:
-    finding = diagnosis.finding
+def _record(incident: Incident, diagnosis: Diagnosis | None, seed: int) -> dict[str, Any]:
+    finding = None if diagnosis is None else diagnosis.finding
+    losses = {} if diagnosis is None else diagnosis.losses
     return {
         "step": incident.step,
         "batch": incident.batch,
@@ -83,9 +88,9 @@ def _record(incident: Incident, diagnosis: Diagnosis, seed: int) -> dict[str, An
         "action": incident.action.value,
         "loss": _finite(incident.loss),
         "grad_norm": _finite(incident.grad_norm),
-        "microbatch": _largest(diagnosis) if finding is None else finding.microbatch,
+        "microbatch": _largest(losses) if finding is None else finding.microbatch,
         **{key: getattr(finding, key, None) for key in ("rank", "stage", "layer", "layer_name", "where", "cause")},
-        "microbatch_losses": [diagnosis.losses[number] for number in sorted(diagnosis.losses)],
+        "microbatch_losses": [losses[number] for number in sorted(losses)],
         "changed_weights": False,
     }
 
