@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 4.0
 _LOOK_SECONDS = 0.1
 
 

@@ -16,7 +16,7 @@ from torch.distributed import Store
 # How often a rank that waits looks whether another has failed.
 _POLL_SECONDS = 1.0
 # A store that has not answered by then is given up until it does: its host may be cut off.
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 3.0
 
 
 class PipelineError(RuntimeError):
@@ -65,7 +65,8 @@ class FailureBoard:
 class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
-    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then.
+    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then. `has_lost_a_rank` says whether
+    it began with a connection that broke.
     """
 
     def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float) -> None:
@@ -75,6 +76,7 @@ class Monitor:
         self._condition = threading.Condition()
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self.has_lost_a_rank = False
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
 
     def done(self, finish: Callable[[], None]) -> None:
@@ -88,12 +90,8 @@ class Monitor:
         with self._condition:
             if self._lost is None:
                 self._lost = (peer, f"{what} ({_first_line(error)})")
+                self.has_lost_a_rank = self.failure is None  # afterwards connections are broken on purpose
             self._condition.notify_all()
-
-    @property
-    def has_lost_a_rank(self) -> bool:
-        """Whether the connection to another rank broke."""
-        return self._lost is not None
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait until `ready()`; `what()` says what for, as in `rank 2 waits in 2RECV_B3 from rank 3`.

@@ -55,16 +55,15 @@ def wait_for(host: str, port: int, timeout_seconds: float) -> float:
 
 
 def check_can_listen(host: str, port: int) -> None:
-    """Whether this machine, which is `host`, could listen there.
+    """Whether this machine, which the others know as `host`, could listen at the port; it would on all its addresses.
 
     Raises:
         Unreachable: another process does.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listener:
+        with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-            listener.bind(address)
+            listener.bind(("", port))
     except OSError as error:
         raise Unreachable(
             f"cannot listen at {host}:{port} for the other ranks ({_reason(error)}): another process has this port, perhaps "

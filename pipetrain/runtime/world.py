@@ -113,8 +113,14 @@ def store_of_this_attempt(timeout: timedelta) -> Store:
 
 def _store(timeout: timedelta) -> Store:
     """Raises:
+    ValueError: who started the ranks did not say where they meet.
     PipelineError: the address is taken, cannot be reached, or not all ranks came to it.
     """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK is set and {missing[0]} is not: start the ranks with torchrun, or set it to where rank 0 is"
+        )
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts_it = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     store: Store

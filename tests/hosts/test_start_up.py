@@ -16,6 +16,7 @@ from pipetrain.engine import rendezvous
 from pipetrain.runtime.failure import PipelineError
 from pipetrain.runtime.rendezvous import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
 from pipetrain.runtime.versions import Versions, check_same, own_versions
+from pipetrain.runtime.world import store_of_this_attempt
 
 
 def taken() -> socket.socket:
@@ -74,6 +75,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         assert rendezvous.main([f"127.0.0.1:{port}"]) == 1
     assert "Address already in use" in capsys.readouterr().err
     assert rendezvous.main([f"127.0.0.1:{port}"]) == 0
+    assert rendezvous.main([f"no-such-host.invalid:{port}", "--listen"]) == 0
 
 
 @pytest.mark.parametrize("text", ["node0", "node0:", ":29500", "node0:port", "node0:0", "node0:70000"])
@@ -82,6 +84,13 @@ def test_what_is_no_address(text: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == (
         f"pipetrain: {text}: expected HOST:PORT with a port from 1 to 65535, as in node0:29500\n"
     )
+
+
+def test_ranks_that_were_not_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="RANK is set and MASTER_ADDR is not: start the ranks with torchrun"):
+        store_of_this_attempt(timedelta(seconds=1))
 
 
 def test_addresses() -> None:
