@@ -1,11 +1,13 @@
 """Ends a torchrun that waits for its store over a link that is cut, which it does for as long as TCP tries: a quarter of an hour.
 
-A rank that has failed leaves this behind on a run of several machines. torchrun looks at its ranks every 0.1 s; one that it
-has not looked at for seconds is not looking any more.
+A rank that has failed leaves this behind on a run of several machines. torchrun looks at its ranks every 0.1 s, or waits for them
+to end; when all have ended and it has not taken note of this one for seconds, it does not look any more.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import signal
 import subprocess
@@ -25,12 +27,14 @@ def watch_torchrun() -> None:
 
 def main(torchrun: int, rank: int) -> None:
     """Waits until `torchrun` has seen that its child `rank` has ended; kills it when it does not."""
-    ended_at = None
-    while (state := _state(rank, torchrun)) is not None:
+    all_ended_at = None
+    while rank in (children := _children(torchrun)):
         now = time.monotonic()
-        if state == "Z" and ended_at is None:
-            ended_at = now
-        if ended_at is not None and now - ended_at > _PATIENCE_SECONDS:
+        if any(_is_running(child) for child in children):
+            all_ended_at = None
+        elif all_ended_at is None:
+            all_ended_at = now
+        elif now - all_ended_at > _PATIENCE_SECONDS:
             print(
                 f"pipetrain: torchrun (process {torchrun}) waits for its store over a link that seems cut; it has been ended",
                 file=sys.stderr,
@@ -41,14 +45,21 @@ def main(torchrun: int, rank: int) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _state(process: int, parent: int) -> str | None:
-    """The letter of the kernel for the state of `process`, a child of `parent`; None where there is no such child."""
+def _children(process: int) -> set[int]:
+    """Those that run, and those that have ended without `process` taking note."""
+    found = set()
+    for path in glob.glob(f"/proc/{process}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found |= set(map(int, file.read().split()))
+    return found
+
+
+def _is_running(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat") as file:
-            state, of, *_ = file.read().rsplit(") ", 1)[1].split()
+            return file.read().rsplit(") ", 1)[1][0] != "Z"
     except OSError:
-        return None
-    return state if int(of) == parent else None
+        return False
 
 
 if __name__ == "__main__":

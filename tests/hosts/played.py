@@ -48,7 +48,12 @@ def start_all(num_ranks: int) -> dict[int, Footprint]:
     return _run({rank: (_be_real, rank) for rank in range(num_ranks)}, num_ranks)
 
 
-def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> dict[int, Footprint]:
+def use_the_group(num_ranks: int) -> dict[int, tuple[int, int, int]]:
+    """Of each rank: sockets before the process group of torch.distributed is used and after, and a sum over all ranks."""
+    return _run({rank: (_reduce, rank) for rank in range(num_ranks)}, num_ranks)
+
+
+def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> dict[int, Any]:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -131,6 +136,22 @@ def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
         )
         connection.recv()
         pipeline.close()
+
+
+def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from pipetrain.runtime.world import start_torch_distributed
+
+    start_torch_distributed(torch.device("cpu"), _SECONDS)
+    before = _num_sockets()
+    value = torch.tensor(own)
+    dist.all_reduce(value)
+    dist.barrier()
+    connection.send((before, _num_sockets(), int(value)))
+    connection.recv()
+    dist.destroy_process_group()
 
 
 def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:

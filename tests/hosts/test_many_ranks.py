@@ -6,7 +6,7 @@ No machine of ours holds 512 ranks. The rank that is measured is real; `played.p
 import functools
 
 import pytest
-from played import Footprint, start_all, start_one
+from played import Footprint, start_all, start_one, use_the_group
 
 FEW = 4
 PLACES = ["first", "middle", "last"]
@@ -21,7 +21,7 @@ def footprint(place: str, num_ranks: int) -> Footprint:
     return start_one(rank_at(place, num_ranks), num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [64, 512])
+@pytest.mark.parametrize("num_ranks", [pytest.param(64, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_of_many_has_what_a_rank_of_four_has(place: str, num_ranks: int) -> None:
     few, many = footprint(place, FEW), footprint(place, num_ranks)
@@ -42,3 +42,10 @@ def test_played_neighbours_are_as_real_ones() -> None:
         assert played.connections == beside.connections
         assert played.threads == beside.threads
         assert abs(played.resident_bytes / beside.resident_bytes - 1) < 0.1
+
+
+def test_the_process_group_connects_when_it_is_used() -> None:
+    """For who uses torch.distributed beside the pipeline."""
+    for before, after, total in use_the_group(3).values():
+        assert total == 0 + 1 + 2
+        assert after > before
