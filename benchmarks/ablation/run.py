@@ -9,7 +9,8 @@ from pipetrain.schedule.policy import LastStage, Mode
 
 from ..charts import OURS, Bar, Panel, draw_bars
 from ..emulated import EmulatedWorkload
-from ..links.namespaces import check_available, shaped_network
+from ..links.hosts import check_available
+from ..links.namespaces import shaped_network
 from ..ranks import preload
 from ..result import Options, Result, Table
 from ..systems import Ours, System

@@ -14,7 +14,8 @@ from ..emulated import EmulatedWorkload
 from ..result import Options, Result, Target
 from ..systems import Ours
 from ..trial import measure_hop
-from .namespaces import BUCKET, check_available, shaped_network
+from .hosts import BUCKET, check_available
+from .namespaces import shaped_network
 
 CLAIM = "over slow links we are faster with recomputation than the peers without"
 MEGABITS = 1000

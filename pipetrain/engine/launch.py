@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
+from pipetrain.runtime.rendezvous import check_a_port_is_free
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
@@ -43,7 +44,11 @@ def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per
     """Runs `python -m module arguments` on `num_ranks` ranks and waits for them.
 
     The outcome has the first failure's code and message, and the run folder of rank 0.
+
+    Raises:
+        ValueError: the ranks could not meet, for this machine has no free port.
     """
+    check_a_port_is_free()
     folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
     _prepare_environment(folder, threads_per_rank)
     try:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipetrain.engine.stuck import watch_torchrun
+
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 _RUN_DIR = "run-dir"
 
@@ -72,14 +74,18 @@ def leave(outcome: Outcome) -> None:
 
 
 def end(outcome: Outcome) -> int:
-    """Ends a rank: its outcome goes to the launcher, or to the user where there is none. Returns the exit code.
+    """Ends a rank: its outcome goes to the launcher, or to the user where there is none; what all ranks say once a machine.
+    Returns the exit code.
 
     Under a launcher a run that was stopped ends with 0: anything else makes torchrun end the ranks that still write.
     """
+    if outcome.code == Exit.FAILED:
+        watch_torchrun()
     if has_launcher():
         leave(outcome)
         return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code
-    return tell(outcome) if outcome.rank == 0 or outcome.code == Exit.FAILED else outcome.code
+    is_first_here = outcome.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+    return tell(outcome) if is_first_here or outcome.code == Exit.FAILED else outcome.code
 
 
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:

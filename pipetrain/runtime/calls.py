@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, num_rows
 from pipetrain.runtime.executor import Program
 from pipetrain.runtime.forms import Form
@@ -36,20 +36,31 @@ class Introduction:
     problem: str | None
 
 
-def introduce(own: Introduction, exchange: Callable[[bytes], list[bytes]]) -> None:
-    """Compare with the other ranks.
+def introduce(own: Introduction, chain: Chain) -> None:
+    """Compare with rank 0, whose introduction goes down the chain; what the last rank then knows comes back.
 
     Raises:
         ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0.
     """
-    everyone = [Introduction(**json.loads(text)) for text in exchange(json.dumps(asdict(own)).encode())]
-    for rank, other in enumerate(everyone):
-        if other.problem:
-            raise ValueError(other.problem)
-        for key in ("plan", "schedule", "seed"):
-            mine, first = getattr(other, key), getattr(everyone[0], key)
-            if mine != first:
-                raise ValueError(f"rank {rank} was given another {key} than rank 0: {mine}, not {first}")
+    what = "the other ranks' plans"
+
+    def compare(header: dict[str, Any]) -> None:
+        header["error"] = header["error"] or _mistake(chain.rank, own, Introduction(**header["first"]))
+
+    header = chain.relay({"first": asdict(own), "error": ""}, compare, what)
+    error = chain.text_from_last(header["error"], what)
+    if error:
+        raise ValueError(error)
+
+
+def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
+    if own.problem:
+        return own.problem
+    for key in ("plan", "schedule", "seed"):
+        mine, theirs = getattr(own, key), getattr(first, key)
+        if mine != theirs:
+            return f"rank {rank} was given another {key} than rank 0: {mine}, not {theirs}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,25 @@ class Chain:
             self._before.send(values.numpy().tobytes(), what)
         return values
 
+    def text_from_last(self, text: str, what: str) -> str:
+        """The text of the last rank on every rank."""
+        if self._after is not None:
+            text = self._after.receive(what).decode()
+        if self._before is not None:
+            self._before.send(text.encode(), what)
+        return text
+
+    def largest(self, value: int, what: str) -> int:
+        """The largest `value` of any rank, on every rank."""
+        if self._before is not None:
+            value = max(value, int(self._before.receive(what)))
+        if self._after is not None:
+            self._after.send(str(value).encode(), what)
+            value = int(self._after.receive(what))
+        if self._before is not None:
+            self._before.send(str(value).encode(), what)
+        return value
+
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, in rank order, on every rank."""
         parts: list[bytes] = []

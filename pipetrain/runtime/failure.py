@@ -15,6 +15,8 @@ from torch.distributed import Store
 
 # How often a rank that waits looks whether another has failed.
 _POLL_SECONDS = 1.0
+# A store that has not answered by then is given up until it does: its host may be cut off.
+_ANSWER_SECONDS = 3.0
 
 
 class PipelineError(RuntimeError):
@@ -27,32 +29,44 @@ class FailureBoard:
     def __init__(self, store: Store | None) -> None:
         self._store = store
         self._text: str | None = None
+        self._asking: threading.Thread | None = None
 
     def post(self, text: str) -> str:
         """Report a failure; returns the first one, which may be another rank's."""
         if self._text is None:
             self._text = text
-            if self._store is not None:
-                # The store may have gone down with its host: then what this rank knows must do.
-                with contextlib.suppress(RuntimeError):
-                    self._text = self._store.compare_set("failure", "", text).decode()
+            # The store may have gone down with its host: then what this rank knows must do.
+            self._text = self._ask(lambda store: store.compare_set("failure", "", text).decode()) or text
         return self._text
 
     def read(self) -> str | None:
         """The first failure, if there is one."""
-        if self._text is None and self._store is not None:
-            try:
-                if self._store.check(["failure"]):
-                    self._text = self._store.get("failure").decode()
-            except RuntimeError:
-                return None
+        if self._text is None:
+            self._text = self._ask(lambda store: store.get("failure").decode() if store.check(["failure"]) else None)
         return self._text
+
+    def _ask(self, question: Callable[[Store], str | None]) -> str | None:
+        """What the store says, or None where it does not: over a link that is cut a question may wait for ever."""
+        store = self._store
+        if store is None or (self._asking is not None and self._asking.is_alive()):
+            return None
+        answers: list[str | None] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(store))
+
+        self._asking = threading.Thread(target=ask, name="failure board", daemon=True)
+        self._asking.start()
+        self._asking.join(_ANSWER_SECONDS)
+        return answers[0] if answers else None
 
 
 class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
-    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then.
+    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then. `has_lost_a_rank` says whether
+    it began with a connection that broke.
     """
 
     def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float) -> None:
@@ -62,6 +76,7 @@ class Monitor:
         self._condition = threading.Condition()
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self.has_lost_a_rank = False
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
 
     def done(self, finish: Callable[[], None]) -> None:
@@ -75,6 +90,7 @@ class Monitor:
         with self._condition:
             if self._lost is None:
                 self._lost = (peer, f"{what} ({_first_line(error)})")
+                self.has_lost_a_rank = self.failure is None  # afterwards connections are broken on purpose
             self._condition.notify_all()
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:

@@ -143,7 +143,7 @@ class Pipeline:
             seed=self._seed,
             problem=problem,
         )
-        introduce(own, lambda text: self._chain.concatenate(text, "the other ranks' plans"))
+        introduce(own, self._chain)
         return stages
 
     # What the pipeline is -----------------------------------------------------------------------------------------

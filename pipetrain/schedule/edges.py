@@ -44,7 +44,11 @@ def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
             *_receive_edges(schedule, compute, transport_ahead, stash),
         ):
             waits[op].append(awaited)
-    return dataclasses.replace(schedule, waits={op: tuple(dict.fromkeys(awaited)) for op, awaited in waits.items()})
+    own = {op: op for _, _, op in schedule.ops()}  # the lanes' own objects: of many stages, equal ones would add up
+    return dataclasses.replace(
+        schedule,
+        waits={own[op]: tuple(own[one] for one in dict.fromkeys(awaited)) for op, awaited in waits.items()},
+    )
 
 
 def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:

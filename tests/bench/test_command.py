@@ -13,7 +13,7 @@ from benchmarks import comparison, publish, trial
 from benchmarks.command import NAMES, main
 from benchmarks.comparison import PEERS, Comparison
 from benchmarks.emulated import EmulatedWorkload
-from benchmarks.links import namespaces
+from benchmarks.links import hosts
 from benchmarks.links.run import best_warmup
 from benchmarks.ranks import RanksFailed, run_ranks
 from benchmarks.result import Table
@@ -52,7 +52,7 @@ def test_links_without_tc_are_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     assert main(["links", f"--out={tmp_path}"]) == 0
     assert capsys.readouterr().err == "links: skipped: tc is missing: apt-get install iproute2\n"
 

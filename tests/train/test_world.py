@@ -35,10 +35,10 @@ def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.Monk
 
 
 def agree_with_one_that_leaves() -> None:
-    world = World(20.0)
-    if dist.get_rank() == 1:
-        os._exit(0)
-    world.largest(1)
+    with World(20.0) as world:
+        if dist.get_rank() == 1:
+            os._exit(0)
+        world.largest(1)
 
 
 def test_a_rank_that_is_lost_between_two_steps_is_said_in_one_line() -> None:
@@ -46,4 +46,5 @@ def test_a_rank_that_is_lost_between_two_steps_is_said_in_one_line() -> None:
     assert first.error is not None
     line = first.error.strip().splitlines()[-1]
     assert "PipelineError: rank 0 lost another rank between two steps (" in line
+    assert "rank 1 is gone" in line
     assert "see its own output" in line

@@ -1,0 +1,132 @@
+"""Training runs over hosts of their own: torchrun on each, as it is started on the machines of a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.links.hosts import DEVICE, Host, Hosts
+
+PORT = 29400
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 6
+RUN = [
+    "experiment=smoke",
+    "data=text",
+    "data.path=text",
+    "model.dropout=0.1",
+    f"steps={STEPS}",
+    "observe.progress=false",
+]
+Process = subprocess.Popen  # of text
+
+
+def make_text(folder: pathlib.Path) -> None:
+    """What the runs in `folder` train on."""
+    (folder / "text").mkdir()
+    words = ["the", "pipeline", "runs", "while", "the", "stage", "waits", "and", "then", "the", "stage", "runs", "on"]
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(words[(number + at) % 13] for at in range(2000)))
+
+
+def environment(package: pathlib.Path = ROOT) -> dict[str, str]:
+    """The package from `package`; nothing of a launcher that runs the tests."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    interface = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
+    return {**kept, **interface, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def start_run(
+    network: Hosts, folder: pathlib.Path, *options: str, packages: Sequence[pathlib.Path] = ()
+) -> list[Process]:
+    """Starts torchrun on every host, a rank each, meeting at the first."""
+    return [
+        start_torchrun(network, host, folder, *options, package=packages[at] if packages else ROOT)
+        for at, host in enumerate(network.hosts)
+    ]
+
+
+def start_torchrun(
+    network: Hosts, host: Host, folder: pathlib.Path, *options: str, package: pathlib.Path = ROOT
+) -> Process:
+    first = network.hosts[0]
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={len(network.hosts)}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first.address}:{PORT}",
+        # What torchrun itself waits for an answer of its store; without, 60 s.
+        f"--rdzv-conf=is_host={int(host == first)},read_timeout=5",
+        f"--local-addr={host.address}",
+        "--max-restarts=0",
+    ]
+    words = [*torchrun, "-m", "pipetrain.train", *RUN, f"pipeline.num_stages={len(network.hosts)}", *options]
+    return start(host.command(words), folder, environment(package))
+
+
+def start(words: Sequence[str], folder: pathlib.Path, variables: dict[str, str]) -> Process:
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=variables,
+        start_new_session=True,
+    )
+
+
+def end(process: Process, seconds: float) -> tuple[int, str]:
+    """Exit code and stderr; whatever of it is still there after `seconds` is killed and fails the test."""
+    ranks = children_of(process.pid)
+    try:
+        _, stderr = process.communicate(timeout=seconds)
+    finally:
+        left = [pid for pid in {process.pid, *ranks} if process.poll() is None or is_alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert left == [], f"processes {left} were left behind"
+    return process.returncode, stderr
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process still runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that `pid` has started: under torchrun, the ranks."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())
+
+
+def wait_until(ready: Callable[[], bool], processes: Sequence[Process], seconds: float = 60.0) -> None:
+    """Looks again and again, as long as the processes run."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not get that far in time"
+        time.sleep(0.02)
+
+
+def metrics_of(run: pathlib.Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def losses_of(run: pathlib.Path) -> list[tuple[int, float, float]]:
+    """What must be equal bit for bit: step, loss, norm of the gradients."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics_of(run)]

@@ -1,0 +1,219 @@
+"""One rank of a large pipeline, started for real, among ranks of which most are played.
+
+Rank r opens connections to r - 1 and r + 1 alone. Each of these two is a process that holds the other ends of all of them for
+real, over gloo, and says on the chain what it and the ranks behind it would have said. The ranks further away are played by
+what they would have left in the store when all compare their versions.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+NUM_MICROBATCHES = 8
+WIDTH = 64
+_SECONDS = 60.0
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a rank has when it has started, just before its first step."""
+
+    process_groups: int  # that torch.distributed lists
+    connections: int  # sockets, of whatever kind
+    threads: int
+    resident_bytes: int  # of the whole process
+    added_bytes: int  # of them, since before the start
+
+
+def start_one(rank: int, num_ranks: int) -> Footprint:
+    """The footprint of one real rank; its neighbours and all others are played."""
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < num_ranks]
+    roles: dict[int, tuple[Callable[..., None], int]] = {rank: (_be_real, rank)}
+    roles |= dict.fromkeys(neighbours, (_play, rank))
+    return _run(roles, num_ranks)[rank]
+
+
+def start_all(num_ranks: int) -> dict[int, Footprint]:
+    """The footprints of all ranks, nobody played."""
+    return _run({rank: (_be_real, rank) for rank in range(num_ranks)}, num_ranks)
+
+
+def use_the_group(num_ranks: int) -> dict[int, tuple[int, int, int]]:
+    """Of each rank: sockets before the process group of torch.distributed is used and after, and a sum over all ranks."""
+    return _run({rank: (_reduce, rank) for rank in range(num_ranks)}, num_ranks)
+
+
+def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> dict[int, Any]:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store.add("attempt-0/pipetrain/versions/come", num_ranks - len(roles))
+    processes, connections = [], {}
+    for own, (role, of) in roles.items():
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_main, args=(theirs, role, own, of, num_ranks, store.port), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        connections[own] = ours
+    try:
+        found = {}
+        for own, connection in connections.items():
+            assert connection.poll(_SECONDS), f"rank {own} of {num_ranks} did not start in time"
+            found[own] = connection.recv()
+        for connection in connections.values():
+            connection.send("end")
+        for process in processes:
+            process.join(_SECONDS)
+        assert [process.exitcode for process in processes] == [0] * len(processes)
+        return {own: footprint for own, footprint in found.items() if footprint is not None}
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _main(
+    connection: Connection, role: Callable[..., None], own: int, of: int, num_ranks: int, store_port: int
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    place = {"RANK": str(own), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({**place, **meeting, "GLOO_SOCKET_IFNAME": "lo"})
+    role(connection, own, of, num_ranks)
+
+
+def _layers(num_stages: int) -> list[Any]:
+    """A layer per stage, made on the rank that holds it."""
+    from torch import nn
+
+    return [lambda: nn.Linear(WIDTH, WIDTH) for _ in range(num_stages)]
+
+
+def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
+    """What `pipetrain.train` does before its first step."""
+    import torch.distributed as dist
+    from torch import nn
+
+    from pipetrain.engine.world import World
+    from pipetrain.runtime.pipeline import Pipeline
+
+    gc.collect()
+    before = _resident_bytes()
+    with World(_SECONDS) as world:
+        assert (world.rank, world.size) == (own, num_ranks)
+        assert world.from_first("the run folder") == "the run folder"
+        pipeline = Pipeline(
+            _layers(num_ranks),
+            nn.functional.mse_loss,
+            num_microbatches=NUM_MICROBATCHES,
+            device="cpu",
+            timeout_seconds=_SECONDS,
+        )
+        assert world.largest(own) == num_ranks - 1
+        gc.collect()
+        resident = _resident_bytes()
+        connection.send(
+            Footprint(
+                process_groups=len(dist.distributed_c10d._world.pg_map),
+                connections=_num_sockets(),
+                threads=len(os.listdir("/proc/self/task")),
+                resident_bytes=resident,
+                added_bytes=resident - before,
+            )
+        )
+        connection.recv()
+        pipeline.close()
+
+
+def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from pipetrain.runtime.world import start_torch_distributed
+
+    start_torch_distributed(torch.device("cpu"), _SECONDS)
+    before = _num_sockets()
+    value = torch.tensor(own)
+    dist.all_reduce(value)
+    dist.barrier()
+    connection.send((before, _num_sockets(), int(value)))
+    connection.recv()
+    dist.destroy_process_group()
+
+
+def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
+    """The neighbour `own` of the real rank `of`, and on the chain all ranks behind it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore
+
+    from pipetrain.plan.plan import make_plan
+    from pipetrain.runtime.calls import Introduction, introduce
+    from pipetrain.runtime.chain import Chain
+    from pipetrain.runtime.failure import FailureBoard, Monitor
+    from pipetrain.runtime.gloo import make_pair
+    from pipetrain.runtime.world import start_torch_distributed
+    from pipetrain.schedule.policy import RecomputePolicy
+
+    start_torch_distributed(torch.device("cpu"), _SECONDS)
+    store = dist.distributed_c10d._get_default_store()
+
+    def meet(name: str) -> Chain:
+        """A chain that ends at this rank: so it speaks as rank 0 to the one above, or as the last to the one below."""
+        part = PrefixStore(name, store)
+        monitor = Monitor(own, FailureBoard(part), _SECONDS)
+        chain = Chain(None, own, num_ranks, monitor)
+        neighbour = chain._meet(part, of, monitor)
+        if own < of:
+            chain._after = neighbour
+        else:
+            chain._before = neighbour
+        return chain
+
+    agreeing = meet("pipetrain/world-0")
+    agreeing.relay({"value": "the run folder"}, lambda _: None, "what rank 0 says")
+
+    name = "pipetrain/attempt-0/pipeline-0"
+    chain = meet(name)
+    chain.align_clocks()
+    plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
+    introduce(Introduction(repr(plan), f"gpipe {RecomputePolicy.of('overlap')}", 0, None), chain)
+    edge = min(own, of)
+    pairs = [
+        make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"
+    ]
+    agreeing.largest(num_ranks - 1 if own > of else 0, "what all ranks agree on")
+    connection.send(None)
+    connection.recv()
+    assert len(pairs) == 2
+    for each in (chain, agreeing):
+        each.close()
+
+
+def _num_sockets() -> int:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:  # the one that lists this folder
+            continue
+    return sum(link.startswith("socket:") for link in links)
+
+
+def _resident_bytes() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024

@@ -1,0 +1,158 @@
+"""Runs over machines of their own (network namespaces with their own addresses): the same numbers, and links that fail."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from machines import (
+    ROOT,
+    RUN,
+    STEPS,
+    end,
+    environment,
+    losses_of,
+    make_text,
+    metrics_of,
+    start,
+    start_run,
+    wait_until,
+)
+
+from benchmarks.links.hosts import Hosts, separate_hosts
+from benchmarks.unavailable import Unavailable
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TIMEOUT_SECONDS = 6
+SLOW_MEGABITS = 4.0
+# 262 kB per boundary and step: half a second at SLOW_MEGABITS, so that a step is mostly transfer.
+WIDE = ["data.batch_size=16", "data.sequence_length=64", "model.hidden_size=64"]
+
+
+@contextmanager
+def hosts(number: int) -> Iterator[Hosts]:
+    try:
+        with separate_hosts(number) as network:
+            yield network
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def train_here(folder: pathlib.Path, *options: str) -> None:
+    words = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, "pipeline.num_stages=2", *options]
+    variables = {**environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    code, stderr = end(start(words, folder, variables), 100.0)
+    assert code == 0, stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where the text is, and two runs on one host that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("hosts")
+    make_text(folder)
+    train_here(folder, "run_dir=one-host")
+    train_here(folder, "run_dir=one-host-wide", *WIDE)
+    return folder
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_several_machines_compute_what_one_does(folder: pathlib.Path, number: int) -> None:
+    with hosts(number) as network:
+        processes = start_run(network, folder, f"run_dir=hosts-{number}")
+        for code, stderr in [end(process, 100.0) for process in processes]:
+            assert code == 0, stderr
+    assert losses_of(folder / f"hosts-{number}") == losses_of(folder / "one-host")
+    assert len(losses_of(folder / "one-host")) == STEPS
+
+
+def test_a_link_that_is_cut_in_a_step(folder: pathlib.Path) -> None:
+    """Every process ends in time and says what it waited for; after the repair the run goes on as if nothing had been.
+
+    The link is slow besides: that shows as waits for activations.
+    """
+    options = ["run_dir=cut", "snapshot.every_steps=1", "resume=auto", *WIDE]
+    with hosts(2) as network:
+        network.hosts[1].slow(SLOW_MEGABITS)
+        processes = start_run(network, folder, f"timeout_seconds={TIMEOUT_SECONDS}", *options)
+        wait_until(lambda: len(metrics_of(folder / "cut")) >= 2, processes)
+        network.hosts[1].cut()
+        cut_at = time.monotonic()
+        ended = [end(process, TIMEOUT_SECONDS + 15.0 - (time.monotonic() - cut_at)) for process in processes]
+        assert time.monotonic() - cut_at < TIMEOUT_SECONDS + 15.0
+        for rank, (code, stderr) in enumerate(ended):
+            assert code != 0
+            told = [line for line in stderr.splitlines() if line.startswith(f"pipetrain: rank {rank} ")]
+            assert len(told) == 1, stderr
+            assert f" from rank {1 - rank}, and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds)" in told[0]
+        assert len(metrics_of(folder / "cut")) < STEPS
+        network.hosts[1].repair()
+        resumed = [end(process, 100.0) for process in start_run(network, folder, *options)]
+        assert [code for code, _ in resumed] == [0, 0], resumed
+        assert "pipetrain: going on from " in resumed[0][1]
+    assert losses_of(folder / "cut") == losses_of(folder / "one-host-wide")
+    slow, fast = (
+        sum(line["wait_activation_seconds"][1] for line in metrics_of(folder / name))
+        for name in ("cut", "one-host-wide")
+    )
+    hop_seconds = 16 * 64 * 64 * 4 * 8 / (SLOW_MEGABITS * 1e6)
+    assert slow > fast + 0.3 * STEPS * hop_seconds
+
+
+def test_machines_with_other_sources_are_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(ROOT / "pipetrain", tmp_path / "pipetrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    with (tmp_path / "pipetrain" / "train.py").open("a") as file:
+        file.write("# not the same\n")
+    with hosts(2) as network:
+        processes = start_run(network, folder, "run_dir=refused", packages=[ROOT, tmp_path])
+        lines = []
+        for code, stderr in [end(process, 60.0) for process in processes]:
+            assert code == 1  # torchrun's own; its report has that of the rank
+            assert "exitcode  : 2" in stderr
+            lines += [line for line in stderr.splitlines() if line.startswith("pipetrain:")]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert "different versions" in lines[0]
+    assert not (folder / "refused").exists()
+
+
+def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
+    with hosts(1) as network:
+        (host,) = network.hosts
+        address = f"{network.unused_address()}:29400"
+        words = [sys.executable, "-m", "pipetrain.engine.rendezvous", address, "--timeout=2"]
+        code, stderr = end(start(host.command(words), folder, environment()), 30.0)
+    assert code == 1
+    assert stderr.startswith(
+        f"pipetrain: {address}, where the ranks meet, could not be reached from {host.address} (eth0 of "
+    )
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_machine_without_a_free_port(folder: pathlib.Path) -> None:
+    """All ports that a program gets without asking for one are taken."""
+    take = (
+        "import socket, sys, time; taken = [socket.socket() for _ in range(2)];"
+        "[one.bind(('127.0.0.1', 50000 + at)) for at, one in enumerate(taken)]; print('taken', flush=True); sys.stdin.read()"
+    )
+    with hosts(1) as network:
+        (host,) = network.hosts
+        only = ["sysctl", "-q", "-w", "net.ipv4.ip_local_port_range=50000 50001"]
+        if subprocess.run(host.command(only), check=False).returncode != 0:
+            pytest.skip("this kernel does not let a namespace have its own range of ports")
+        with subprocess.Popen(
+            host.command([sys.executable, "-c", take]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as taking:
+            assert taking.stdout is not None
+            assert taking.stdout.readline() == b"taken\n"
+            words = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, "run_dir=no-port"]
+            code, stderr = end(start(host.command(words), folder, environment()), 60.0)
+            taking.communicate()
+    assert code == 2, stderr
+    assert stderr.splitlines()[-1].startswith("pipetrain: no free port on 127.0.0.1 (Address already in use): ")
+    assert "50000 to 50001 (net.ipv4.ip_local_port_range)" in stderr

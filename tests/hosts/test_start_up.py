@@ -1,0 +1,182 @@
+"""What can be wrong when ranks of several machines meet: found in time, and said in a line."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from machines import ROOT, RUN, environment, make_text
+from torch.distributed import TCPStore
+
+from pipetrain.engine import rendezvous
+from pipetrain.runtime.failure import PipelineError
+from pipetrain.runtime.rendezvous import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
+from pipetrain.runtime.versions import Versions, check_same, own_versions
+from pipetrain.runtime.world import store_of_this_attempt
+
+
+def taken() -> socket.socket:
+    """A port on which something listens."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_answers() -> None:
+    with taken() as listener:
+        assert wait_for("127.0.0.1", listener.getsockname()[1], 5.0) < 5.0
+
+
+def test_an_address_that_answers_later() -> None:
+    """Machines do not start at the same moment."""
+    port = unused_port()
+    listener = socket.socket()
+    starting = threading.Timer(0.3, lambda: (listener.bind(("127.0.0.1", port)), listener.listen()))
+    starting.start()
+    assert 0.2 < wait_for("127.0.0.1", port, 20.0) < 20.0
+    starting.join()
+    listener.close()
+
+
+def test_an_address_that_does_not_answer() -> None:
+    port = unused_port()
+    with pytest.raises(Unreachable) as caught:
+        wait_for("127.0.0.1", port, 1.0)
+    text = str(caught.value)
+    assert text.startswith(f"127.0.0.1:{port}, where the ranks meet, could not be reached from 127.0.0.1 (lo of ")
+    assert "within 1 s (Connection refused): rank 0's machine did not start" in text
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(Unreachable, match=r"no-such-host.invalid:29500.*knows no address of no-such-host.invalid"):
+        wait_for("no-such-host.invalid", 29500, 0.1)
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with taken() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(Unreachable, match=rf"cannot listen at 127.0.0.1:{port}.*Address already in use.*older run"):
+            check_can_listen("127.0.0.1", port)
+        assert rendezvous.main([f"127.0.0.1:{port}"]) == 1
+    assert "Address already in use" in capsys.readouterr().err
+    assert rendezvous.main([f"127.0.0.1:{port}"]) == 0
+    assert rendezvous.main([f"no-such-host.invalid:{port}", "--listen"]) == 0
+
+
+@pytest.mark.parametrize("text", ["node0", "node0:", ":29500", "node0:port", "node0:0", "node0:70000"])
+def test_what_is_no_address(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rendezvous.main([text]) == 2
+    assert capsys.readouterr().err == (
+        f"pipetrain: {text}: expected HOST:PORT with a port from 1 to 65535, as in node0:29500\n"
+    )
+
+
+def test_ranks_that_were_not_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="RANK is set and MASTER_ADDR is not: start the ranks with torchrun"):
+        store_of_this_attempt(timedelta(seconds=1))
+
+
+def test_addresses() -> None:
+    assert parse_address("node0:29500") == ("node0", 29500)
+    assert parse_address("[fd00::1]:29500") == ("fd00::1", 29500)
+    check_a_port_is_free()
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+
+def compare(versions: list[Versions], num_ranks: int, seconds: float) -> list[str]:
+    """What each rank is told; "" where it may go on."""
+    server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    told = [""] * len(versions)
+
+    def rank(number: int) -> None:
+        store = TCPStore("127.0.0.1", server.port, None, is_master=False, timeout=timedelta(seconds=seconds))
+        try:
+            check_same(store, number, num_ranks, versions[number])
+        except (ValueError, PipelineError) as error:
+            told[number] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(versions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_equal_versions_go_on() -> None:
+    assert compare([own_versions()] * 4, 4, 20.0) == [""] * 4
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "pipetrain", "NCCL"])
+def test_versions_that_differ_are_told_the_same_on_every_rank(name: str) -> None:
+    ours = {**own_versions(), "NCCL": "2.27.7"}
+    told = compare([ours, ours, {**ours, name: "0.0.1"}], 3, 20.0)
+    assert told[0] == told[1] == told[2]
+    host = socket.gethostname()
+    assert told[0].startswith("ValueError: the machines of this run have different versions: ")
+    assert f"{host} has {name} {ours[name]} (rank 0)" in told[0]
+    assert f"{host} has {name} 0.0.1 (rank 2)" in told[0]
+    assert len(told[0].splitlines()) == 1
+
+
+def test_a_library_that_one_machine_lacks() -> None:
+    ours = own_versions()
+    told = compare([ours, {**ours, "NCCL": "2.27.7"}], 2, 20.0)
+    assert "has NCCL none" in told[1]
+    assert "has NCCL 2.27.7" in told[1]
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    told = compare([own_versions()] * 2, 4, 1.0)
+    for text in told:
+        assert text.startswith("PipelineError: 2 of 4 ranks did not come within 1 s (timeout_seconds): rank 2, 3;")
+
+
+def test_ranks_with_other_sources_end_with_code_2(tmp_path: Path) -> None:
+    """Two whole ranks, one of them from a checkout that has been changed: the same line and code from both."""
+    make_text(tmp_path)
+    changed = tmp_path / "checkout"
+    shutil.copytree(ROOT / "pipetrain", changed / "pipetrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "conf", changed / "conf")
+    with (changed / "pipetrain" / "train.py").open("a") as file:
+        file.write("# not the same\n")
+    port = unused_port()
+    ranks = []
+    for rank, package in enumerate((ROOT, changed)):
+        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        words = [sys.executable, "-m", "pipetrain.train", *RUN, "pipeline.num_stages=2", "timeout_seconds=60"]
+        ranks.append(
+            subprocess.Popen(
+                words,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+                env={**environment(package), **place, **meeting},
+            )
+        )
+    ended = [(process.communicate(timeout=90)[1].splitlines()[-1], process.returncode) for process in ranks]
+    assert ended[0] == ended[1]
+    line, code = ended[0]
+    assert code == 2
+    assert line.startswith("pipetrain: the machines of this run have different versions: ")
+    assert line.count(" has pipetrain 0.1.0 (sources ") == 2
