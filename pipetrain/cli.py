@@ -110,6 +110,7 @@ def _train(arguments: Arguments) -> int:
     from pipetrain.engine.outcome import tell
     from pipetrain.model.check import check_model
     from pipetrain.observe.folder import check_free
+    from pipetrain.observe.trackers.choose import check_trackers
     from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
 
     check_not_a_slurm_task()
@@ -119,6 +120,7 @@ def _train(arguments: Arguments) -> int:
         return train_as_rank(arguments.overrides)
     config = load(arguments.overrides)
     check_run(config)
+    check_trackers(config.observe)
     check_model(config.model, sequence_length=config.data.sequence_length)
     num_ranks = choose_num_ranks(config)
     choose_plan(config, num_ranks)

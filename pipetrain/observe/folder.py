@@ -31,6 +31,18 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def heldout(self) -> Path:
+        return self.path / "heldout.jsonl"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.json"
 
