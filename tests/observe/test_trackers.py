@@ -33,6 +33,10 @@ METRICS = StepMetrics(
     recompute_exposed_seconds=(0.0, 0.0),
     wait_activation_seconds=(0.0, 0.0),
     wait_gradient_seconds=(0.0, 0.0),
+    fill_seconds=(0.0, 0.0),
+    drain_seconds=(0.0, 0.0),
+    imbalance_seconds=(0.0, 0.0),
+    unexplained_seconds=(0.0, 0.0),
     peak_activation_bytes=(10, 20),
     peak_memory_bytes=(None, 30),
 )
