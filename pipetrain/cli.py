@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipetrain.engine.outcome import Exit
 from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.observe.folder import RunFolder
     from pipetrain.schedule.show import Shown
 
 Parser = argparse.ArgumentParser
@@ -101,24 +103,45 @@ def _add_json(parser: Parser) -> None:
 def _add_train(parser: Parser) -> None:
     _add_overrides(parser)
     _add_json(parser)
+    parser.add_argument(
+        "--multirun", "-m", action="store_true", help="a run for each combination of values, as in seed=1,2,3"
+    )
 
 
 def _train(arguments: Arguments) -> int:
-    from pipetrain.config.check import check_run
     from pipetrain.config.load import load
     from pipetrain.engine.launch import check_not_a_slurm_task, is_rank, launch
     from pipetrain.engine.outcome import tell
-    from pipetrain.model.check import check_model
-    from pipetrain.observe.folder import check_free
-    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
 
     check_not_a_slurm_task()
+    if arguments.multirun:
+        return _sweep(arguments)
     if is_rank():
         from pipetrain.train import main as train_as_rank
 
         return train_as_rank(arguments.overrides)
     config = load(arguments.overrides)
+    num_ranks = _check_train(config)
+    outcome = launch(
+        "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
+    )
+    if arguments.json is not None and outcome.run_dir is not None:
+        report = _report_of(outcome.run_dir)
+        if report is not None:
+            write_json(report, arguments.json)
+    return tell(outcome, quiet=arguments.json == STDOUT)
+
+
+def _check_train(config: RunConfig) -> int:
+    """All that can be said of a run before a process starts; returns its number of ranks."""
+    from pipetrain.config.check import check_run
+    from pipetrain.model.check import check_model
+    from pipetrain.observe.folder import check_free
+    from pipetrain.observe.trackers.choose import check_trackers
+    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
+
     check_run(config)
+    check_trackers(config.observe)
     check_model(config.model, sequence_length=config.data.sequence_length)
     num_ranks = choose_num_ranks(config)
     choose_plan(config, num_ranks)
@@ -130,16 +153,41 @@ def _train(arguments: Arguments) -> int:
 
     check_data(config.data)
     check_start(config)
-    outcome = launch(
-        "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
-    )
-    if arguments.json is not None and outcome.run_dir is not None:
-        from pipetrain.observe.folder import RunFolder
+    return num_ranks
 
-        report = RunFolder(Path(outcome.run_dir)).report
-        if report.is_file():
-            write_json(json.loads(report.read_text()), arguments.json)
-    return tell(outcome, quiet=arguments.json == STDOUT)
+
+def _report_of(run_dir: str) -> Any:
+    """What a run has reported, as plain values; None: nothing."""
+    from pipetrain.observe.folder import RunFolder
+
+    report = RunFolder(Path(run_dir)).report
+    return json.loads(report.read_text()) if report.is_file() else None
+
+
+def _sweep(arguments: Arguments) -> int:
+    from dataclasses import asdict
+
+    from pipetrain.observe.table import table
+    from pipetrain.sweep import sweep
+
+    folder, jobs = sweep(arguments.overrides, _check_train)
+    if arguments.json is not None:
+        reports = [None if job.run_dir is None else _report_of(job.run_dir) for job in jobs]
+        write_json([{**asdict(job), "report": report} for job, report in zip(jobs, reports)], arguments.json)
+    if arguments.json != STDOUT:
+        shared = set.intersection(*(set(job.overrides) for job in jobs))
+        swept = [" ".join(text for text in job.overrides if text not in shared) for job in jobs]
+        rows = [(str(job.number), words, str(job.code), job.run_dir or "-") for job, words in zip(jobs, swept)]
+        print(table(("job", "overrides", "exit code", "run folder"), rows))
+        print(f"sweep folder: {folder}", flush=True)
+    bad = [job for job in jobs if job.code not in (Exit.DONE, Exit.STOPPED)]
+    for job in bad:
+        how = f"ended with exit code {job.code}: see its messages" if job.code else "did not say how it ended"
+        how = "was not started" if job.run_dir is None else how
+        _refuse(f"job {job.number} ({' '.join(job.overrides)}) {how}; its files: {job.run_dir or folder}")
+    if any(job.run_dir is not None for job in bad) or all(job.run_dir is None for job in jobs):
+        return Exit.FAILED
+    return Exit.STOPPED if any(job.code != Exit.DONE for job in jobs) else Exit.DONE
 
 
 def _add_show(parser: Parser) -> None:
@@ -182,22 +230,51 @@ def _simulated(overrides: Sequence[str]) -> Shown:
 
 
 def _add_report(parser: Parser) -> None:
-    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run folder, `latest` (default) or a sweep folder; several are compared",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write FILE.svg, .png or .html: the loss of each run over its steps"
+    )
     _add_json(parser)
 
 
 def _report(arguments: Arguments) -> int:
     from dataclasses import asdict
 
-    from pipetrain.observe.folder import find_folder
+    from pipetrain.observe.folder import find_folders
     from pipetrain.observe.report import as_markdown, read_report
 
-    report = read_report(find_folder(arguments.run).report)
+    folders = [folder for run in arguments.runs or ["latest"] for folder in find_folders(run)]
+    if len(folders) > 1 or arguments.out is not None:
+        return _compare(folders, arguments)
+    report = read_report(folders[0].report)
     if arguments.json is not None:
         write_json(asdict(report), arguments.json)
     if arguments.json != STDOUT:
         print(as_markdown(report), end="")
     return Exit.DONE
+
+
+def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
+    """What can be read is told; a run that cannot is named, and then the exit code is not 0."""
+    from pipetrain.observe.compare import as_table, check_format, compare, write_plot
+
+    if arguments.out is not None:
+        check_format(Path(arguments.out))
+    runs, problems = compare(folders)
+    if arguments.json is not None:
+        write_json([run.as_json() for run in runs], arguments.json)
+    if runs and arguments.json != STDOUT:
+        print(as_table(runs))
+    if runs and arguments.out is not None:
+        write_plot(runs, Path(arguments.out))
+    for problem in problems:
+        _refuse(problem)
+    return Exit.WRONG_INPUT if problems else Exit.DONE
 
 
 def _add_generate(parser: Parser) -> None:
@@ -247,7 +324,9 @@ def _verify(arguments: Arguments) -> int:
 COMMANDS = {
     "train": _Command("train a model over pipeline stages", _add_train, _train),
     "show": _Command("draw a schedule and say what it costs", _add_show, _show),
-    "report": _Command("what a run did, and what it was predicted to do", _add_report, _report),
+    "report": _Command(
+        "what a run did, and what it was predicted to do; or several runs compared", _add_report, _report
+    ),
     "verify": _Command("compare every schedule and mode with one process, bit for bit", _add_verify, _verify),
     "generate": _Command("text from a trained model", _add_generate, _generate),
 }

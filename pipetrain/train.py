@@ -33,6 +33,7 @@ from pipetrain.observe.folder import RunFolder, choose_folder
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import RunReport
+from pipetrain.observe.trackers.choose import check_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.planner.choose import choose_plan, choose_schedule
 from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
@@ -314,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)
+        check_trackers(config.observe)
         check_start(config)
         check_model(config.model, sequence_length=config.data.sequence_length)
         # Read when CUDA starts. With 1, streams would wait on each other.

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "snapshot": {"config", "plan", "schedule", "parallel", "model", "data", "runtime"},
     "observe": {"config", "plan", "schedule"},
     "train": None,
+    "sweep": None,
     "cli": None,
     "__init__": None,
 }

@@ -58,6 +58,11 @@ _RUN_RANGES = (
     _Range(("guard.max_skips", "guard.max_rollbacks"), lambda value: value >= 0, "0 or more"),
     _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
     _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
+    _Range(
+        ("observe.wandb.mode",),
+        lambda value: value in ("disabled", "offline", "online"),
+        "disabled, offline or online",
+    ),
     _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
     _Range(
         ("optim.betas",), lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each from 0 to less than 1"
@@ -77,7 +82,6 @@ _RUN_ONLY = (
     _Only("optim.name", "adamw", "AdamW is the optimizer"),
     _Only("data.tokenizer", "byte", "text is read byte by byte"),
     _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
-    _Only("observe.wandb.mode", "disabled", "metrics.jsonl in the run folder has every number"),
     _Only("cluster.name", "local", "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
     _Only("cluster.num_nodes", 1, "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
 )

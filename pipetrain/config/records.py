@@ -121,7 +121,7 @@ class SnapshotConfig:
 class WandbConfig:
     """The wandb tracker."""
 
-    mode: str = "disabled"  # `disabled`, `offline` or `online`
+    mode: str = "disabled"  # `disabled`, `offline` (files in the run folder) or `online`
     project: str = "pipetrain"  # project name there
 
 
@@ -131,6 +131,7 @@ class ObserveConfig:
 
     progress: bool = True  # a progress bar on rank 0 (lines where stderr is no terminal)
     evaluate_every_steps: int | None = None  # steps between held-out evaluations; None: at the end only
+    tensorboard: bool = False  # event files for TensorBoard in the run folder
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 RUNS = Path("runs")
 LATEST = "latest"
+SWEEP_JOBS = "jobs"  # in a sweep folder: a file per job that says how it ended
 _MODE = 0o750  # the owner writes, the group reads, others have no business here
 
 
@@ -29,6 +31,18 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        return self.path / "heldout.jsonl"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def report(self) -> Path:
@@ -110,6 +124,18 @@ def find_folder(run: str) -> RunFolder:
         )
         raise ValueError(f"{run}: there is no run ({path}/config.yaml is missing); {hint}")
     return RunFolder(path.resolve())
+
+
+def find_folders(run: str) -> list[RunFolder]:
+    """The run that a user names; of a sweep folder, the runs of its jobs in their order.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    jobs = sorted((Path(run) / SWEEP_JOBS).glob("*.json"))
+    if not jobs:
+        return [find_folder(run)]
+    return [find_folder(json.loads(job.read_text())["run_dir"]) for job in jobs]
 
 
 def _point_latest_to(path: Path) -> None:

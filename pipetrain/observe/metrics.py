@@ -1,12 +1,8 @@
-"""metrics.jsonl: a line for each step, readable while the run goes on."""
+"""The figures of a step."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from pipetrain.observe.lines import LineFile
+from dataclasses import dataclass
 
 PerRank = tuple[float, ...]
 
@@ -34,20 +30,3 @@ class StepMetrics:
     peak_activation_bytes: tuple[int, ...]
     peak_memory_bytes: tuple[int | None, ...]
     skipped: bool = False  # whether the step was left out: the weights did not change
-
-
-class MetricsFile:
-    """Appends a line per step; a reader never sees half a line."""
-
-    def __init__(self, path: Path, first_step: int = 1) -> None:
-        self._file = LineFile(path, first_step)
-
-    def write(self, metrics: StepMetrics) -> None:
-        self._file.write([json.dumps(asdict(metrics)) + "\n"])
-
-    def rewind(self, first_step: int) -> None:
-        """Drops the lines of `first_step` and later ones."""
-        self._file.rewind(first_step)
-
-    def close(self) -> None:
-        self._file.close()

@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pipetrain.config.records import RunConfig
 from pipetrain.observe.explain import explanation
 from pipetrain.observe.folder import RunFolder
-from pipetrain.observe.metrics import MetricsFile, StepMetrics
+from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.page import page
 from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, write_report
 from pipetrain.observe.trace import EventFile
+from pipetrain.observe.trackers.choose import make_trackers
+from pipetrain.observe.trackers.tracker import Ending, Trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.render.svg import svg
@@ -35,15 +37,16 @@ class Recorder:
         self._reporter = self._stack.enter_context(
             make_reporter(config.steps, shown=config.observe.progress and self.is_first)
         )
-        self._metrics_file = (
-            self._stack.enter_context(closing(MetricsFile(folder.metrics, first_step))) if self.is_first else None
-        )
+        self._config = config
+        trackers = make_trackers(config.observe, folder, first_step) if self.is_first else {}
+        self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
     def start(self, config_text: str, plan: Plan) -> None:
         """What was to be done, before it is done."""
         if self.is_first:
             self._folder.config.write_text(config_text)
             self._folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
+            self._trackers.start({**asdict(self._config), "plan": asdict(plan)})
 
     def on_event(self, event: OpEvent) -> None:
         """The sink for this rank's events."""
@@ -52,9 +55,9 @@ class Recorder:
     def end_step(self, step: int, metrics: StepMetrics | None = None, timeline: Timeline | None = None) -> None:
         """Step number `step` is over; rank 0 has its figures."""
         self._events.end_step(step)
-        if metrics is None or timeline is None or self._metrics_file is None:
+        if metrics is None or timeline is None:
             return
-        self._metrics_file.write(metrics)
+        self._trackers.step(metrics)
         self._reporter.step(metrics)
         self.metrics.append(metrics)
         if step in self._keep:
@@ -63,8 +66,7 @@ class Recorder:
     def rewind(self, first_step: int) -> None:
         """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
         self._events.rewind(first_step)
-        if self._metrics_file is not None:
-            self._metrics_file.rewind(first_step)
+        self._trackers.rewind(first_step)
         self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
 
     def say(self, text: str) -> None:
@@ -75,6 +77,7 @@ class Recorder:
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""
         if heldout_loss is not None:
+            self._trackers.evaluated(step, heldout_loss)
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
     def finish(self, report: RunReport, measured: Shown, predicted: Shown | None, clock_error_seconds: float) -> None:
@@ -88,7 +91,9 @@ class Recorder:
         captions = [f"{place} {caption}" for place, caption in zip(("Above:", "Below:"), captions)]
         pictures = [measured] if predicted is None else [predicted, measured]
         below = text + "\n" + explanation(measured, predicted, clock_error_seconds)
-        self._folder.timeline.write_text(page(report.experiment, captions, svg(*pictures), below))
+        drawn = page(report.experiment, captions, svg(*pictures), below)
+        self._folder.timeline.write_text(drawn)
+        self._trackers.finish(Ending(report, pictures, drawn))
 
     def close(self) -> None:
         self._stack.close()

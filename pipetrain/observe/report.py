@@ -54,14 +54,22 @@ def read_report(path: Path) -> RunReport:
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
-    values: dict[str, Any] = json.loads(path.read_text())
+    try:
+        values: dict[str, Any] = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: this is not a report ({error}); its run's metrics.jsonl may still be whole"
+        ) from error
     if values.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
         )
     fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
-    return RunReport(**fields)
+    try:
+        return RunReport(**fields)
+    except TypeError as error:
+        raise ValueError(f"{path}: this is not a report of this version ({error})") from error
 
 
 def as_markdown(report: RunReport) -> str:

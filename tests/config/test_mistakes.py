@@ -43,6 +43,7 @@ OUT_OF_RANGE = {
     "optim.betas=[0.9,1.0]": ["optim.betas", "less than 1"],
     "optim.final_fraction=2": ["optim.final_fraction=2", "from 0 to 1"],
     "observe.evaluate_every_steps=0": ["observe.evaluate_every_steps=0", "1 or more"],
+    "observe.wandb.mode=on": ["observe.wandb.mode=on", "disabled, offline or online"],
     "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
     "pipeline.schedule=inference": ["no backward", "gpipe"],
 }
@@ -62,7 +63,6 @@ UNSUPPORTED = {
     "optim.name=sgd": "adamw",
     "data.tokenizer=bpe": "byte",
     "model.path=folder": "model=llama",
-    "observe.wandb.mode=offline": "metrics.jsonl",
     "cluster.name=slurm": "torchrun",
     "cluster.num_nodes=2": "torchrun",
 }

@@ -1,0 +1,208 @@
+"""Several runs from one command line: Hydra's multirun, whose task is `pipetrain train` in a run folder of its own.
+
+`pipetrain train --multirun seed=1,2,3` calls `sweep`. A launcher of Hydra (basic, submitit_local, submitit_slurm) calls
+`run_job` once per job, in this process or in one on another machine. Each job leaves how it ended in `<sweep folder>/jobs/`,
+so that a job whose process is gone is missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # the only one that tells its jobs beforehand
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from pipetrain.config.load import conf_dir, load
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import RunConfig
+from pipetrain.engine.outcome import Exit
+from pipetrain.observe.folder import SWEEP_JOBS, choose_folder
+
+_SWEEP_DIR = "hydra.sweep.dir"
+# What asks a run to stop, and as what it is passed on. SLURM and submitit send USR1 or USR2 before the time is up.
+_FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    number: int  # from 0
+    overrides: tuple[str, ...]
+    run_dir: str | None = None  # None: not started
+    code: int | None = None  # its exit code; None: it has not said how it ended
+
+
+def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tuple[Path, list[Job]]:
+    """Runs all jobs of `overrides`; returns the sweep folder and how each job ended.
+
+    Raises:
+        ConfigError: a configuration that makes no run (`check` is asked for each job), before any job starts.
+    """
+    ours = [text for text in overrides if not _is_hydras(text)]
+    hydras = [text for text in overrides if _is_hydras(text)]
+    jobs = _expand(ours)
+    configs = [_checked(job, check) for job in jobs]
+    _check_run_dirs(configs)
+    _check_hydra(hydras)
+    folder = _sweep_folder(hydras, configs[0].experiment)
+    chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
+    # Hydra ends the process where a job's process is gone, and a request to stop ends the sweep: all jobs are told below.
+    words = ["--multirun", *ours, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    with _command_line(words), contextlib.suppress(SystemExit, KeyboardInterrupt):
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_job)()
+    GlobalHydra.instance().clear()
+    return folder, [_read(folder, job) for job in jobs]
+
+
+def run_job(config: Any) -> int:
+    """The task that Hydra's launchers call: `pipetrain train` with this job's overrides; returns its exit code.
+
+    Raises:
+        KeyboardInterrupt: somebody wants all to stop; the jobs that wait in this process are not started.
+    """
+    runtime = HydraConfig.get()
+    job = Job(
+        number=int(runtime.job.num),
+        overrides=tuple(runtime.overrides.task),
+        run_dir=str(Path(config.run_dir or runtime.runtime.output_dir).resolve()),
+    )
+    folder = Path(runtime.sweep.dir)
+    _write(folder, job)
+    overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
+    command = [sys.executable, "-m", "pipetrain.cli", "train", *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
+    code, asked = _run(command)
+    _write(folder, Job(job.number, job.overrides, job.run_dir, code))
+    if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
+        raise KeyboardInterrupt
+    return code
+
+
+def _run(command: Sequence[str]) -> tuple[int, bool]:
+    """Runs `command` with its stdout on our stderr and passes requests to stop on; its exit code, and whether there was one."""
+    asked: list[signal.Signals] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        asked.append(_FORWARDED[signal.Signals(signum)])
+        for process in started:
+            process.send_signal(asked[-1])
+
+    before = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
+    try:
+        started.append(subprocess.Popen(command, stdout=sys.stderr.fileno()))
+        for signum in asked:  # came while it was started
+            started[0].send_signal(signum)
+        code = started[0].wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    return (code if code >= 0 else Exit.FAILED), bool(asked)
+
+
+def _expand(overrides: Sequence[str]) -> list[Job]:
+    """The jobs in Hydra's order and by Hydra's own rules."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        (batch,) = BasicSweeper.split_arguments(parsed, None)
+    except HydraException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {str(error).strip().splitlines()[0]}") from error
+    return [Job(number, tuple(words)) for number, words in enumerate(batch)]
+
+
+def _checked(job: Job, check: Callable[[RunConfig], object]) -> RunConfig:
+    try:
+        config = load(job.overrides)
+        check(config)
+    except ValueError as error:
+        raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error
+    return config
+
+
+def _check_run_dirs(configs: Sequence[RunConfig]) -> None:
+    seen: dict[str, int] = {}
+    for number, config in enumerate(configs):
+        if config.run_dir is None:
+            continue
+        path = str(Path(config.run_dir).resolve())
+        if path in seen:
+            raise ConfigError(
+                f"run_dir={config.run_dir}: jobs {seen[path]} and {number} would share it; leave it out, or name in it what "
+                "is swept, as in 'run_dir=runs/mine/${seed}'"
+            )
+        seen[path] = number
+
+
+def _check_hydra(overrides: Sequence[str]) -> None:
+    """Hydra's own keys, such as the launcher."""
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+            compose("config", overrides=list(overrides))
+    except HydraException as error:
+        reason = ", ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(
+            f"{' '.join(overrides)}: {reason}; pip install 'pipetrain[sweep]' brings submitit_local and submitit_slurm"
+        ) from error
+
+
+def _sweep_folder(hydras: Sequence[str], experiment: str) -> Path:
+    named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
+    folder = Path(named[-1]).resolve() if named else choose_folder(None, f"{experiment}-sweep").path
+    for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
+        file.unlink()
+    return folder
+
+
+def _is_hydras(override: str) -> bool:
+    return override.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _quoted(text: str) -> str:
+    """As Hydra reads text of any signs."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _write(folder: Path, job: Job) -> None:
+    path = folder / SWEEP_JOBS / f"{job.number:04d}.json"
+    path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
+    draft.replace(path)
+
+
+def _read(folder: Path, job: Job) -> Job:
+    path = folder / SWEEP_JOBS / f"{job.number:04d}.json"
+    if not path.is_file():
+        return job
+    values = json.loads(path.read_text())
+    return Job(job.number, job.overrides, values["run_dir"], values["code"])
+
+
+@contextlib.contextmanager
+def _command_line(words: Sequence[str]) -> Iterator[None]:
+    """hydra.main reads its arguments from `sys.argv`."""
+    before, sys.argv = sys.argv, ["pipetrain", *words]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,143 @@
+"""Trackers by themselves: one that fails is left behind, and what is missing is said before anything starts."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipetrain.cli import main
+from pipetrain.config.load import load
+from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.metrics import StepMetrics
+from pipetrain.observe.picture import timeline_png
+from pipetrain.observe.trackers.choose import make_trackers
+from pipetrain.observe.trackers.jsonl import JsonLines, read_lines
+from pipetrain.observe.trackers.tensorboard import TensorBoardTracker
+from pipetrain.observe.trackers.tracker import Ending, Tracker, Trackers, figures
+from pipetrain.schedule.show import show
+
+METRICS = StepMetrics(
+    step=3,
+    loss=1.5,
+    lr=0.1,
+    grad_norm=None,
+    tokens_per_second=100.0,
+    step_seconds=0.25,
+    bubble_fraction=0.5,
+    mfu=None,
+    recompute_hidden_seconds=(0.0, 0.125),
+    recompute_exposed_seconds=(0.0, 0.0),
+    wait_activation_seconds=(0.0, 0.0),
+    wait_gradient_seconds=(0.0, 0.0),
+    fill_seconds=(0.0, 0.0),
+    drain_seconds=(0.0, 0.0),
+    imbalance_seconds=(0.0, 0.0),
+    unexplained_seconds=(0.0, 0.0),
+    peak_activation_bytes=(10, 20),
+    peak_memory_bytes=(None, 30),
+)
+CALLS = ("start", "step", "evaluated", "finish", "close")
+
+
+def at_step(step: int) -> StepMetrics:
+    return dataclasses.replace(METRICS, step=step, loss=1 / step)
+
+
+def call_all(trackers: Trackers, ending: Any) -> None:
+    trackers.start({})
+    trackers.step(METRICS)
+    trackers.evaluated(3, 1.0)
+    trackers.finish(ending)
+    trackers.close()
+
+
+class Recorded(Tracker):
+    """Writes down what it is told; raises at one of the calls."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.heard: list[str] = []
+        for name in CALLS:
+            setattr(self, name, lambda *_, name=name: self._hear(name, fails_at))
+
+    def _hear(self, name: str, fails_at: str) -> None:
+        self.heard.append(name)
+        if name == fails_at:
+            raise RuntimeError("the server said no\nand more")
+
+
+@pytest.mark.parametrize("fails_at", CALLS)
+def test_one_that_fails_is_said_once_and_hears_nothing_more(fails_at: str, capsys: pytest.CaptureFixture[str]) -> None:
+    broken, whole = Recorded(fails_at), Recorded()
+    call_all(Trackers({"broken": broken, "whole": whole}), None)
+    assert whole.heard == list(CALLS)
+    assert broken.heard == [*CALLS[: CALLS.index(fails_at) + 1], "close"]
+    assert capsys.readouterr().err == (
+        "pipetrain: broken keeps nothing from here on (RuntimeError: the server said no); the run goes on, and "
+        "metrics.jsonl has its steps\n"
+    )
+
+
+def test_figures_are_flat_and_without_what_does_not_apply() -> None:
+    flat = figures(json.loads(json.dumps(dataclasses.asdict(METRICS))))
+    assert flat["loss"] == 1.5
+    assert flat["recompute_hidden_seconds/rank-1"] == 0.125
+    assert flat["peak_memory_bytes/rank-1"] == 30
+    assert {"step", "grad_norm", "mfu", "peak_memory_bytes/rank-0"} & set(flat) == set()
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_package_that_is_missing_is_said_before_anything_starts(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    assert main(["train", f"observe={package}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the package {package} is not installed; pip install 'pipetrain[train]'" in line
+
+
+def test_only_what_is_asked_for_is_made(tmp_path: pathlib.Path) -> None:
+    def names(*overrides: str) -> list[str]:
+        made = make_trackers(load(overrides).observe, RunFolder(tmp_path), 1)
+        Trackers(made).close()
+        return list(made)
+
+    assert names() == ["metrics.jsonl"]
+    assert names("observe=wandb", "observe.tensorboard=true") == ["metrics.jsonl", "wandb", "tensorboard"]
+    assert load(["observe=wandb"]).observe.wandb.mode == "offline"
+
+
+def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: pathlib.Path) -> None:
+    folder = RunFolder(tmp_path)
+    for first_step in (1, 3):
+        lines = JsonLines(folder, first_step, evaluates=True)
+        for step in range(first_step, 5):
+            lines.step(at_step(step))
+            lines.evaluated(step, step / 10)
+        lines.close()
+    assert [line["step"] for line in read_lines(folder.metrics)] == [1, 2, 3, 4]
+    assert [line["heldout_loss"] for line in read_lines(folder.heldout)] == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:
+    folder = RunFolder(tmp_path)
+    shown = show("gpipe", num_stages=2, num_microbatches=2, recompute="inline")
+    report: Any = dataclasses.make_dataclass("Report", ["steps", "heldout_loss"])(6, 0.5)
+    for first_step, last_step in ((1, 4), (3, 6)):
+        tracker = TensorBoardTracker(folder, first_step)
+        tracker.start({})
+        for step in range(first_step, last_step + 1):
+            tracker.step(at_step(step))
+            seen = EventAccumulator(str(folder.tensorboard)).Reload()
+            assert [event.step for event in seen.Scalars("loss")] == list(range(1, step + 1))
+        if first_step == 3:
+            tracker.finish(Ending(report, [shown], ""))
+            tracker.close()
+    seen = EventAccumulator(str(folder.tensorboard)).Reload()
+    assert [round(1 / event.value) for event in seen.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [(event.step, event.value) for event in seen.Scalars("heldout_loss")] == [(6, 0.5)]
+    assert seen.Images("timeline")[0].encoded_image_string == timeline_png([shown])
