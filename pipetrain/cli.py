@@ -16,6 +16,8 @@ from pipetrain.engine.outcome import Exit
 from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.engine.nodes import Nodes
     from pipetrain.schedule.show import Shown
 
 Parser = argparse.ArgumentParser
@@ -101,18 +103,20 @@ def _add_json(parser: Parser) -> None:
 def _add_train(parser: Parser) -> None:
     _add_overrides(parser)
     _add_json(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with cluster=slurm: print the job script, submit nothing"
+    )
 
 
 def _train(arguments: Arguments) -> int:
     from pipetrain.config.check import check_run
     from pipetrain.config.load import load
-    from pipetrain.engine.launch import check_not_a_slurm_task, is_rank, launch
+    from pipetrain.engine.launch import is_rank, launch
     from pipetrain.engine.outcome import tell
     from pipetrain.model.check import check_model
     from pipetrain.observe.folder import check_free
-    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
+    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_ranks_per_node, choose_schedule
 
-    check_not_a_slurm_task()
     if is_rank():
         from pipetrain.train import main as train_as_rank
 
@@ -123,6 +127,13 @@ def _train(arguments: Arguments) -> int:
     num_ranks = choose_num_ranks(config)
     choose_plan(config, num_ranks)
     choose_schedule(config, num_ranks)
+    ranks_per_node = choose_ranks_per_node(config, num_ranks)
+    becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
+    nodes = None if becomes_a_job else _nodes(config)
+    if becomes_a_job:
+        _check_job(config, arguments)
+    elif arguments.dry_run:
+        raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
     if config.resume != "auto":
         check_free(config.run_dir)
     from pipetrain.data.dataset import check_data  # with torch, so after what can be refused without
@@ -130,8 +141,14 @@ def _train(arguments: Arguments) -> int:
 
     check_data(config.data)
     check_start(config)
+    if becomes_a_job:
+        return _submit(config, arguments, ranks_per_node)
     outcome = launch(
-        "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
+        "pipetrain.train",
+        arguments.overrides,
+        num_ranks=ranks_per_node,
+        threads_per_rank=config.threads_per_rank,
+        nodes=nodes,
     )
     if arguments.json is not None and outcome.run_dir is not None:
         from pipetrain.observe.folder import RunFolder
@@ -140,6 +157,61 @@ def _train(arguments: Arguments) -> int:
         if report.is_file():
             write_json(json.loads(report.read_text()), arguments.json)
     return tell(outcome, quiet=arguments.json == STDOUT)
+
+
+def _nodes(config: RunConfig) -> Nodes | None:
+    """The machines that meet; None: this one alone."""
+    from pipetrain.engine.launch import check_not_a_slurm_task
+    from pipetrain.engine.nodes import Nodes, node_rank_in_slurm
+
+    cluster = config.cluster
+    if cluster.rendezvous is not None:
+        node_rank = node_rank_in_slurm(cluster.num_nodes)
+        return Nodes(cluster.num_nodes, cluster.rendezvous, node_rank, config.timeout_seconds)
+    if cluster.num_nodes > 1:
+        raise ValueError(
+            f"cluster.num_nodes={cluster.num_nodes}: say where they meet, cluster.rendezvous=HOST:PORT of the first, and type the "
+            "same command on each of them; or cluster=slurm, which does that in a job"
+        )
+    check_not_a_slurm_task()
+    return None
+
+
+def _check_job(config: RunConfig, arguments: Arguments) -> None:
+    from pipetrain.cluster.submit import check_commands
+
+    if config.resume not in (None, "auto"):
+        raise ValueError(
+            f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
+            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+        )
+    if not arguments.dry_run:
+        check_commands()
+
+
+def _submit(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
+    from pipetrain.cluster.script import job_script
+    from pipetrain.cluster.submit import how_to_go_on, submit
+    from pipetrain.observe.folder import choose_folder
+
+    run_dir = choose_folder(config.run_dir, config.experiment).path
+    script = job_script(
+        config,
+        arguments.overrides,
+        run_dir=run_dir,
+        ranks_per_node=ranks_per_node,
+        python=sys.executable,
+        name=config.experiment,
+    )
+    if arguments.dry_run:
+        print(script, end="")
+        return Exit.DONE
+    job = submit(script, run_dir)
+    if arguments.json is not None:
+        write_json({"job": job, "run_dir": str(run_dir)}, arguments.json)
+    if arguments.json != STDOUT:
+        print(f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}")
+    return Exit.DONE
 
 
 def _add_show(parser: Parser) -> None:
