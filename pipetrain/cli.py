@@ -203,6 +203,12 @@ def _submit(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int
         python=sys.executable,
         name=config.experiment,
     )
+    if config.snapshot.every_steps is None:
+        print(
+            "pipetrain: snapshot.every_steps is not set: the job saves when it is told to stop, and a machine that is lost costs "
+            "the whole run; snapshot=regular saves every 100 steps",
+            file=sys.stderr,
+        )
     if arguments.dry_run:
         print(script, end="")
         return Exit.DONE

@@ -48,7 +48,7 @@ def how_to_go_on(job: str, run_dir: Path) -> str:
     rows = {
         "watch": f"tail -F {run_dir}/job-{job}.log",
         "state": f"squeue --jobs {job}",
-        "save and stop": f"scontrol update JobId={job} Requeue=0 && scancel --signal=USR1 --batch {job}",
+        "save and stop": f"scancel --signal=TERM --batch {job}",
         "end": f"scancel {job}",
         "resume": f"sbatch {run_dir / SCRIPT}",
     }

@@ -75,7 +75,9 @@ def install() -> None:
     if missing():
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for words in (("update",), ("install", "--yes", "--no-install-recommends", *PACKAGES)):
-            subprocess.run(["apt-get", "-qq", *words], check=True, env=environment, timeout=300, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                ["apt-get", "-qq", *words], check=True, env=environment, timeout=300, stdout=subprocess.DEVNULL
+            )
 
 
 @dataclass(frozen=True)
