@@ -11,11 +11,12 @@ import time
 
 import pytest
 from ranks import run_outcomes
+from small_text import make_text
 
 from pipetrain.engine.world import World
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RUN = ["experiment=smoke", "data=text", f"data.path={ROOT}/docs", "data.pattern=*.md"]
+RUN = ["experiment=smoke"]
 Process = subprocess.Popen
 
 
@@ -55,7 +56,13 @@ def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
     variables = {
         "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": "60", "PYTHON": sys.executable,
     }  # fmt: skip
-    command = ["bash", str(ROOT / "launch" / "multinode.sh"), *RUN, f"run_dir={tmp_path}/run"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "multinode.sh"),
+        *RUN,
+        *make_text(tmp_path / "text"),
+        f"run_dir={tmp_path}/run",
+    ]
     ended = end_all([start(command, tmp_path, **variables) for _ in range(2)], 100)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert sum(f"run folder: {tmp_path}/run" in out for _, out, _ in ended) == 1
@@ -66,9 +73,22 @@ def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
 def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathlib.Path) -> None:
     """A signal to one machine is a stop of all, with one message; what comes out is what one machine computes."""
 
+    text = make_text(tmp_path / "text")
+
     def on_both(run: str, *options: str) -> list[Process[str]]:
         where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
-        command = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, "steps=60", f"run_dir={run}", *where, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pipetrain.cli",
+            "train",
+            *RUN,
+            *text,
+            "steps=60",
+            f"run_dir={run}",
+            *where,
+            *options,
+        ]
         return [start(command, tmp_path) for _ in range(2)]
 
     machines = on_both("stopped", "resume=auto")
@@ -84,7 +104,7 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
     assert sum("stopped by SIGUSR1" in err for _, _, err in ended) == 1, ended
     assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"), 100)] == [0, 0]
 
-    alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, "steps=60", "run_dir=alone"]
+    alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *text, "steps=60", "run_dir=alone"]
     assert [code for code, _, _ in end_all([start(alone, tmp_path)], 100)] == [0]
     assert losses(tmp_path / "stopped") == losses(tmp_path / "alone")
 
@@ -93,7 +113,16 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None:
     port = free_port()
     where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
-    command = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, "timeout_seconds=3", *where]
+    command = [
+        sys.executable,
+        "-m",
+        "pipetrain.cli",
+        "train",
+        *RUN,
+        *make_text(tmp_path / "text"),
+        "timeout_seconds=3",
+        *where,
+    ]
     ((code, _, err),) = end_all([start(command, tmp_path)], 60)
     assert code == 1, err
     assert err.splitlines()[-1].startswith(

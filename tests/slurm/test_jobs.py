@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, install, running, wait_for, why_not
+from small_text import make_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 120
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
 # dropout, so that nothing random may be forgotten
 RUN = [
-    "experiment=smoke", "model.dropout=0.1", "data=text", f"data.path={ROOT}/docs", "data.pattern=*.md",
-    "pipeline.num_stages=4", f"steps={STEPS}", "snapshot.every_steps=5", "timeout_seconds=60",
+    "experiment=smoke", "model.dropout=0.1", "pipeline.num_stages=4", f"steps={STEPS}", "snapshot.every_steps=5",
+    "timeout_seconds=60",
 ]  # fmt: skip
 JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.gpus_per_node=2"]
 
@@ -40,10 +41,16 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The overrides that read it."""
+    return make_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run on this machine, without SLURM."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    command = [*PIPETRAIN, *RUN, "run_dir=run"]
+    command = [*PIPETRAIN, *RUN, *text, "run_dir=run"]
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200
     )
@@ -125,10 +132,10 @@ def processes_of(run: pathlib.Path) -> list[str]:
 
 
 def test_four_stages_on_two_nodes_start_within_30_seconds(
-    cluster: Cluster, undisturbed: list[float], tmp_path: pathlib.Path
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(cluster, run)
+    job = submit(cluster, run, *text)
     seconds = wait_for_steps(run, 1)
     print(f"\nfrom sbatch to the first step: {seconds:.1f} s")
     assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
@@ -140,10 +147,10 @@ def test_four_stages_on_two_nodes_start_within_30_seconds(
 
 
 def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
-    cluster: Cluster, undisturbed: list[float], tmp_path: pathlib.Path
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(cluster, run, "snapshot.every_steps=1000")  # so that only the stop can have saved
+    job = submit(cluster, run, *text, "snapshot.every_steps=1000")  # so that only the stop can have saved
     wait_for_steps(run, 10)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     start_at_once(cluster, job)
@@ -158,10 +165,10 @@ def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
 
 
 def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
-    cluster: Cluster, undisturbed: list[float], tmp_path: pathlib.Path
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(cluster, run)
+    job = submit(cluster, run, *text)
     wait_for_steps(run, 20)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     try:
@@ -174,9 +181,9 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
     assert "going on from" in log(run)
 
 
-def test_scancel_leaves_nothing_behind(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_scancel_leaves_nothing_behind(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
-    job = submit(cluster, run, "steps=100000")
+    job = submit(cluster, run, *text, "steps=100000")
     wait_for_steps(run, 3)
     assert len(processes_of(run)) >= 8  # the script, srun, two launchers, four ranks
     cluster.run("scancel", job)
@@ -186,10 +193,10 @@ def test_scancel_leaves_nothing_behind(cluster: Cluster, tmp_path: pathlib.Path)
     assert "waits in the queue again" not in log(run)
 
 
-def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     """A run that fails before its first snapshot does so again at each start."""
     run = tmp_path / "run"
-    job = submit(cluster, run, "optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
+    job = submit(cluster, run, *text, "optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
     start_at_once(cluster, job)
     assert wait_for_the_end(cluster, job, run) == "FAILED 1:0", log(run)
     text = log(run)
@@ -197,9 +204,9 @@ def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: pathlib.Pa
     assert "1 restarts in a row brought the run no further (there is no snapshot yet)" in text
 
 
-def test_an_array_trains_a_line_per_task(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "sweep.txt").write_text("seed=1 recompute=inline\nseed=2 'optim.betas=[0.9, 0.99]'\n")
-    common = [*RUN, "steps=10", "pipeline.num_stages=2"]
+    common = [*RUN, *text, "steps=10", "pipeline.num_stages=2"]
     variables = {
         "LAUNCH": f"{ROOT}/launch",
         "PYTHON": sys.executable,
@@ -219,11 +226,11 @@ def test_an_array_trains_a_line_per_task(cluster: Cluster, tmp_path: pathlib.Pat
     assert "sweep.txt has no line 3 for task 2" in logs[2]
 
 
-def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     """Typed with sbatch, nobody has checked it before."""
     variables = {"LAUNCH": f"{ROOT}/launch", "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
     done = subprocess.run(
-        ["sbatch", "--parsable", "--nodes=2", f"{ROOT}/launch/slurm.sbatch", *RUN, "pipeline.num_stages=3"],
+        ["sbatch", "--parsable", "--nodes=2", f"{ROOT}/launch/slurm.sbatch", *RUN, *text, "pipeline.num_stages=3"],
         cwd=tmp_path, env={**environment(cluster), **variables}, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     job = done.stdout.strip()
