@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: env train test test-full test-slow lint bench mutants gpu-check clean
+.PHONY: env train test test-full test-slow test-slurm lint bench mutants gpu-check clean
 
 env: $(VENV)/.ready  ## .venv with everything in it; nothing to do when that is up to date
 
@@ -22,10 +22,13 @@ train: env  ## the default experiment on two ranks; make train ARGS="steps=50 re
 test: env lint  ## every test but the slow ones
 	$(PYTEST) -n 2 -m "not slow" tests
 
-test-full: test test-slow  ## and the slow ones
+test-full: test test-slow test-slurm  ## and the slow ones
+
+test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, gets SLURM with apt-get
+	$(PYTEST) -m slurm tests/slurm
 
 test-slow: env
-	$(PYTEST) -m slow tests || test $$? -eq 5  # 5: there is none
+	$(PYTEST) -m "slow and not slurm" tests || test $$? -eq 5  # 5: there is none
 
 lint: env  ## style and types
 	$(BIN)/ruff check .

@@ -4,13 +4,13 @@
 # `pipetrain train` does the same and sums up exit codes and messages; this is the line to start from
 # where torchrun needs options of its own. RANKS=4 launch/local.sh pipeline.num_stages=4
 set -euo pipefail
-cd "$(dirname "$0")/.."
+LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$LAUNCH/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 RANKS=${RANKS:-2} # pipeline.num_stages / pipeline.stages_per_rank
-
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} # 1 would make streams wait for each other
+# shellcheck source=launch/env.sh
+source "$LAUNCH/env.sh"
 
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$RANKS" --max-restarts=0 \
   -m pipetrain.train "$@"

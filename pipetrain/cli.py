@@ -17,6 +17,7 @@ from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from pipetrain.config.records import RunConfig
+    from pipetrain.engine.nodes import Nodes
     from pipetrain.observe.folder import RunFolder
     from pipetrain.schedule.show import Shown
 
@@ -106,14 +107,17 @@ def _add_train(parser: Parser) -> None:
     parser.add_argument(
         "--multirun", "-m", action="store_true", help="a run for each combination of values, as in seed=1,2,3"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with cluster=slurm: print the job script, submit nothing"
+    )
 
 
 def _train(arguments: Arguments) -> int:
     from pipetrain.config.load import load
-    from pipetrain.engine.launch import check_not_a_slurm_task, is_rank, launch
+    from pipetrain.engine.launch import is_rank, launch
     from pipetrain.engine.outcome import tell
+    from pipetrain.planner.choose import choose_ranks_per_node
 
-    check_not_a_slurm_task()
     if arguments.multirun:
         return _sweep(arguments)
     if is_rank():
@@ -121,9 +125,20 @@ def _train(arguments: Arguments) -> int:
 
         return train_as_rank(arguments.overrides)
     config = load(arguments.overrides)
+    becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
+    if arguments.dry_run and not becomes_a_job:
+        raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
     num_ranks = _check_train(config)
+    ranks_per_node = choose_ranks_per_node(config, num_ranks)
+    if becomes_a_job:
+        _check_job(config, arguments)
+        return _submit(config, arguments, ranks_per_node)
     outcome = launch(
-        "pipetrain.train", arguments.overrides, num_ranks=num_ranks, threads_per_rank=config.threads_per_rank
+        "pipetrain.train",
+        arguments.overrides,
+        num_ranks=ranks_per_node,
+        threads_per_rank=config.threads_per_rank,
+        nodes=_nodes(config),
     )
     if arguments.json is not None and outcome.run_dir is not None:
         report = _report_of(outcome.run_dir)
@@ -188,6 +203,67 @@ def _sweep(arguments: Arguments) -> int:
     if any(job.run_dir is not None for job in bad) or all(job.run_dir is None for job in jobs):
         return Exit.FAILED
     return Exit.STOPPED if any(job.code != Exit.DONE for job in jobs) else Exit.DONE
+
+
+def _nodes(config: RunConfig) -> Nodes | None:
+    """The machines that meet; None: this one alone."""
+    from pipetrain.engine.launch import check_not_a_slurm_task
+    from pipetrain.engine.nodes import Nodes, node_rank_in_slurm
+
+    cluster = config.cluster
+    if cluster.rendezvous is not None:
+        node_rank = node_rank_in_slurm(cluster.num_nodes)
+        return Nodes(cluster.num_nodes, cluster.rendezvous, node_rank, config.timeout_seconds)
+    if cluster.num_nodes > 1:
+        raise ValueError(
+            f"cluster.num_nodes={cluster.num_nodes}: say where they meet, cluster.rendezvous=HOST:PORT of the first, and type the "
+            "same command on each of them; or cluster=slurm, which does that in a job"
+        )
+    check_not_a_slurm_task()
+    return None
+
+
+def _check_job(config: RunConfig, arguments: Arguments) -> None:
+    from pipetrain.cluster.submit import check_commands
+
+    if config.resume not in (None, "auto"):
+        raise ValueError(
+            f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
+            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+        )
+    if not arguments.dry_run:
+        check_commands()
+
+
+def _submit(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
+    from pipetrain.cluster.script import job_script
+    from pipetrain.cluster.submit import how_to_go_on, submit
+    from pipetrain.observe.folder import choose_folder
+
+    run_dir = choose_folder(config.run_dir, config.experiment).path
+    script = job_script(
+        config,
+        arguments.overrides,
+        run_dir=run_dir,
+        ranks_per_node=ranks_per_node,
+        python=sys.executable,
+        name=config.experiment,
+    )
+    if config.snapshot.every_steps is None:
+        print(
+            "pipetrain: snapshot.every_steps is not set: the job saves when it is told to stop, and a machine that is lost costs "
+            "the whole run; snapshot=regular saves every 100 steps",
+            file=sys.stderr,
+        )
+    if arguments.dry_run:
+        print(script, end="")
+        return Exit.DONE
+    job = submit(script, run_dir)
+    if arguments.json is not None:
+        write_json({"job": job, "run_dir": str(run_dir)}, arguments.json)
+    if arguments.json != STDOUT:
+        print(f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}")
+    return Exit.DONE
 
 
 def _add_show(parser: Parser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import statistics
 import sys
@@ -29,7 +30,7 @@ from pipetrain.engine.stop import StopRequest
 from pipetrain.engine.weights import save_weights
 from pipetrain.engine.world import World
 from pipetrain.model.check import check_model
-from pipetrain.observe.folder import RunFolder, choose_folder
+from pipetrain.observe.folder import RunFolder, choose_folder, sees
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import RunReport
@@ -277,6 +278,9 @@ def _sum_up(
     )
 
 
+_SHARED_SECONDS = 30.0  # network file systems may show a new file that late
+
+
 def _check_same_data(data: Data, world: World) -> None:
     """Each rank reads for itself: on several machines, inputs and targets might be of different text.
 
@@ -304,7 +308,29 @@ def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
     chosen, problem = world.from_first((chosen, problem))
     if problem:
         raise ValueError(problem)
+    if world.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        _check_shared(Path(chosen), world)
     return RunFolder(Path(chosen))
+
+
+def _check_shared(run_dir: Path, world: World) -> None:
+    """Ranks of several machines write into one run folder, and go on from its snapshots.
+
+    Raises:
+        ValueError: a machine does not see the folder of the first; on every rank.
+    """
+    mark = f".seen-from-all-machines-{world.from_first(secrets.token_hex(4))}"
+    if world.rank == 0:
+        (run_dir / mark).touch()
+    seen = sees(run_dir, mark, _SHARED_SECONDS)
+    first_blind = world.largest(0 if seen else world.size - world.rank)
+    if world.rank == 0:
+        (run_dir / mark).unlink()
+    if first_blind:
+        raise ValueError(
+            f"run_dir={run_dir}: the machine of rank {world.size - first_blind} does not see this folder of the first "
+            "machine; choose a folder on a file system that all machines share"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The import table of docs/ARCHITECTURE.md: data flows one way, and plan, schedule, planner and observe know no torch."""
+"""The import table of docs/ARCHITECTURE.md: data flows one way, and plan, schedule, planner, observe and cluster know no torch."""
 
 import ast
 import pathlib
@@ -22,13 +22,14 @@ ALLOWED: dict[str, set[str] | None] = {
     "engine": {"config", "plan", "schedule", "parallel", "model", "data", "runtime"},
     "snapshot": {"config", "plan", "schedule", "parallel", "model", "data", "runtime"},
     "observe": {"config", "plan", "schedule"},
+    "cluster": {"config"},
     "train": None,
     "sweep": None,
     "cli": None,
     "__init__": None,
 }
-TORCH_FREE = {"config", "plan", "schedule", "planner", "observe"}
-STANDARD_ONLY = {"plan", "schedule", "planner"}
+TORCH_FREE = {"config", "plan", "schedule", "planner", "observe", "cluster"}
+STANDARD_ONLY = {"plan", "schedule", "planner", "cluster"}
 
 
 def imports(path: pathlib.Path) -> set[str]:

@@ -6,6 +6,7 @@ What model, data, plan and schedule need for themselves is checked where those a
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class _Range:
     """The values that a key may have; null is always left to its type."""
 
     keys: tuple[str, ...]
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]  # true or false
     allowed: str
 
 
@@ -56,6 +57,34 @@ _RUN_RANGES = (
     ),
     _Range(("guard.spike_factor", "guard.spike_norm_factor"), lambda value: value > 1, "more than 1"),
     _Range(("guard.max_skips", "guard.max_rollbacks"), lambda value: value >= 0, "0 or more"),
+    _Range(
+        ("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpus_per_rank", "cluster.signal_seconds"),
+        lambda value: value >= 1,
+        "1 or more",
+    ),
+    _Range(("cluster.max_restarts",), lambda value: value >= 0, "0 or more"),
+    _Range(("cluster.name",), lambda value: value in ("local", "slurm"), "local or slurm"),
+    _Range(("cluster.device",), lambda value: value in ("gpu", "cpu"), "gpu or cpu"),
+    _Range(
+        ("cluster.rendezvous",),
+        lambda value: re.fullmatch(r"[^\s:]+:\d{1,5}", value) and 0 < int(value.rpartition(":")[2]) < 65536,
+        "HOST:PORT of the first machine, as in node1:29500",
+    ),
+    _Range(
+        ("cluster.time_limit",),
+        lambda value: re.fullmatch(r"[1-9]\d*|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", str(value)),
+        "minutes, H:M:S or D-H:M:S, as in 90, 12:00:00 or 2-00:00:00",
+    ),
+    _Range(
+        ("cluster.partition", "cluster.account", "cluster.interface"),
+        lambda value: re.fullmatch(r"[\w.@,:+-]+", value),
+        "a name without spaces",
+    ),
+    _Range(
+        ("cluster.options",),
+        lambda value: all(re.fullmatch(r"--[a-z][^\n]*", option) for option in value),
+        'a list of options of sbatch, as in ["--qos=long","--exclusive"]',
+    ),
     _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
     _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
     _Range(
@@ -84,6 +113,7 @@ _RUN_ONLY = (
     _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
     _Only("cluster.name", "local", "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
     _Only("cluster.num_nodes", 1, "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
+    _Only("observe.wandb.mode", "disabled", "metrics.jsonl in the run folder has every number"),
 )
 
 

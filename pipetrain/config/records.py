@@ -137,11 +137,22 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Where the processes run."""
+    """Where the processes run. What only SLURM reads comes below `device`."""
 
-    name: str = "local"  # `local`: this machine
+    name: str = "local"  # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own
     num_nodes: int = 1  # machines
-    gpus_per_node: int | None = None  # ranks per machine; None: as many as the pipeline needs
+    gpus_per_node: int | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
+    rendezvous: str | None = None  # HOST:PORT of the first machine, where several meet; in a job its script sets it
+    device: str = "gpu"  # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores
+    partition: str | None = None  # where the job waits; None: the cluster's default
+    account: str | None = None  # who pays for the job; None: the user's default
+    time_limit: str | int | None = None  # of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's
+    cpus_per_rank: int | None = None  # CPU cores per rank; None: threads_per_rank
+    interface: str | None = None  # network device between machines, such as ib0; None: the one of the machine's name
+    signal_seconds: int = 120  # how long before its time limit the job is told to save and stop
+    requeue: bool = True  # whether the job waits again after a time limit, a preemption or a failure, and goes on
+    max_restarts: int = 3  # restarts in a row without a newer snapshot, after which the job gives up
+    options: tuple[str, ...] = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
 @dataclass(frozen=True)

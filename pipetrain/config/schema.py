@@ -13,6 +13,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
 
 _T = TypeVar("_T")
+_NAMES_OF_MANY = {int: "integers", str: "texts"}
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -97,7 +98,7 @@ def _name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         entries = typing.get_args(kind)
         count = "" if entries[-1] is ... else f"{len(entries)} "
-        return f"a list of {count}{'integers' if entries[0] is int else 'numbers'}"
+        return f"a list of {count}{_NAMES_OF_MANY.get(entries[0], 'numbers')}"
     return _NAMES[kind]
 
 

@@ -12,8 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from pipetrain.engine.nodes import Nodes, NotMet
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 from pipetrain.runtime.rendezvous import check_a_port_is_free
@@ -36,14 +38,17 @@ def check_not_a_slurm_task() -> None:
     if num_tasks > 1 and not is_rank():
         raise ValueError(
             f"srun started {num_tasks} tasks of this command, each of which would start all ranks; use srun --ntasks=1 on "
-            "one node, or one task per node with: torchrun ... -m pipetrain.train KEY=VALUE ..."
+            "one node, or one task per node with cluster.num_nodes=$SLURM_NNODES cluster.rendezvous=HOST:PORT"
         )
 
 
-def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per_rank: int) -> Outcome:
-    """Runs `python -m module arguments` on `num_ranks` ranks and waits for them.
+def launch(
+    module: str, arguments: Sequence[str], *, num_ranks: int, threads_per_rank: int, nodes: Nodes | None = None
+) -> Outcome:
+    """Runs `python -m module arguments` on `num_ranks` ranks of this machine and waits for them.
 
-    The outcome has the first failure's code and message, and the run folder of rank 0.
+    The outcome has the first failure's code and message, and the run folder of rank 0. With `nodes` other machines do the
+    same; where all went well, only the one with rank 0 has a message.
 
     Raises:
         ValueError: the ranks could not meet, for this machine has no free port.
@@ -53,8 +58,12 @@ def launch(module: str, arguments: Sequence[str], *, num_ranks: int, threads_per
     _prepare_environment(folder, threads_per_rank)
     try:
         with _second_signal_ends(folder):
-            killed_by = _run_torchrun(module, arguments, num_ranks)
-        return sum_up(collect(folder), killed_by, run_dir_of(folder))
+            killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
+        outcome = sum_up(collect(folder), killed_by, run_dir_of(folder))
+        is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
+        return replace(outcome, message="") if is_silent else outcome
+    except NotMet as error:
+        return Outcome(0, Exit.FAILED, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -67,14 +76,21 @@ def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int) -> int:
-    """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0."""
+def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
+    """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
+
+    Raises:
+        NotMet: the machines did not find each other.
+    """
+    import torch.distributed as dist
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _silence("torch.distributed.elastic")
-    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=0", _SIGNALS, "-m", module]
+    where = ["--standalone"] if nodes is None else nodes.torchrun_options()
+    options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", _SIGNALS, "-m", module]
     try:
         torchrun.main([*options, *arguments])
     except ChildFailedError as error:
@@ -82,6 +98,10 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int) -> int:
         return max(-failure.exitcode, 0)
     except SignalException:
         pass  # the ranks were told and have left their outcome
+    except (RendezvousError, dist.DistError, TimeoutError) as error:
+        if nodes is None:
+            raise
+        raise NotMet(nodes.did_not_meet(error)) from error
     return 0
 
 

@@ -18,7 +18,7 @@ EMBEDDING_AND_HEAD = 2  # layers of the model besides its blocks
 
 
 def choose_num_ranks(config: RunConfig) -> int:
-    """Ranks to start: as many as the stages need, as the schedule's file has, as the machine has, or two.
+    """Ranks of the run: as many as the stages need, as the schedule's file has, as the machines have, or two.
 
     Raises:
         ValueError: the schedule's file cannot be read.
@@ -28,7 +28,45 @@ def choose_num_ranks(config: RunConfig) -> int:
         return pipeline.num_stages // pipeline.stages_per_rank
     if pipeline.schedule.endswith(".csv"):
         return size_of_csv(pipeline.schedule)[1]
-    return config.cluster.gpus_per_node or DEFAULT_RANKS
+    cluster = config.cluster
+    if cluster.gpus_per_node is not None:
+        return cluster.num_nodes * cluster.gpus_per_node
+    return max(cluster.num_nodes, DEFAULT_RANKS)
+
+
+def choose_ranks_per_node(config: RunConfig, num_ranks: int) -> int:
+    """How many of `num_ranks` ranks each machine starts.
+
+    Raises:
+        ValueError: machines and ranks do not fit each other.
+    """
+    cluster = config.cluster
+    if cluster.gpus_per_node is None:
+        per_node, rest = divmod(num_ranks, cluster.num_nodes)
+        if rest or per_node == 0:
+            raise ValueError(
+                f"cluster.num_nodes={cluster.num_nodes}: {_needed(config, num_ranks)}, which cannot be spread evenly; "
+                "the number of ranks must be a multiple of the number of nodes"
+            )
+        return per_node
+    there_are = cluster.num_nodes * cluster.gpus_per_node
+    if there_are != num_ranks:
+        raise ValueError(
+            f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node} make {there_are} ranks, "
+            f"but {_needed(config, num_ranks)}; set pipeline.num_stages={there_are * config.pipeline.stages_per_rank}, "
+            "or other nodes and ranks per node"
+        )
+    return cluster.gpus_per_node
+
+
+def _needed(config: RunConfig, num_ranks: int) -> str:
+    pipeline = config.pipeline
+    if pipeline.num_stages is None:
+        return f"there are {num_ranks} ranks"
+    return (
+        f"pipeline.num_stages={pipeline.num_stages} with pipeline.stages_per_rank={pipeline.stages_per_rank} "
+        f"need {num_ranks} ranks"
+    )
 
 
 def choose_plan(config: RunConfig, num_ranks: int) -> Plan:

@@ -25,6 +25,7 @@ UNREADABLE = {
     "observe.progress=1": ["true or false"],
     "optim.betas=[0.9,0.95,0.99]": ["optim.betas", "a list of 2 numbers"],
     "pipeline.balance=3,3": ["one value", "pipeline.balance=[3,3]"],
+    "cluster.options=--exclusive": ["cluster.options=--exclusive", "a list of texts"],
     "pipeline.balance=[3,x]": ["pipeline.balance", "a list of integers"],
     "observe.wandb=3": ["observe.wandb=3", "mode, project"],
     "data.path=123": ["allowed is text or null", "data.path=\"'123'\""],
@@ -46,6 +47,18 @@ OUT_OF_RANGE = {
     "observe.wandb.mode=on": ["observe.wandb.mode=on", "disabled, offline or online"],
     "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
     "pipeline.schedule=inference": ["no backward", "gpipe"],
+    "cluster.name=pbs": ["cluster.name=pbs", "local or slurm"],
+    "cluster.num_nodes=0": ["cluster.num_nodes=0", "1 or more"],
+    "cluster.gpus_per_node=0": ["cluster.gpus_per_node=0", "1 or more"],
+    "cluster.cpus_per_rank=0": ["cluster.cpus_per_rank=0", "1 or more"],
+    "cluster.signal_seconds=0": ["cluster.signal_seconds=0", "1 or more"],
+    "cluster.max_restarts=-1": ["cluster.max_restarts=-1", "0 or more"],
+    "cluster.device=tpu": ["cluster.device=tpu", "gpu or cpu"],
+    "cluster.rendezvous=node1": ["cluster.rendezvous=node1", "HOST:PORT"],
+    "cluster.rendezvous=node1:70000": ["cluster.rendezvous=node1:70000", "HOST:PORT"],
+    "cluster.time_limit=soon": ["cluster.time_limit=soon", "D-H:M:S"],
+    "cluster.partition='a b'": ["cluster.partition=a b", "without spaces"],
+    "cluster.options=[exclusive]": ["cluster.options=", "sbatch"],
 }
 OUT_OF_RANGE_FOR_SHOW_TOO = {
     "pipeline.num_microbatches=0": ["num_microbatches=0", "1 or more"],
@@ -63,8 +76,6 @@ UNSUPPORTED = {
     "optim.name=sgd": "adamw",
     "data.tokenizer=bpe": "byte",
     "model.path=folder": "model=llama",
-    "cluster.name=slurm": "torchrun",
-    "cluster.num_nodes=2": "torchrun",
 }
 
 

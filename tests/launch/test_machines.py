@@ -1,0 +1,149 @@
+"""Several machines, played by process groups of this one: scripts, signals, and a folder that not all of them see."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import run_outcomes
+from small_text import make_text
+
+from pipetrain.engine.world import World
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RUN = ["experiment=smoke"]
+Process = subprocess.Popen
+
+
+def start(command: list[str], folder: pathlib.Path, **variables: str) -> Process[str]:
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith("SLURM_")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+
+
+def end_all(processes: list[Process[str]], seconds: float) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each; nothing is left behind."""
+    deadline = time.monotonic() + seconds
+    try:
+        texts = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return [(process.returncode, *text) for process, text in zip(processes, texts)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def losses(run: pathlib.Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
+    variables = {
+        "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": "60", "PYTHON": sys.executable,
+    }  # fmt: skip
+    command = [
+        "bash",
+        str(ROOT / "launch" / "multinode.sh"),
+        *RUN,
+        *make_text(tmp_path / "text"),
+        f"run_dir={tmp_path}/run",
+    ]
+    ended = end_all([start(command, tmp_path, **variables) for _ in range(2)], 100)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert sum(f"run folder: {tmp_path}/run" in out for _, out, _ in ended) == 1
+    assert len(losses(tmp_path / "run")) == 6
+
+
+@pytest.mark.slow
+def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathlib.Path) -> None:
+    """A signal to one machine is a stop of all, with one message; what comes out is what one machine computes."""
+
+    text = make_text(tmp_path / "text")
+
+    def on_both(run: str, *options: str) -> list[Process[str]]:
+        where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipetrain.cli",
+            "train",
+            *RUN,
+            *text,
+            "steps=60",
+            f"run_dir={run}",
+            *where,
+            *options,
+        ]
+        return [start(command, tmp_path) for _ in range(2)]
+
+    machines = on_both("stopped", "resume=auto")
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert time.monotonic() < deadline
+        assert all(machine.poll() is None for machine in machines), end_all(machines, 5)
+        time.sleep(0.02)
+    machines[1].send_signal(signal.SIGUSR1)
+    ended = end_all(machines, 60)
+    assert [code for code, _, _ in ended] == [75, 75], ended
+    assert sum("stopped by SIGUSR1" in err for _, _, err in ended) == 1, ended
+    assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"), 100)] == [0, 0]
+
+    alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *text, "steps=60", "run_dir=alone"]
+    assert [code for code, _, _ in end_all([start(alone, tmp_path)], 100)] == [0]
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None:
+    port = free_port()
+    where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipetrain.cli",
+        "train",
+        *RUN,
+        *make_text(tmp_path / "text"),
+        "timeout_seconds=3",
+        *where,
+    ]
+    ((code, _, err),) = end_all([start(command, tmp_path)], 60)
+    assert code == 1, err
+    assert err.splitlines()[-1].startswith(
+        "pipetrain: this machine of 2 did not meet the others at cluster.rendezvous=127.0.0.1:"
+    )
+    assert "Traceback" not in err
+
+
+def agree_on(folder: str) -> None:
+    from pipetrain import train
+
+    train._SHARED_SECONDS = 0.2  # type: ignore[misc]
+    with World(20.0) as world:
+        own = pathlib.Path(folder) / f"disk-of-machine-{world.rank // 2}"
+        own.mkdir(exist_ok=True)
+        train._check_shared(own, world)
+
+
+def test_a_folder_that_one_machine_does_not_see(tmp_path: pathlib.Path) -> None:
+    for outcome in run_outcomes(4, agree_on, str(tmp_path)):
+        assert outcome.error is not None
+        assert "the machine of rank 2 does not see this folder" in outcome.error
+        assert "file system that all machines share" in outcome.error
+    assert [list(disk.iterdir()) for disk in tmp_path.iterdir()] == [[], []]

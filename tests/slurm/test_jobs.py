@@ -1,0 +1,238 @@
+"""Training jobs of a real SLURM: started, stopped and put back, losing a node, cancelled, in arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import Cluster, install, running, wait_for, why_not
+from small_text import make_text
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 120
+PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
+# dropout, so that nothing random may be forgotten
+RUN = [
+    "experiment=smoke", "model.dropout=0.1", "pipeline.num_stages=4", f"steps={STEPS}", "snapshot.every_steps=5",
+    "timeout_seconds=60",
+]  # fmt: skip
+JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.gpus_per_node=2"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.slurm,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    install()
+    with running() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The overrides that read it."""
+    return make_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run on this machine, without SLURM."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [*PIPETRAIN, *RUN, *text, "run_dir=run"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "run")
+
+
+def environment(cluster: Cluster | None = None) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **(cluster.environment if cluster else {})}
+
+
+def submit(cluster: Cluster, run: pathlib.Path, *options: str) -> str:
+    """Submits a run with `pipetrain train cluster=slurm`; returns the job's number."""
+    command = [*PIPETRAIN, *RUN, *JOB, f"run_dir={run}", *options, "--json"]
+    done = subprocess.run(
+        command, cwd=run.parent, env=environment(cluster), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["job"])
+
+
+def metrics(run: pathlib.Path) -> list[dict[str, Any]]:
+    """The whole lines of the metrics by now."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: pathlib.Path) -> list[float]:
+    assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in metrics(run)]
+
+
+def wait_for_steps(run: pathlib.Path, steps: int) -> float:
+    return wait_for(lambda: len(metrics(run)) >= steps, 90, f"the run has not reached step {steps}:\n{log(run)}")
+
+
+def wait_for_state(cluster: Cluster, job: str, *states: str, seconds: float = 60) -> None:
+    wait_for(lambda: state(cluster, job) in states, seconds, f"job {job} is not {states} but {state(cluster, job)}")
+
+
+def wait_for_the_end(cluster: Cluster, job: str, run: pathlib.Path) -> str:
+    """How the job ended."""
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    wait_for_state(cluster, job, *ends, seconds=100)
+    return f"{state(cluster, job)} {field(cluster, job, 'ExitCode')}"
+
+
+def state(cluster: Cluster, job: str) -> str:
+    """PENDING while it waits; the job's processes may still be ending then."""
+    return field(cluster, job, "JobState")
+
+
+def field(cluster: Cluster, job: str, name: str) -> str:
+    words = cluster.run("scontrol", "show", "job", job).split()
+    return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
+
+
+def start_at_once(cluster: Cluster, job: str) -> None:
+    """SLURM lets a requeued job wait for some two minutes."""
+    wait_for_state(cluster, job, "PENDING", seconds=60)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def log(run: pathlib.Path) -> str:
+    return "".join(path.read_text() for path in sorted(run.glob("job-*.log")))
+
+
+def processes_of(run: pathlib.Path) -> list[str]:
+    """The command lines that name the run folder: script, launchers and ranks."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command, variables = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+            if str(run).encode() in command or f"RUN_DIR={run}\0".encode() in variables:
+                found.append(command.replace(b"\0", b" ").decode())
+    return found
+
+
+def test_four_stages_on_two_nodes_start_within_30_seconds(
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text)
+    seconds = wait_for_steps(run, 1)
+    print(f"\nfrom sbatch to the first step: {seconds:.1f} s")
+    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
+    assert seconds < 30
+    assert losses(run) == undisturbed
+    assert f"step {STEPS}/{STEPS}" in log(run)
+    assert "\r" not in log(run)
+    assert log(run).count("run folder: ") == 1
+
+
+def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text, "snapshot.every_steps=1000")  # so that only the stop can have saved
+    wait_for_steps(run, 10)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    start_at_once(cluster, job)
+    saved = max(int(path.name[5:]) for path in (run / "snapshots").glob("step-*"))
+    assert saved >= 10
+    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
+    assert losses(run) == undisturbed
+    text = log(run)
+    assert text.count("stopped by SIGUSR1") == 1, text
+    assert f"job {job} waits in the queue again" in text
+    assert f"going on from {run}/snapshots/step-{saved:08d}" in text
+
+
+def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text)
+    wait_for_steps(run, 20)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        wait_for_state(cluster, job, "PENDING", seconds=60)
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    start_at_once(cluster, job)
+    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
+    assert losses(run) == undisturbed
+    assert "going on from" in log(run)
+
+
+def test_scancel_leaves_nothing_behind(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text, "steps=100000")
+    wait_for_steps(run, 3)
+    assert len(processes_of(run)) >= 8  # the script, srun, two launchers, four ranks
+    cluster.run("scancel", job)
+    seconds = wait_for(lambda: not processes_of(run), 20, "processes are left")
+    print(f"\nnothing left {seconds:.1f} s after scancel")
+    assert wait_for_the_end(cluster, job, run).startswith("CANCELLED")
+    assert "waits in the queue again" not in log(run)
+
+
+def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
+    """A run that fails before its first snapshot does so again at each start."""
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text, "optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
+    start_at_once(cluster, job)
+    assert wait_for_the_end(cluster, job, run) == "FAILED 1:0", log(run)
+    text = log(run)
+    assert text.count(f"job {job} waits in the queue again") == 1, text
+    assert "1 restarts in a row brought the run no further (there is no snapshot yet)" in text
+
+
+def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "sweep.txt").write_text("seed=1 recompute=inline\nseed=2 'optim.betas=[0.9, 0.99]'\n")
+    common = [*RUN, *text, "steps=10", "pipeline.num_stages=2"]
+    variables = {
+        "LAUNCH": f"{ROOT}/launch",
+        "PYTHON": sys.executable,
+        "RANKS_PER_NODE": "2",
+        "SWEEP_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--array=0-2", f"{ROOT}/launch/slurm_array.sbatch", "sweep.txt", *common],
+        cwd=tmp_path, env={**environment(cluster), **variables}, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    job = done.stdout.strip()
+    wait_for(lambda: not cluster.run("squeue", "--noheader", f"--jobs={job}"), 120, "the array is not done")
+    logs = [(tmp_path / f"slurm-{job}_{task}.log").read_text() for task in range(3)]
+    for task, line in enumerate(["seed: 1\n", "- 0.99\n"]):
+        assert len(metrics(tmp_path / str(task))) == 10, logs[task]
+        assert line in (tmp_path / str(task) / "config.yaml").read_text()
+    assert "sweep.txt has no line 3 for task 2" in logs[2]
+
+
+def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
+    """Typed with sbatch, nobody has checked it before."""
+    variables = {"LAUNCH": f"{ROOT}/launch", "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--nodes=2", f"{ROOT}/launch/slurm.sbatch", *RUN, *text, "pipeline.num_stages=3"],
+        cwd=tmp_path, env={**environment(cluster), **variables}, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    job = done.stdout.strip()
+    assert wait_for_the_end(cluster, job, tmp_path) == "FAILED 2:0"
+    assert "make 2 ranks, but pipeline.num_stages=3" in (tmp_path / f"slurm-{job}.log").read_text()
