@@ -128,10 +128,11 @@ def _train(arguments: Arguments) -> int:
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
+    if becomes_a_job:
+        _check_job(config)
     num_ranks = _check_train(config)
     ranks_per_node = choose_ranks_per_node(config, num_ranks)
     if becomes_a_job:
-        _check_job(config, arguments)
         return _submit(config, arguments, ranks_per_node)
     outcome = launch(
         "pipetrain.train",
@@ -223,23 +224,21 @@ def _nodes(config: RunConfig) -> Nodes | None:
     return None
 
 
-def _check_job(config: RunConfig, arguments: Arguments) -> None:
-    from pipetrain.cluster.submit import check_commands
-
+def _check_job(config: RunConfig) -> None:
     if config.resume not in (None, "auto"):
         raise ValueError(
             f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
             "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
         )
-    if not arguments.dry_run:
-        check_commands()
 
 
 def _submit(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
     from pipetrain.cluster.script import job_script
-    from pipetrain.cluster.submit import how_to_go_on, submit
+    from pipetrain.cluster.submit import check_commands, how_to_go_on, submit
     from pipetrain.observe.folder import choose_folder
 
+    if not arguments.dry_run:
+        check_commands()
     run_dir = choose_folder(config.run_dir, config.experiment).path
     script = job_script(
         config,
