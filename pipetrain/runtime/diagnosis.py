@@ -201,8 +201,8 @@ def _cause(first: Sighting, place: LayerPlace, inputs_are_finite: bool) -> str:
 
 
 def _bad_weights(layer: nn.Module) -> tuple[str, ...]:
-    values = [*layer.named_parameters(), *layer.named_buffers()]
-    return tuple(name for name, value in values if value.is_floating_point() and not _is_finite(value))
+    """Parameters only: a running mean that is not finite may be what the bad batch left behind, and not the cause."""
+    return tuple(name for name, value in layer.named_parameters() if not _is_finite(value))
 
 
 def _floats(tree: Any) -> list[Tensor]:

@@ -13,7 +13,8 @@ from pipetrain.runtime.failure import PipelineError
 class LossNotFinite(PipelineError):
     """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
 
-    `microbatch` is the first whose own loss is not finite; `loss` the sum over all.
+    `microbatch` is the first whose own loss is not finite; `loss` the sum over all. Gradients are of no use then, and
+    buffers that a forward changes (running means) have seen the batch.
     """
 
     def __init__(self, step: int, microbatch: int, loss: float) -> None:
