@@ -80,7 +80,7 @@ def end(outcome: Outcome) -> int:
     Under a launcher a run that was stopped ends with 0: anything else makes torchrun end the ranks that still write.
     """
     if outcome.code == Exit.FAILED:
-        watch_torchrun()
+        watch_torchrun(outcome.message if has_launcher() else "")
     if has_launcher():
         leave(outcome)
         return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code

@@ -18,14 +18,17 @@ _PATIENCE_SECONDS = 4.0
 _LOOK_SECONDS = 0.1
 
 
-def watch_torchrun() -> None:
-    """Leave a process behind that ends torchrun, if it does not see that this rank ends. Nothing under other launchers."""
+def watch_torchrun(message: str) -> None:
+    """Leave a process behind that ends torchrun, if it does not see that this rank ends. Nothing under other launchers.
+
+    It then says `message`, which a launcher that is ended so can no longer say.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        words = [sys.executable, "-I", "-S", __file__, str(os.getppid()), str(os.getpid())]
+        words = [sys.executable, "-I", "-S", __file__, str(os.getppid()), str(os.getpid()), message]
         subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def main(torchrun: int, rank: int) -> None:
+def main(torchrun: int, rank: int, message: str = "") -> None:
     """Waits until `torchrun` has seen that its child `rank` has ended; kills it when it does not."""
     all_ended_at = None
     while rank in (children := _children(torchrun)):
@@ -35,11 +38,9 @@ def main(torchrun: int, rank: int) -> None:
         elif all_ended_at is None:
             all_ended_at = now
         elif now - all_ended_at > _PATIENCE_SECONDS:
-            print(
-                f"pipetrain: torchrun (process {torchrun}) waits for its store over a link that seems cut; it has been ended",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = f"torchrun (process {torchrun}) waits for its store over a link that seems cut; it has been ended"
+            for text in filter(None, (told, message)):
+                print(f"pipetrain: {text}", file=sys.stderr, flush=True)
             os.kill(torchrun, signal.SIGKILL)
             return
         time.sleep(_LOOK_SECONDS)
@@ -63,4 +64,4 @@ def _is_running(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

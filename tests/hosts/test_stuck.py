@@ -40,9 +40,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_does_not_look_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     launcher, rank, _ = start("0")
     with launcher:
-        stuck.main(launcher.pid, rank)
+        stuck.main(launcher.pid, rank, "why it failed")
         assert launcher.wait(10) == -signal.SIGKILL
-    assert f"torchrun (process {launcher.pid}) waits for its store over a link that seems cut" in capfd.readouterr().err
+    first, last = capfd.readouterr().err.splitlines()
+    assert f"torchrun (process {launcher.pid}) waits for its store over a link that seems cut" in first
+    assert last == "pipetrain: why it failed"
 
 
 def test_one_that_waits_for_another_rank_is_left(capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,4 +71,4 @@ def test_alone_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: pytest.fail("a process was started"))
-    stuck.watch_torchrun()
+    stuck.watch_torchrun("")
