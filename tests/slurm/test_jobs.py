@@ -111,9 +111,15 @@ def field(cluster: Cluster, job: str, name: str) -> str:
 
 
 def start_at_once(cluster: Cluster, job: str) -> None:
-    """SLURM lets a requeued job wait for some two minutes."""
+    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end."""
     wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not steps_of(job), 30, f"steps of job {job} are left")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def steps_of(job: str) -> list[str]:
+    """SLURM's own processes on both nodes, one per step."""
+    return [command for command in commands() if command.startswith(f"slurmstepd: [{job}.")]
 
 
 def log(run: pathlib.Path) -> str:
@@ -121,13 +127,17 @@ def log(run: pathlib.Path) -> str:
 
 
 def processes_of(run: pathlib.Path) -> list[str]:
-    """The command lines that name the run folder: script, launchers and ranks."""
+    """The command lines of script, launchers and ranks, and of what these have started."""
+    return commands(having=f"RUN_DIR={run}\0".encode())
+
+
+def commands(having: bytes = b"") -> list[str]:
+    """The command lines of all processes whose variables have these bytes."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command, variables = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
-            if str(run).encode() in command or f"RUN_DIR={run}\0".encode() in variables:
-                found.append(command.replace(b"\0", b" ").decode())
+            if having in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
 
 
@@ -171,9 +181,9 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
     job = submit(cluster, run, *text)
     wait_for_steps(run, 20)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    try:
-        wait_for_state(cluster, job, "PENDING", seconds=60)
-    finally:
+    wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not processes_of(run), 60, "processes are left")
+    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
     start_at_once(cluster, job)
     assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
