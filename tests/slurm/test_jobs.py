@@ -246,3 +246,22 @@ def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, text: list[st
     job = done.stdout.strip()
     assert wait_for_the_end(cluster, job, tmp_path) == "FAILED 2:0"
     assert "make 2 ranks, but pipeline.num_stages=3" in (tmp_path / f"slurm-{job}.log").read_text()
+
+
+def test_a_sweep_through_submitit_is_a_job_of_slurm_per_run(
+    cluster: Cluster, text: list[str], tmp_path: pathlib.Path
+) -> None:
+    sweep = ["--multirun", "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=sweep"]
+    small = ["experiment=smoke", *text, "steps=5", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    done = subprocess.run(
+        [*PIPETRAIN, *sweep, *small],
+        cwd=tmp_path, env=environment(cluster), capture_output=True, text=True, check=False, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for number in range(2):
+        run = tmp_path / "sweep" / str(number)
+        assert len(metrics(run)) == 5
+        assert f"seed: {number + 1}\n" in (run / "config.yaml").read_text()
+    scripts = list((tmp_path / "sweep" / ".submitit").rglob("*submission*.sh"))
+    assert len(scripts) == 1  # submitit hands a sweep to sbatch as one array
+    assert "#SBATCH --array=0-1" in scripts[0].read_text()
