@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.engine.nodes import Nodes, NotMet
+from pipetrain.engine.nodes import Nodes, NotMet, passing_signals_on
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 from pipetrain.runtime.rendezvous import check_a_port_is_free
@@ -57,7 +57,10 @@ def launch(
     folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
     _prepare_environment(folder, threads_per_rank)
     try:
-        with _second_signal_ends(folder):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_second_signal_ends(folder))
+            if nodes is not None:
+                stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
             killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
         outcome = sum_up(collect(folder), killed_by, run_dir_of(folder))
         is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
@@ -89,8 +92,8 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _silence("torch.distributed.elastic")
-    where = ["--standalone"] if nodes is None else nodes.torchrun_options()
-    options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", _SIGNALS, "-m", module]
+    where = ["--standalone", _SIGNALS] if nodes is None else nodes.torchrun_options()
+    options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
     try:
         torchrun.main([*options, *arguments])
     except ChildFailedError as error:

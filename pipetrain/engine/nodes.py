@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
+
+from pipetrain.engine.stop import SIGNALS
+
+# What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
+SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
 
 
 class NotMet(Exception):
@@ -22,7 +31,12 @@ class Nodes:
     def torchrun_options(self) -> list[str]:
         """What torchrun gets instead of `--standalone`."""
         wait = int(self.timeout_seconds)
-        common = [f"--nnodes={self.num_nodes}", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=pipetrain"]
+        common = [
+            f"--nnodes={self.num_nodes}",
+            f"--rdzv-endpoint={self.rendezvous}",
+            "--rdzv-id=pipetrain",
+            f"--signals-to-handle={SIGNALS_OF_TORCHRUN}",
+        ]
         if self.node_rank is None:
             # Before the first machine is up there is nothing to connect to, which counts as reading.
             waits = f"--rdzv-conf=join_timeout={wait},read_timeout={wait}"
@@ -31,10 +45,11 @@ class Nodes:
 
     def did_not_meet(self, reason: BaseException) -> str:
         """What to tell when torchrun could not bring the machines together."""
+        text = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
         this = "this machine" if self.node_rank is None else f"machine {self.node_rank + 1}"
         return (
             f"{this} of {self.num_nodes} did not meet the others at cluster.rendezvous={self.rendezvous} "
-            f"({str(reason).splitlines()[0].rstrip('.')}): is the command running on all of them, does that name lead to "
+            f"({text}): is the command running on all of them, does that name lead to "
             "the first, and is the port free there and open between them?"
         )
 
@@ -54,3 +69,27 @@ def node_rank_in_slurm(num_nodes: int) -> int | None:
             "ranks of a whole machine; use srun --ntasks-per-node=1 and cluster.num_nodes=$SLURM_NNODES"
         )
     return int(os.environ["SLURM_PROCID"])
+
+
+@contextlib.contextmanager
+def passing_signals_on(ranks: Callable[[], list[int]], num_ranks: int) -> Iterator[None]:
+    """A request to stop goes to the ranks of this machine and to nobody else: they tell those of the others.
+
+    Before all have announced themselves there is nothing to save, and torchrun ends as with a signal of its own.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        started = ranks()
+        if len(started) < num_ranks:
+            raise SignalException(f"got {signal.Signals(signum).name}", sigval=signal.Signals(signum))
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signum)
+
+    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 from ranks import run_outcomes
 from small_text import make_text
 
@@ -38,6 +39,7 @@ def end_all(processes: list[Process[str]], seconds: float) -> list[tuple[int, st
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
     return [(process.returncode, *text) for process, text in zip(processes, texts)]
 
 
@@ -131,19 +133,23 @@ def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None
     assert "Traceback" not in err
 
 
-def agree_on(folder: str) -> None:
+def agree_on(folder: str, port: int) -> None:
     from pipetrain import train
 
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    meeting = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in meeting.items()}
     train._SHARED_SECONDS = 0.2  # type: ignore[misc]
     with World(20.0) as world:
-        own = pathlib.Path(folder) / f"disk-of-machine-{world.rank // 2}"
+        own = pathlib.Path(folder) / f"disk-of-machine-{rank // 2}"
         own.mkdir(exist_ok=True)
         train._check_shared(own, world)
 
 
 def test_a_folder_that_one_machine_does_not_see(tmp_path: pathlib.Path) -> None:
-    for outcome in run_outcomes(4, agree_on, str(tmp_path)):
+    for outcome in run_outcomes(4, agree_on, str(tmp_path), free_port()):
         assert outcome.error is not None
-        assert "the machine of rank 2 does not see this folder" in outcome.error
+        assert "the machine of rank 2 does not see this folder" in outcome.error, outcome.error
         assert "file system that all machines share" in outcome.error
     assert [list(disk.iterdir()) for disk in tmp_path.iterdir()] == [[], []]

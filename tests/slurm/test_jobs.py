@@ -111,9 +111,15 @@ def field(cluster: Cluster, job: str, name: str) -> str:
 
 
 def start_at_once(cluster: Cluster, job: str) -> None:
-    """SLURM lets a requeued job wait for some two minutes."""
+    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end."""
     wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not steps_of(job), 30, f"steps of job {job} are left")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def steps_of(job: str) -> list[str]:
+    """SLURM's own processes on both nodes, one per step."""
+    return [command for command in commands() if command.startswith(f"slurmstepd: [{job}.")]
 
 
 def log(run: pathlib.Path) -> str:
@@ -121,13 +127,17 @@ def log(run: pathlib.Path) -> str:
 
 
 def processes_of(run: pathlib.Path) -> list[str]:
-    """The command lines that name the run folder: script, launchers and ranks."""
+    """The command lines of script, launchers and ranks, and of what these have started."""
+    return commands(having=f"RUN_DIR={run}\0".encode())
+
+
+def commands(having: bytes = b"") -> list[str]:
+    """The command lines of all processes whose variables have these bytes."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command, variables = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
-            if str(run).encode() in command or f"RUN_DIR={run}\0".encode() in variables:
-                found.append(command.replace(b"\0", b" ").decode())
+            if having in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
 
 
@@ -171,9 +181,9 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
     job = submit(cluster, run, *text)
     wait_for_steps(run, 20)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    try:
-        wait_for_state(cluster, job, "PENDING", seconds=60)
-    finally:
+    wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not processes_of(run), 60, "processes are left")
+    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
     start_at_once(cluster, job)
     assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
@@ -236,3 +246,22 @@ def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, text: list[st
     job = done.stdout.strip()
     assert wait_for_the_end(cluster, job, tmp_path) == "FAILED 2:0"
     assert "make 2 ranks, but pipeline.num_stages=3" in (tmp_path / f"slurm-{job}.log").read_text()
+
+
+def test_a_sweep_through_submitit_is_a_job_of_slurm_per_run(
+    cluster: Cluster, text: list[str], tmp_path: pathlib.Path
+) -> None:
+    sweep = ["--multirun", "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=sweep"]
+    small = ["experiment=smoke", *text, "steps=5", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    done = subprocess.run(
+        [*PIPETRAIN, *sweep, *small],
+        cwd=tmp_path, env=environment(cluster), capture_output=True, text=True, check=False, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for number in range(2):
+        run = tmp_path / "sweep" / str(number)
+        assert len(metrics(run)) == 5
+        assert f"seed: {number + 1}\n" in (run / "config.yaml").read_text()
+    scripts = list((tmp_path / "sweep" / ".submitit").rglob("*submission*.sh"))
+    assert len(scripts) == 1  # submitit hands a sweep to sbatch as one array
+    assert "#SBATCH --array=0-1" in scripts[0].read_text()
