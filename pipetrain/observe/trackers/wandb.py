@@ -7,10 +7,9 @@ import io
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from pipetrain.observe.trackers.tracker import Ending, Tracker, figures, first_l
 _FLUSH_SECONDS = 1.0
 _INIT_SECONDS = 20.0  # for a server that does not answer
 _FINISH_SECONDS = 60.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class WandbTracker(Tracker):
@@ -40,25 +38,21 @@ class WandbTracker(Tracker):
         self._folder = folder
         self._config = config
         self._first_step = first_step
+        self._values: dict[str, Any] = {}
         self._run: Any = None
+        self._began_again = False
         self._temporary = folder.wandb / "tmp"
         self._exit_code = 1  # until the run has come to its end
 
     def start(self, config: Mapping[str, Any]) -> None:
-        run_id = self._run_id()
-        with _no_signals():
-            self._run = self._begin(run_id, config)
-        known = self._run.starting_step  # the server has the steps before
-        heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
-        for line in read_lines(self._folder.metrics):
-            if known <= line["step"] < self._first_step:
-                self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
+        self._values = dict(config)
+        self._begin_at(self._first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._run.log(figures(asdict(metrics)), step=metrics.step)
+        self._log(metrics.step, figures(asdict(metrics)))
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
-        self._run.log({"heldout_loss": heldout_loss}, step=step)
+        self._log(step, {"heldout_loss": heldout_loss})
 
     def finish(self, ending: Ending) -> None:
         import wandb
@@ -72,20 +66,50 @@ class WandbTracker(Tracker):
         }
         if report.heldout_loss is not None:
             values["heldout_loss"] = report.heldout_loss
-        self._run.log(values, step=report.steps)
-        self._run.summary["report"] = asdict(report)
+        self._log(report.steps, values)
+        self._call(lambda run: run.summary.update({"report": asdict(report)}))
 
     def close(self) -> None:
         if self._run is None:
             return
         import wandb
 
-        run, self._run = self._run, None
         try:
-            run.finish(exit_code=self._exit_code)
+            self._call(lambda run: run.finish(exit_code=self._exit_code))
         finally:
+            self._run = None
             wandb.teardown()  # its process ends now, and not when it notices that this one has
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._call(lambda run: run.log(dict(values), step=step))
+
+    def _call(self, call: Callable[[Any], None]) -> None:
+        """Where wandb's process is gone, a new one gets all that metrics.jsonl has, and then this call: once in a run.
+
+        A SLURM that cancels a job sends SIGTERM to that process too, and it ends with what it has not written.
+        """
+        try:
+            call(self._run)
+        except OSError:  # its socket
+            if self._began_again:
+                raise
+            self._began_again = True
+            import wandb
+
+            with contextlib.suppress(OSError):
+                wandb.teardown()
+            self._begin_at(sys.maxsize)
+            call(self._run)
+
+    def _begin_at(self, first_step: int) -> None:
+        """A wandb run that has the steps before `first_step`."""
+        self._run = self._begin(self._run_id(), self._values)
+        known = self._run.starting_step  # the server has the steps before
+        heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
+        for line in read_lines(self._folder.metrics):
+            if known <= line["step"] < first_step:
+                self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
 
     def _begin(self, run_id: str, config: Mapping[str, Any]) -> Any:
         # Read when wandb is imported: nothing on the terminal, no question there, no reports of its own errors.
@@ -139,16 +163,6 @@ class WandbTracker(Tracker):
             draft.write_text(secrets.token_hex(4))
             draft.replace(file)
         return file.read_text()
-
-
-@contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    """wandb's process inherits the mask: a request to stop that goes to all processes must not end it before us."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
