@@ -103,7 +103,7 @@ class DeepSpeedEngine:
             self._engine.train_batch(iter(self._cut(batch)))
         return replace(self._result, learning_rate=rate)
 
-    def diagnose(self, batch: Batch) -> None:  # noqa: ARG002, the protocol's
+    def diagnose(self, batch: Batch) -> None:
         """DeepSpeed has no way to watch a step."""
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
