@@ -206,6 +206,8 @@ def _settings(config: RunConfig, rows: int, device: torch.device) -> dict[str, A
         "zero_optimization": {
             "stage": config.parallel.zero,
             "overlap_comm": False,
+            # With ZeRO its own norm hangs where stages differ in their number of parameter groups. Ours is taken.
+            "compute_grad_norm": config.parallel.zero == 0,
             "contiguous_gradients": False,  # with a pipeline it would take a buffer of 2 GB for nothing
         },
         # Weights stay float32 and layers run in bfloat16, as with the native engine. Its `bf16` mode without ZeRO saves what it cannot load.
