@@ -151,12 +151,14 @@ def _train(arguments: Arguments) -> int:
 def _check_train(config: RunConfig) -> int:
     """All that can be said of a run before a process starts; returns its number of ranks."""
     from pipetrain.config.check import check_run
+    from pipetrain.engine.available import check_available
     from pipetrain.model.check import check_model
     from pipetrain.observe.folder import check_free
     from pipetrain.observe.trackers.choose import check_trackers
     from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
 
     check_run(config)
+    check_available(config)
     check_trackers(config.observe)
     check_model(config.model, sequence_length=config.data.sequence_length)
     num_ranks = choose_num_ranks(config)

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,11 @@ from pipetrain.config.check import check_run
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
 from pipetrain.data.dataset import Data, make_data
-from pipetrain.engine.engine import Batch, Engine, StepResult
+from pipetrain.engine.available import check_available
+from pipetrain.engine.engine import Batch, Engine, StepFigures, StepResult
 from pipetrain.engine.guard import Action, Guard, Incident
 from pipetrain.engine.inspection import advice_on_stop, explain, folder_of, write_incident
-from pipetrain.engine.native import NativeEngine
+from pipetrain.engine.make import make_engine
 from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.engine.stop import StopRequest
 from pipetrain.engine.weights import save_weights
@@ -68,7 +69,7 @@ def train(config: RunConfig) -> Outcome:
         keep = range(first - 1 + MEASURED_STEPS.start, first - 1 + MEASURED_STEPS.stop)
         recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep, first)))
         recorder.start(as_yaml(config), plan)
-        engine = NativeEngine(
+        engine = make_engine(
             config,
             plan,
             schedule,
@@ -86,7 +87,7 @@ def train(config: RunConfig) -> Outcome:
         last = engine.gather_report() if first <= config.steps else None  # None: all steps were done before
         heldout_loss = None if signum else engine.evaluate(data.heldout)
         if last is not None:
-            measured, predicted = _compare(schedule, last, recorder.timelines)
+            measured, predicted = _compare(schedule, last.ops, recorder.timelines)
             report = _sum_up(config, plan.balance, last, recorder.metrics, predicted, heldout_loss, signum, first)
             report = replace(
                 report,
@@ -94,7 +95,7 @@ def train(config: RunConfig) -> Outcome:
                 rollbacks=guard.num_rollbacks,
                 stragglers=watch.stragglers(),
             )
-            recorder.finish(report, measured, predicted, last.clock_error_seconds)
+            recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
         weights = engine.weights()
         if weights is not None:
             save_weights(folder.weights, weights)
@@ -137,17 +138,19 @@ def _run_steps(run: _Run, world: World, stop: StopRequest) -> int:
         started = time.perf_counter()
         batch = run.data.train.batch(guard.batch_of(step))
         result = engine.step(step, batch, guard.accepts)
-        report = engine.gather_report()
+        figures = engine.gather_report()
         seconds = time.perf_counter() - started
         if guard.incident is not None and (back_at := _respond(run, guard.incident, batch)) is not None:
             step = back_at
             continue
         num_tokens = config.data.batch_size * config.data.sequence_length
-        if report is None:
+        if figures is None:
             run.recorder.end_step(step)
         else:
-            run.recorder.end_step(step, _metrics(step, result, report, num_tokens / seconds), report.timeline)
-            run.watch.add(step, report.timeline)
+            timeline = None if figures.ops is None else figures.ops.timeline
+            run.recorder.end_step(step, _metrics(step, result, figures, num_tokens / seconds), timeline)
+            if timeline is not None:
+                run.watch.add(step, timeline)
         if every is not None and step % every == 0 and step < config.steps:
             run.recorder.evaluated(step, engine.evaluate(run.data.heldout))
         signum = world.largest(stop.signum)
@@ -200,9 +203,11 @@ def _equal_work(plan: Plan) -> dict[int, tuple[int, ...]]:
     }
 
 
-def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: float) -> StepMetrics:
-    def per_rank(name: str) -> tuple[float, ...]:
-        return tuple(getattr(rank, name) for rank in report.breakdown)
+def _metrics(step: int, result: StepResult, figures: StepFigures, tokens_per_second: float) -> StepMetrics:
+    ops, unknown = figures.ops, (None,) * figures.num_ranks
+
+    def per_rank(name: str) -> tuple[float | None, ...]:
+        return unknown if ops is None else tuple(getattr(rank, name) for rank in ops.breakdown)
 
     return StepMetrics(
         step=step,
@@ -210,8 +215,8 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
         lr=result.learning_rate,
         grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
         tokens_per_second=tokens_per_second,
-        step_seconds=report.step_seconds,
-        bubble_fraction=bubble_fraction(report.breakdown),
+        step_seconds=figures.step_seconds,
+        bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
         mfu=None,
         recompute_hidden_seconds=per_rank("recompute_hidden_seconds"),
         recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
@@ -221,14 +226,16 @@ def _metrics(step: int, result: StepResult, report: Report, tokens_per_second: f
         drain_seconds=per_rank("drain_seconds"),
         imbalance_seconds=per_rank("imbalance_seconds"),
         unexplained_seconds=per_rank("other_seconds"),
-        peak_activation_bytes=report.peak_activation_bytes,
-        peak_memory_bytes=report.peak_memory_bytes,
+        peak_activation_bytes=unknown if ops is None else ops.peak_activation_bytes,
+        peak_memory_bytes=figures.peak_memory_bytes,
         skipped=not result.is_accepted,
     )
 
 
-def _compare(schedule: Schedule, last: Report, early: Sequence[Timeline]) -> tuple[Shown, Shown | None]:
-    """The last step, and the step that the op times of `early` steps predict."""
+def _compare(schedule: Schedule, last: Report | None, early: Sequence[Timeline]) -> tuple[Shown | None, Shown | None]:
+    """The last step, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
+    if last is None:
+        return None, None
     costs = measure_costs(schedule.num_stages, early or [last.timeline])
     measured = Shown(schedule, costs, last.timeline, bound_of(schedule, costs), last.breakdown)
     return measured, show_schedule(schedule, costs) if early else None
@@ -237,7 +244,7 @@ def _compare(schedule: Schedule, last: Report, early: Sequence[Timeline]) -> tup
 def _sum_up(
     config: RunConfig,
     balance: tuple[int, ...],
-    last: Report,
+    last: StepFigures,
     metrics: Sequence[StepMetrics],
     predicted: Shown | None,
     heldout_loss: float | None,
@@ -251,12 +258,11 @@ def _sum_up(
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
 
-    def median(name: str) -> float:
-        values: list[float] = [getattr(step, name) for step in settled]
-        return statistics.median(values)
+    def median(name: str) -> float | None:
+        return _known(statistics.median, [getattr(step, name) for step in settled])
 
-    def medians(name: str) -> tuple[float, ...]:
-        return tuple(map(statistics.median, zip(*(getattr(step, name) for step in settled))))
+    def medians(name: str) -> tuple[float | None, ...]:
+        return tuple(_known(statistics.median, values) for values in zip(*(getattr(step, name) for step in settled)))
 
     return RunReport(
         experiment=config.experiment,
@@ -273,8 +279,10 @@ def _sum_up(
         stopped_by=signal.Signals(signum).name if signum else None,
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
-        peak_activation_bytes=tuple(map(max, zip(*(step.peak_activation_bytes for step in metrics)))),
-        peak_activation_bytes_never=last.peak_activation_bytes_never,
+        peak_activation_bytes=tuple(
+            _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
+        ),
+        peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
     )
 
 
@@ -292,6 +300,12 @@ def _check_same_data(data: Data, world: World) -> None:
             "the ranks do not read the same text (its SHA-256 differs): every machine needs the same files under data.path, or, "
             "with data=stdlib, the same Python"
         )
+
+
+def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """`sum_up` of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum_up(known) if known else None
 
 
 def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
@@ -342,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)
         check_trackers(config.observe)
+        check_available(config)
         check_start(config)
         check_model(config.model, sequence_length=config.data.sequence_length)
         # Read when CUDA starts. With 1, streams would wait on each other.

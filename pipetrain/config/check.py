@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipetrain.config.engines import DEEPSPEED, NATIVE, OPTIMIZERS, check_engine
 from pipetrain.config.problem import ConfigError, not_a_choice
 from pipetrain.config.records import RunConfig
 
@@ -93,6 +94,9 @@ _RUN_RANGES = (
         "disabled, offline or online",
     ),
     _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    _Range(("engine.name",), lambda value: value in (NATIVE, DEEPSPEED), f"{NATIVE} or {DEEPSPEED}"),
+    _Range(("optim.name",), lambda value: value in OPTIMIZERS, ", ".join(OPTIMIZERS)),
+    _Range(("parallel.zero",), lambda value: 0 <= value <= 3, "from 0 to 3"),
     _Range(
         ("optim.betas",), lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each from 0 to less than 1"
     ),
@@ -104,11 +108,8 @@ _GUARD_CHOICES = {
 _SCHEDULE_ONLY = (_Only("recompute.granularity", "stage", "an R brings back the whole stage"),)
 _RUN_ONLY = (
     _Only("parallel.num_replicas", 1, "use more stages (pipeline.num_stages) for more ranks"),
-    _Only("parallel.zero", 0, "optimizer state is not sharded; use more stages (pipeline.num_stages) to save memory"),
     _Only("parallel.fsdp", False, "parameters are not sharded; use more stages (pipeline.num_stages) to save memory"),
     _Only("parallel.tensor", 1, "layers are not split; use more stages (pipeline.num_stages) for more ranks"),
-    _Only("engine.name", "native", "pipetrain's own runtime trains"),
-    _Only("optim.name", "adamw", "AdamW is the optimizer"),
     _Only("data.tokenizer", "byte", "text is read byte by byte"),
     _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
 )
@@ -141,6 +142,7 @@ def check_run(config: RunConfig) -> None:
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
         )
     _check(config, _RUN_RANGES, _RUN_ONLY)
+    check_engine(config)
     _check_guard(config)
     if config.pipeline.num_microbatches > config.data.batch_size:
         raise ConfigError(

@@ -70,7 +70,7 @@ class ParallelConfig:
     """Copies of the pipeline and what they share."""
 
     num_replicas: int = 1  # whole copies of the pipeline
-    zero: int = 0  # ZeRO stage of the optimizer state
+    zero: int = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
     fsdp: bool = False  # whether parameters are sharded over replicas
     tensor: int = 1  # ranks that share one layer
 
@@ -79,14 +79,16 @@ class ParallelConfig:
 class EngineConfig:
     """Which runtime trains."""
 
-    name: str = "native"  # `native`: pipetrain's own
+    name: str = "native"  # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW with a linear warm-up and a cosine to `final_fraction` of the learning rate."""
 
-    name: str = "adamw"  # the optimizer
+    name: str = (
+        "adamw"  # `adamw` (torch), `deepspeed_cpu_adam` (state on the host) or `deepspeed_fused_adam` (CUDA only)
+    )
     learning_rate: float = 3e-3  # at the end of the warm-up
     weight_decay: float = 0.1  # for matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the two moments

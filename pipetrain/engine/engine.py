@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
 
+from pipetrain.model.trained import Model, Optimizer
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.runtime.measure import Report
-from pipetrain.runtime.pipeline import Pipeline
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
@@ -28,11 +27,24 @@ class StepResult:
     is_accepted: bool = True  # whether the weights have changed
 
 
+@dataclass(frozen=True)
+class StepFigures:
+    """What an engine knows of its last step on all ranks; bytes have one entry per rank."""
+
+    step_seconds: float  # from the start of the first F to the end of the last B
+    peak_memory_bytes: tuple[int | None, ...]
+    ops: Report | None = None  # what ran when; None: the engine does not tell
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.peak_memory_bytes)
+
+
 class Engine(Protocol):
     """A model that is being trained. Every rank calls the same methods in the same order."""
 
     @property
-    def model(self) -> Pipeline:
+    def model(self) -> Model:
         """This rank's part of the model, under the whole model's names."""
         ...
 
@@ -57,7 +69,7 @@ class Engine(Protocol):
         """The mean loss over `batches` in nats per token, each token counted once; None where there are none."""
         ...
 
-    def gather_report(self) -> Report | None:
+    def gather_report(self) -> StepFigures | None:
         """What the last step did on all ranks; on rank 0."""
         ...
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.records import RunConfig
-from pipetrain.engine.engine import Accepts, Batch, StepResult
+from pipetrain.engine.engine import Accepts, Batch, StepFigures, StepResult
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.runtime.losses import LossNotFinite
-from pipetrain.runtime.measure import Report
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
@@ -101,8 +100,9 @@ class NativeEngine:
             num_tokens += tokens
         return total / num_tokens if num_tokens else None
 
-    def gather_report(self) -> Report | None:
-        return self._pipeline.gather_report()
+    def gather_report(self) -> StepFigures | None:
+        report = self._pipeline.gather_report()
+        return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
 
     def weights(self) -> dict[str, Tensor] | None:
         return self._pipeline.full_state_dict()

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from pipetrain.config.engines import ADAMW, FUSED_ADAM
 from pipetrain.config.records import OptimConfig
 
+_Groups = list[dict[str, Any]]
 
-def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019), fused; vectors (norms, biases) are not decayed."""
+
+def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), of torch (fused) or of DeepSpeed; vectors (norms, biases) are not decayed."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
+    groups: _Groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, fused=True
+    groups = [group for group in groups if group["params"]]
+    if config.name == ADAMW:
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    return _of_deepspeed(config, groups)
+
+
+def _of_deepspeed(config: OptimConfig, groups: _Groups) -> torch.optim.Optimizer:
+    # Imported here: it takes seconds, and may not be installed.
+    from pipetrain.engine.deepspeed.compiled import with_extension
+    from pipetrain.engine.deepspeed.environment import import_deepspeed
+
+    import_deepspeed(groups[0]["params"][0].device)
+    from pipetrain.engine.deepspeed.adam import CudaAdam, HostAdam
+
+    kind, extension = (CudaAdam, "fused_adam") if config.name == FUSED_ADAM else (HostAdam, "cpu_adam")
+    optimizer: torch.optim.Optimizer = with_extension(
+        extension, lambda: kind(groups, lr=config.learning_rate, betas=config.betas)
     )
+    return optimizer
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

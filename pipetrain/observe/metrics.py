@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PerRank = tuple[float, ...]
+PerRank = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class StepMetrics:
     grad_norm: float | None  # before clipping; None: not finite, or not known
     tokens_per_second: float  # of the whole step, with the optimizer and everything else
     step_seconds: float  # from the start of the first op to the end of the last one on any rank
-    bubble_fraction: float
+    bubble_fraction: float | None
     mfu: float | None
     recompute_hidden_seconds: PerRank
     recompute_exposed_seconds: PerRank
@@ -27,6 +27,6 @@ class StepMetrics:
     drain_seconds: PerRank
     imbalance_seconds: PerRank
     unexplained_seconds: PerRank
-    peak_activation_bytes: tuple[int, ...]
+    peak_activation_bytes: tuple[int | None, ...]
     peak_memory_bytes: tuple[int | None, ...]
     skipped: bool = False  # whether the step was left out: the weights did not change

@@ -101,4 +101,5 @@ def make_reporter(num_steps: int, *, shown: bool) -> Reporter:
 
 def _figures(metrics: StepMetrics) -> str:
     loss = number(metrics.loss, "{:.3f}")
-    return f"loss {loss}  {metrics.tokens_per_second:,.0f} tokens/s  bubble {metrics.bubble_fraction:.0%}"
+    bubble = "" if metrics.bubble_fraction is None else f"  bubble {metrics.bubble_fraction:.0%}"
+    return f"loss {loss}  {metrics.tokens_per_second:,.0f} tokens/s{bubble}"

@@ -55,12 +55,12 @@ class Recorder:
     def end_step(self, step: int, metrics: StepMetrics | None = None, timeline: Timeline | None = None) -> None:
         """Step number `step` is over; rank 0 has its figures."""
         self._events.end_step(step)
-        if metrics is None or timeline is None:
+        if metrics is None:
             return
         self._trackers.step(metrics)
         self._reporter.step(metrics)
         self.metrics.append(metrics)
-        if step in self._keep:
+        if timeline is not None and step in self._keep:
             self.timelines.append(timeline)
 
     def rewind(self, first_step: int) -> None:
@@ -80,11 +80,15 @@ class Recorder:
             self._trackers.evaluated(step, heldout_loss)
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
-    def finish(self, report: RunReport, measured: Shown, predicted: Shown | None, clock_error_seconds: float) -> None:
-        """What was predicted, and what was done."""
+    def finish(
+        self, report: RunReport, measured: Shown | None, predicted: Shown | None, clock_error_seconds: float | None
+    ) -> None:
+        """What was predicted, and what was done. Without `measured` there is nothing to draw, and no timeline.html."""
         text = as_markdown(report)
         write_report(self._folder.report, report)
         self._folder.report_text.write_text(text)
+        if measured is None or clock_error_seconds is None:
+            return
         first, last = self._keep.start, self._keep.stop - 1
         captions = [f"Predicted from the op times of steps {first} to {last}."] if predicted is not None else []
         captions.append(f"Measured: step {report.steps}, the last.")

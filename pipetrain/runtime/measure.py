@@ -88,7 +88,7 @@ def measure_rank(
     shift = clock.offset_seconds
     on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in events)
     never = activation_bytes_of_never(on_clock_0, stages)
-    return RankReport(rank, step, on_clock_0, peak_bytes, never, _peak_memory_bytes(device), clock.error_seconds)
+    return RankReport(rank, step, on_clock_0, peak_bytes, never, peak_memory_bytes(device), clock.error_seconds)
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, Stage]) -> int:
@@ -108,7 +108,8 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, St
     return peak
 
 
-def _peak_memory_bytes(device: torch.device) -> int | None:
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process had: of its device, and on the CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

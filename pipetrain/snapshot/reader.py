@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipetrain.model.trained import Model, Optimizer
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
-from pipetrain.snapshot.state import Model, Part, RunState, restore_generators, restore_optimizer
+from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
 
 STATE = "state.json"
 
@@ -75,7 +76,7 @@ class Snapshot:
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self.folder} is a snapshot of another model: {error}") from error
 
-    def restore(self, model: Model, optimizer: torch.optim.Optimizer, rank: int, device: torch.device) -> None:
+    def restore(self, model: Model, optimizer: Optimizer, rank: int, device: torch.device) -> None:
         """Everything of this rank: weights, optimizer state, generators.
 
         A rank that the run did not have before keeps its own generators.

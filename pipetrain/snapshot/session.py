@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from pipetrain.config.records import RunConfig
+from pipetrain.model.trained import Model, Optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.folder import path_of
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.state import Model, Part, RunState, tensors_of
+from pipetrain.snapshot.state import Part, RunState, tensors_of
 
 AUTO = "auto"
 # What a run must keep to go on exactly: its data and its model. Everything else may change.
@@ -74,7 +75,7 @@ class Snapshots:
         self._data = data
         self._guard: Carried | None = None
         self._model: Model | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
         self._saver = Saver(
             self._folder,
@@ -87,7 +88,7 @@ class Snapshots:
         self._start = self._agree_on(self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
 
-    def attach(self, model: Model, optimizer: torch.optim.Optimizer, guard: Carried | None = None) -> None:
+    def attach(self, model: Model, optimizer: Optimizer, guard: Carried | None = None) -> None:
         """Give a new model, its optimizer and the guard the state to start from, and save theirs from now on."""
         self._model, self._optimizer, self._guard = model, optimizer, guard
         if self._start is not None:

@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from pipetrain.model.trained import Model, Optimizer
 
 
 class Part(StrEnum):
@@ -20,14 +22,6 @@ class Part(StrEnum):
     WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
     OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
     GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
-
-
-class Model(Protocol):
-    """What is asked of a model: a `Pipeline`, or an `nn.Module` in one piece. Names are those of the whole model."""
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class RunState:
 Tensors = dict[str, Tensor]
 
 
-def tensors_of(model: Model, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[Part, Tensors]:
+def tensors_of(model: Model, optimizer: Optimizer, device: torch.device) -> dict[Part, Tensors]:
     """This rank's share of each part; the tensors themselves, not copies of them."""
     return {
         Part.WEIGHTS: dict(_only_tensors(model.state_dict())),
@@ -60,7 +54,7 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer, device: torch.dev
     }
 
 
-def restore_optimizer(model: Model, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
+def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
     """Give each parameter its state back. Learning rate and other options stay as they are: they come from the config.
 
     A parameter without state in `saved` (it never had a gradient) starts without one, as it did.
@@ -95,13 +89,14 @@ def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> Non
         np.random.set_state(tuple(_json_of(saved["numpy"])))
 
 
-def _optimizer_tensors(model: Model, optimizer: torch.optim.Optimizer) -> Tensors:
+def _optimizer_tensors(model: Model, optimizer: Optimizer) -> Tensors:
+    states = optimizer.state
     return dict(
         _only_tensors(
             {
                 f"{name}/{key}": value
                 for name, parameter in model.named_parameters()
-                for key, value in optimizer.state.get(parameter, {}).items()
+                for key, value in states.get(parameter, {}).items()
             }
         )
     )

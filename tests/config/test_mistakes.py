@@ -1,10 +1,12 @@
 """A table of mistakes: each ends with exit code 2 and one message that says what to type."""
 
 import pytest
+import torch
 
 from pipetrain.config.check import check_run, check_schedule
 from pipetrain.config.load import load
 from pipetrain.config.problem import ConfigError
+from pipetrain.engine.available import check_available
 
 # what the user typed -> words that the message must have
 UNREADABLE = {
@@ -46,6 +48,9 @@ OUT_OF_RANGE = {
     "observe.evaluate_every_steps=0": ["observe.evaluate_every_steps=0", "1 or more"],
     "observe.wandb.mode=on": ["observe.wandb.mode=on", "disabled, offline or online"],
     "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
+    "engine.name=megatron": ["engine.name=megatron", "native or deepspeed"],
+    "optim.name=sgd": ["optim.name=sgd", "adamw, deepspeed_cpu_adam, deepspeed_fused_adam"],
+    "parallel.zero=4": ["parallel.zero=4", "0 to 3"],
     "pipeline.schedule=inference": ["no backward", "gpipe"],
     "cluster.name=pbs": ["cluster.name=pbs", "local or slurm"],
     "cluster.num_nodes=0": ["cluster.num_nodes=0", "1 or more"],
@@ -69,13 +74,25 @@ OUT_OF_RANGE_FOR_SHOW_TOO = {
 }
 UNSUPPORTED = {
     "parallel.num_replicas=2": "pipeline.num_stages",
-    "parallel.zero=1": "pipeline.num_stages",
+    "parallel.zero=1": "engine=deepspeed",
     "parallel.fsdp=true": "pipeline.num_stages",
     "parallel.tensor=2": "pipeline.num_stages",
-    "engine.name=deepspeed": "native",
-    "optim.name=sgd": "adamw",
     "data.tokenizer=bpe": "byte",
     "model.path=folder": "model=llama",
+}
+
+REFUSED_BY_DEEPSPEED = {
+    "pipeline=gpipe": ["pipeline.schedule=gpipe", "pipeline=1f1b"],
+    "recompute=overlap": ["recompute.mode=overlap", "recompute=inline"],
+    "recompute=early": ["recompute.mode=early", "recompute=inline"],
+    "recompute.keep=2": ["recompute.keep=2", "recompute.keep=0"],
+    "recompute.ahead=2": ["recompute.ahead=2", "recompute.ahead=1"],
+    "pipeline.stages_per_rank=2": ["pipeline.stages_per_rank=2", "pipeline.stages_per_rank=1"],
+    "pipeline.warmup=3": ["pipeline.warmup=3", "pipeline.warmup=null"],
+    "parallel.zero=2": ["parallel.zero=2", "parallel.zero=1"],
+    "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],
+    "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],
+    "data.batch_size=20": ["data.batch_size=20", "pipeline.num_microbatches=8"],
 }
 
 
@@ -113,6 +130,41 @@ def test_what_is_not_supported(override: str, instead: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_run(config)
     assert_says(caught.value, [override.split("=")[0], "not supported", instead])
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED_BY_DEEPSPEED.items(), ids=REFUSED_BY_DEEPSPEED)
+def test_what_deepspeed_cannot_do(override: str, words: list[str]) -> None:
+    taken = ["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "parallel.zero=1"]
+    check_run(load(taken))
+    group = override.split("=")[0]
+    config = load([*(option for option in taken if option.split("=")[0] != group), override])
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    assert_says(caught.value, [*words, "not supported by engine=deepspeed"])
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline"])
+    optimizer = load(["optim=deepspeed_cpu_adam"])
+    check_available(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        check_available(load([]))
+        for config in (engine, optimizer):
+            with pytest.raises(ConfigError) as caught:
+                check_available(config)
+            assert_says(caught.value, ['pip install "pipetrain[deepspeed]"'])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError) as caught:
+        check_available(optimizer)
+    assert_says(caught.value, ["optim=deepspeed_cpu_adam", "install g++", "optim=adamw"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_a_cuda_kernel_without_cuda() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_available(load(["optim=deepspeed_fused_adam"]))
+    assert_says(caught.value, ["optim=deepspeed_fused_adam", "CUDA", "deepspeed_cpu_adam"])
 
 
 def test_stages_that_do_not_fit_the_ranks() -> None:

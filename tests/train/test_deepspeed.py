@@ -1,0 +1,147 @@
+"""engine=deepspeed: the numbers of the native engine, its snapshots, its run folder, and how it fails."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_data
+from ranks import run_ranks
+from resumed import children_of, end, environment, make_text, num_steps_of, start, wait_until
+
+from pipetrain.cli import main
+
+CASES = [(zero, mode) for zero in (0, 1) for mode in ("never", "inline")]
+PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
+OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
+
+
+def options_of(zero: int, mode: str) -> list[str]:
+    return ["engine=deepspeed", f"parallel.zero={zero}", f"recompute={mode}"]
+
+
+def assert_same(run: Run, native: Run, tolerance: float) -> None:
+    assert run.losses == pytest.approx(native.losses, rel=tolerance)
+    assert run.norms == pytest.approx(native.norms, rel=tolerance)
+
+
+def test_numbers_are_those_of_the_native_engine() -> None:
+    """Also with dropout, whose masks come from the same seeds; the last stage recomputes where it is told to."""
+    configs = [
+        config_of("recompute=never"),
+        *(config_of(*options_of(*case)) for case in CASES),
+        config_of("recompute=never", "model.dropout=0.1"),
+        config_of(*options_of(1, "inline"), "model.dropout=0.1", "recompute.last_stage=always"),
+    ]
+    native, *runs, with_dropout, last = run_ranks(2, train_all, configs, timeout=100)[0]
+    assert native.losses[-1] < native.losses[0]
+    assert max(native.norms) > 1.0  # some step is clipped
+    for run in runs:
+        assert_same(run, native, 1e-4)
+        assert run.heldout == pytest.approx(native.heldout, rel=1e-4)
+        assert run.weights.keys() == native.weights.keys()
+        for name, weight in run.weights.items():
+            torch.testing.assert_close(weight, native.weights[name], rtol=1e-2, atol=1e-3)
+    assert with_dropout.losses != pytest.approx(native.losses, rel=1e-3)
+    assert_same(last, with_dropout, 1e-4)
+
+
+def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
+    zero_0, zero_1 = (config_of(*options_of(zero, "inline"), "steps=6") for zero in (0, 1))
+    native = config_of("recompute=inline", "steps=6")
+    cases = [(zero_0, zero_0), (zero_1, zero_1), (zero_1, zero_0), (native, zero_1), (zero_1, native)]
+    same_0, same_1, less, to_sharded, from_sharded = run_ranks(2, interrupted_all, cases, 3, timeout=100)[0]
+    for expected, losses, _ in (same_0, same_1):
+        assert losses == expected
+    for expected, losses, names in (less, to_sharded, from_sharded):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert names == same_0[2]
+    assert "0.tokens.weight/exp_avg" in same_1[2]
+    assert "0.tokens.weight/step" in same_1[2]
+
+
+def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_text(tmp_path / "text")
+    command = [*PIPETRAIN, "experiment=smoke", "data=text", "data.path=text", *OPTIONS, "run_dir=run", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    report = json.loads((run / "report.json").read_text())
+    assert json.loads(done.stdout) == report  # and nothing of what DeepSpeed prints
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert all(line[key] > 0 for key in ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"))
+        assert all(bytes_ > 0 for bytes_ in line["peak_memory_bytes"])
+        assert (line["bubble_fraction"], line["mfu"]) == (None, None)
+        for key in ("recompute_hidden_seconds", "recompute_exposed_seconds", "peak_activation_bytes"):
+            assert line[key] == [None, None]
+    assert report["step_seconds_measured"] > 0
+    assert report["heldout_loss"] > 0
+    assert report["step_seconds_predicted"] is None
+    assert not (run / "timeline.html").exists()
+    assert main(["report", str(run)]) == 0
+    assert "| recompute hidden      |      - |      - |" in capsys.readouterr().out
+    assert main(["generate", str(run), "--prompt=the ", "--tokens=5"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quickstart_over_20_steps() -> None:
+    tiny = ("data.sequence_length=256", "pipeline.balance=auto", "optim.warmup_steps=20")
+    quickstart = ("experiment=quickstart", "model.num_blocks=4", *tiny)
+    configs = [config_of(*quickstart, "recompute=never")]
+    configs += [config_of(*quickstart, *options_of(*case)) for case in CASES]
+    native, *runs = run_ranks(2, train_on_data, configs, timeout=280)[0]
+    for run in runs:
+        assert_same(run, native, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_rank_that_hangs_or_dies_ends_the_run(tmp_path: pathlib.Path) -> None:
+    """The others wait no longer than timeout_seconds, and say for whom."""
+    make_text(tmp_path / "text")
+    for name, with_signal, words in (("hangs", signal.SIGSTOP, "timeout_seconds"), ("dies", signal.SIGKILL, "is gone")):
+        process = start(
+            tmp_path,
+            PIPETRAIN,
+            *OPTIONS,
+            f"run_dir={name}",
+            "steps=100000",
+            "timeout_seconds=8",
+            "snapshot=weights",
+            "snapshot.every_steps=null",
+        )
+        wait_until(lambda name=name: num_steps_of(tmp_path / name) >= 2, process)
+        rank_1 = children_of(process.pid)[1]
+        os.kill(rank_1, with_signal)
+        began = time.monotonic()
+        code, stderr = end(process)
+        assert code == 1, stderr
+        assert time.monotonic() - began < 8 + 30  # the ranks end within the time-out, torchrun takes its time
+        assert "rank 1" in stderr.splitlines()[-1]
+        assert words in stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cpu_adam_is_adamw_and_resumes() -> None:
+    """The first use compiles DeepSpeed's extension."""
+    adamw = config_of("recompute=inline", "steps=6")
+    host = config_of("recompute=inline", "steps=6", "optim=deepspeed_cpu_adam", "optim.warmup_steps=2")
+    expected, run = run_ranks(2, train_all, [adamw, host], timeout=200)[0]
+    assert_same(run, expected, 1e-4)
+    cases = [(host, host), (adamw, host), (host, adamw)]
+    (exact, resumed, names), *mixed = run_ranks(2, interrupted_all, cases, 3, timeout=100)[0]
+    assert resumed == exact
+    for theirs, ours, other in mixed:
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert other == names
