@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipetrain.engine.nodes import Nodes, NotMet, passing_signals_on
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
+from pipetrain.engine.remains import end_at_once, remains_ended
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 from pipetrain.runtime.rendezvous import check_a_port_is_free
 
@@ -59,6 +60,7 @@ def launch(
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_second_signal_ends(folder))
+            stack.enter_context(remains_ended(folder))
             if nodes is not None:
                 stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
             killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
@@ -131,7 +133,7 @@ def _second_signal_ends(folder: Path) -> Iterator[None]:
             if signals[0] not in SIGNALS:
                 continue
             if first is not None and now - first > ONE_REQUEST_SECONDS:
-                _end_at_once(folder)
+                end_at_once(folder)
             first = first or now
 
     thread = threading.Thread(target=watch, name="second-signal", daemon=True)
@@ -144,12 +146,6 @@ def _second_signal_ends(folder: Path) -> Iterator[None]:
         told.close()
         thread.join()
         seen.close()
-
-
-def _end_at_once(folder: Path) -> None:
-    for process in processes(folder):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
 
 
 def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> Outcome:
