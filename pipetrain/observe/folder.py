@@ -107,7 +107,7 @@ def check_free(run_dir: str | None) -> None:
     there = next(path for path in (Path(run_dir).absolute(), *Path(run_dir).absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"run_dir={run_dir}: {there} is a file, so no folder can be made in it; choose another")
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+    if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"run_dir={run_dir}: {there} may not be written by this user; choose another, or allow it")
 
 
