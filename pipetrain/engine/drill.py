@@ -76,17 +76,27 @@ _DRILLS = (
 
 
 def drill(*, quick: bool = False, say: Callable[[str], None]) -> list[Result]:
-    """All drills, or with `quick` those of two ranks that need no damage on the disk. `say` is told of each as it begins."""
+    """All drills, or with `quick` those of two ranks that need no damage on the disk. `say` is told of each as it ends."""
     with TemporaryDirectory(prefix="pipetrain-drill-") as name, _Ground(Path(name)) as ground:
         results = []
-        for one in _DRILLS:
-            if one.num_ranks == 2 or not quick:
-                say(f"{one.name}, {one.num_ranks} ranks")
-                results.append(_run(one, ground))
-        for disk in () if quick else (_flipped_data, _cut_manifest, _all_damaged, _full_disk):
-            say((disk.__doc__ or "").strip())
-            results.append(disk(ground))
+        for result in _results(ground, quick=quick):
+            results.append(result)
+            seconds = "" if result.seconds is None else f", all ranks ended after {result.seconds:.1f} s"
+            say(f"{result.fault} ({result.num_ranks} ranks): {_verdict(result)}{seconds}")
         return results
+
+
+def _results(ground: _Ground, *, quick: bool) -> Iterator[Result]:
+    for one in _DRILLS:
+        if one.num_ranks == 2 or not quick:
+            yield _run(one, ground)
+    if not quick:
+        for damage in (_flipped_data, _cut_manifest, _all_damaged, _full_disk):
+            yield damage(ground)
+
+
+def _verdict(result: Result) -> str:
+    return "skipped" if result.skipped else "as promised" if result.problem is None else "NOT HANDLED"
 
 
 def as_table(results: list[Result]) -> str:
@@ -95,8 +105,8 @@ def as_table(results: list[Result]) -> str:
     for result in results:
         code = "" if result.exit_code is None else str(result.exit_code)
         seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
-        verdict = "skipped" if result.skipped else "as promised" if result.problem is None else "NOT HANDLED"
-        lines.append(f"{result.fault:<34} {result.num_ranks:>5} {code:>5} {seconds:>8}  {verdict:<12} {result.resume}")
+        shown = f"{result.fault:<34} {result.num_ranks:>5} {code:>5} {seconds:>8}"
+        lines.append(f"{shown}  {_verdict(result):<12} {result.resume}")
         lines += [f"    {text}" for text in (result.message, result.problem) if text]
     wrong = sum(result.problem is not None for result in results)
     skipped = sum(result.skipped for result in results)
@@ -257,19 +267,16 @@ def _full_disk(ground: _Ground) -> Result:
         told = [line for line in done.stderr.splitlines() if "No space left on device" in line]
         good = done.returncode == Exit.DONE and bool(told) and "training goes on" in told[0]
         names = sorted(path.name for path in snapshots.iterdir())
-        problem = None
-        if not good or names != [_BEFORE] or ground.losses("full") != ground.losses("whole"):
-            problem = f"exit code {done.returncode}, snapshots {names}: {_last_line(done.stderr)}"
-        else:
-            resumed = "the older snapshot is untouched"
+        untouched = names == [_BEFORE] and ground.losses("full") == ground.losses("whole")
+        seen = f"exit code {done.returncode}, snapshots {names}: {_last_line(done.stderr)}"
         return Result(
-            "the disk is full in a save",
-            2,
-            done.returncode,
-            None,
-            told[0] if told else "",
-            resumed if not problem else "",
-            problem,
+            fault="the disk is full in a save",
+            num_ranks=2,
+            exit_code=done.returncode,
+            seconds=None,
+            message=told[0] if told else "",
+            resume="the older snapshot is untouched" if untouched else "",
+            problem=None if good and untouched else seen,
         )
 
 
