@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: env train test test-full test-slow test-slurm lint bench mutants gpu-check clean
+.PHONY: env train test test-full test-slow test-slurm soak lint bench mutants gpu-check clean
 
 env: $(VENV)/.ready  ## .venv with everything in it; nothing to do when that is up to date
 
@@ -29,6 +29,9 @@ test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, ge
 
 test-slow: env
 	$(PYTEST) -m "slow and not slurm" tests || test $$? -eq 5  # 5: there is none
+
+soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
 
 lint: env  ## style and types
 	$(BIN)/ruff check .

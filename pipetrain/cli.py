@@ -384,10 +384,15 @@ def _generate(arguments: Arguments) -> int:
 
 def _add_verify(parser: Parser) -> None:
     parser.add_argument("--quick", action="store_true", help="two ranks only")
+    parser.add_argument(
+        "--faults", action="store_true", help="runs with faults on purpose instead: killed ranks and the like"
+    )
     _add_json(parser)
 
 
 def _verify(arguments: Arguments) -> int:
+    if arguments.faults:
+        return _verify_faults(arguments)
     from pipetrain.engine.verify import as_table, verify
 
     rows = verify(quick=arguments.quick)
@@ -396,6 +401,17 @@ def _verify(arguments: Arguments) -> int:
     if arguments.json != STDOUT:
         print(as_table(rows))
     return Exit.DONE if all(row.is_equal for row in rows) else Exit.DIFFERENT
+
+
+def _verify_faults(arguments: Arguments) -> int:
+    from pipetrain.engine.drill import as_json, as_table, drill
+
+    results = drill(quick=arguments.quick, say=lambda text: print(f"pipetrain: {text}", file=sys.stderr, flush=True))
+    if arguments.json is not None:
+        write_json(as_json(results), arguments.json)
+    if arguments.json != STDOUT:
+        print(as_table(results))
+    return Exit.DONE if all(result.problem is None for result in results) else Exit.DIFFERENT
 
 
 COMMANDS = {

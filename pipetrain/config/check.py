@@ -6,6 +6,7 @@ What model, data, plan and schedule need for themselves is checked where those a
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,8 @@ def _check(config: RunConfig, ranges: Sequence[_Range], only: Sequence[_Only]) -
             value = _value(config, key)
             if value is not None and not limit.holds(value):
                 raise ConfigError(f"{key}={value}: allowed is {limit.allowed}")
+            if isinstance(value, float) and math.isinf(value):
+                raise ConfigError(f"{key}={value}: allowed is a finite number, {limit.allowed}")
 
 
 def _value(config: RunConfig, key: str) -> Any:

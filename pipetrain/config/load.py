@@ -102,7 +102,7 @@ def _check_override(text: str) -> None:
 
 
 def _parse(text: str) -> Override:
-    if "=" not in text:
+    if "=" not in text or text.startswith("="):
         raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *choices()])}")
     try:
         return OverridesParser.create().parse_override(text)

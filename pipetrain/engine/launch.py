@@ -17,11 +17,13 @@ from pathlib import Path
 
 from pipetrain.engine.nodes import Nodes, NotMet, passing_signals_on
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
+from pipetrain.engine.remains import end_at_once, remains_ended
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 from pipetrain.runtime.rendezvous import check_a_port_is_free
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
+_LOOPBACK = "lo"
 _SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 
 
@@ -56,9 +58,12 @@ def launch(
     check_a_port_is_free()
     folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
     _prepare_environment(folder, threads_per_rank)
+    if nodes is None:
+        _stay_on_this_machine()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_second_signal_ends(folder))
+            stack.enter_context(remains_ended(folder))
             if nodes is not None:
                 stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
             killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
@@ -79,6 +84,12 @@ def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def _stay_on_this_machine() -> None:
+    """Ranks of one machine need no other interface than the loopback; torchrun's own store listens on all whatever is set."""
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
 def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
     """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
 
@@ -92,7 +103,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _silence("torch.distributed.elastic")
-    where = ["--standalone", _SIGNALS] if nodes is None else nodes.torchrun_options()
+    where = ["--standalone", "--local-addr=127.0.0.1", _SIGNALS] if nodes is None else nodes.torchrun_options()
     options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
     try:
         torchrun.main([*options, *arguments])
@@ -131,7 +142,7 @@ def _second_signal_ends(folder: Path) -> Iterator[None]:
             if signals[0] not in SIGNALS:
                 continue
             if first is not None and now - first > ONE_REQUEST_SECONDS:
-                _end_at_once(folder)
+                end_at_once(folder)
             first = first or now
 
     thread = threading.Thread(target=watch, name="second-signal", daemon=True)
@@ -144,12 +155,6 @@ def _second_signal_ends(folder: Path) -> Iterator[None]:
         told.close()
         thread.join()
         seen.close()
-
-
-def _end_at_once(folder: Path) -> None:
-    for process in processes(folder):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
 
 
 def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> Outcome:

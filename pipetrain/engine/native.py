@@ -15,6 +15,7 @@ from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
+from pipetrain.runtime.faults import faults_of_environment, inject
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
@@ -51,6 +52,7 @@ class NativeEngine:
             timeout_seconds=config.timeout_seconds,
             on_event=on_event,
         )
+        inject(self._pipeline, faults_of_environment())
         self._optimizer = make_optimizer(config.optim, self._pipeline.parameters())
 
     @property

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore
 
 from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.runtime.waits import Waits
 from pipetrain.runtime.world import start_torch_distributed
 
 _T = TypeVar("_T")
@@ -51,7 +52,7 @@ class World:
         if self.size > 1:
             store = PrefixStore(f"pipetrain/world-{next(_numbers)}", dist.distributed_c10d._get_default_store())
         self._board = FailureBoard(store)
-        self._monitor = Monitor(self.rank, self._board, self._timeout_seconds)
+        self._monitor = Monitor(self.rank, self._board, self._timeout_seconds, Waits(store, self.rank, self.size))
         self._chain = Chain(store, self.rank, self.size, self._monitor)
         self._monitor.on_failure = self._chain.abort
         return self

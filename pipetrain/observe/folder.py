@@ -96,7 +96,7 @@ def sees(path: Path, mark: str, timeout_seconds: float) -> bool:
 
 def check_free(run_dir: str | None) -> None:
     """Raises:
-    ValueError: there is a run in the folder already, or it is a file.
+    ValueError: there is a run in the folder already, it is a file, or it cannot be made.
     """
     if run_dir is None:
         return
@@ -104,6 +104,11 @@ def check_free(run_dir: str | None) -> None:
         raise ValueError(f"run_dir={run_dir}: there is a run in this folder; choose another, or leave run_dir out")
     if Path(run_dir).exists() and not Path(run_dir).is_dir():
         raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new")
+    there = next(path for path in (Path(run_dir).absolute(), *Path(run_dir).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"run_dir={run_dir}: {there} is a file, so no folder can be made in it; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"run_dir={run_dir}: {there} may not be written by this user; choose another, or allow it")
 
 
 def choose_folder(run_dir: str | None, experiment: str) -> RunFolder:

@@ -92,6 +92,7 @@ class Executor:
     ) -> None:
         self.rank = rank
         self.done: set[Op] = set()
+        self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
         self._stages = stages
         self._transport = transport
         self._lanes = lanes
@@ -114,12 +115,13 @@ class Executor:
         queues = {Lane.COMPUTE: deque(program.compute), Lane.RECOMPUTE: deque(program.recompute)}
         self._lanes.start_step()
         for op in program.first:
-            self._start_transfer(op)
+            self._start_transfer(op, step)
         while queues[Lane.COMPUTE] or queues[Lane.RECOMPUTE]:
             lane = self._next_lane(program, queues)
             op = queues[lane].popleft()
             try:
                 with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
+                    self._announce(op, step)
                     self._table[op.kind](op, step, program)
             except PipelineError:
                 raise
@@ -128,7 +130,7 @@ class Executor:
                 raise
             self.done.add(op)
             for transfer in program.then.get(op, ()):
-                self._start_transfer(transfer)
+                self._start_transfer(transfer, step)
         self._transport.finish()
         self._lanes.end_step()
         assert not self._handed
@@ -238,7 +240,12 @@ class Executor:
             text = "" if spec is None else pytree.treespec_dumps(spec)
             self._outgoing[Op(op.stage, _SEND[op.kind], op.microbatch)] = (leaves, wants, text)
 
-    def _start_transfer(self, op: Op) -> None:
+    def _announce(self, op: Op, step: Step) -> None:
+        if self.before_op is not None and step.with_graph:
+            self.before_op(op, step.index)
+
+    def _start_transfer(self, op: Op, step: Step) -> None:
+        self._announce(op, step)
         if op.kind in (Kind.RECV_F, Kind.RECV_B):
             self._transport.post(op)
         else:

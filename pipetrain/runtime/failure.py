@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from torch.distributed import Store
 
+from pipetrain.runtime.waits import Waits
+
 # How often a rank that waits looks whether another has failed.
 _POLL_SECONDS = 1.0
 # A store that has not answered by then is given up until it does: its host may be cut off.
@@ -66,13 +68,15 @@ class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
     `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then. `has_lost_a_rank` says whether
-    it began with a connection that broke.
+    it began with a connection that broke. `waits` collects, after a time-out, what the other ranks wait in; without it a
+    message names this rank's own wait only.
     """
 
-    def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float, waits: Waits | None = None) -> None:
         self.rank = rank
         self.board = board
         self.timeout_seconds = timeout_seconds
+        self._waits = waits or Waits(None, rank, 1)
         self._condition = threading.Condition()
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -116,7 +120,7 @@ class Monitor:
             if not self._condition.wait(min(left, _POLL_SECONDS)):
                 failure = self.board.read()
                 if failure is not None:
-                    return PipelineError(f"{failure} (rank {self.rank} ends; {what()})")
+                    return self._ending(failure, what())
         return None
 
     def fail(self, text: str) -> None:
@@ -130,16 +134,21 @@ class Monitor:
         peer, where = self._lost
         first = self.board.post(
             f"{peer} is gone: rank {self.rank} lost its connection in {where}. It was killed, ran out of memory, or its "
-            "machine is down: see its own output"
+            "machine or the network between them is down: see its own output"
         )
-        return PipelineError(f"{first} (rank {self.rank} ends; {what})")
+        return self._ending(first, what)
 
     def _explain_timeout(self, what: str) -> PipelineError:
+        self._waits.ask()
         first = self.board.post(
             f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
             "needs longer for a step than that"
         )
-        return PipelineError(f"{first} (rank {self.rank} ends; {what})")
+        return self._ending(first, what)
+
+    def _ending(self, first: str, what: str) -> PipelineError:
+        """The first failure, and what this rank waits in; after a time-out what each rank waits in."""
+        return PipelineError(f"{first} (rank {self.rank} ends; {self._waits.exchange(what) or what})")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,19 +1,24 @@
-"""Faults on purpose, at one op of one rank in one step: to see what a run does then."""
+"""Faults on purpose, at an op of one rank in one step or in many: to see what a run does then.
+
+In code: `inject(pipeline, [fail_at(1, "1F2", deed=Deed.KILL)])`. For `pipetrain train`, in the environment, faults parted by
+semicolons: `PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1"`; there steps count from 1,
+and a rank that torchrun has started again has no more faults.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipetrain.runtime.executor import Program, Step
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Op
 
-Act = Callable[[Op, Step, Program], None]
+VARIABLE = "PIPETRAIN_FAULTS"
+_FORM = "write DEED rank=R op=OP step=S, as in `kill rank=1 op=1F2 step=3`"
 
 
 class Deed(StrEnum):
@@ -23,6 +28,7 @@ class Deed(StrEnum):
     KILL = "kill"  # SIGKILL, as the out-of-memory killer sends
     STOP = "stop"  # SIGSTOP: the process is there and does nothing
     SLOW = "slow"  # sleeps for `seconds`, then goes on
+    DROP = "drop"  # the connection of the message, or all between stages of the rank where the op is none, is closed
 
 
 class InjectedFault(RuntimeError):
@@ -31,48 +37,89 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; it happens once."""
+    """One fault; it happens once in each of its steps."""
 
     rank: int
-    step: int  # `Pipeline.step_index`, from 0
-    op: Op  # an F, R or B
+    step: int  # the first one, as `Pipeline.step_index` counts: from 0
+    op: Op | None  # None: every F, R and B of the rank
     deed: Deed
     seconds: float = 0.0
+    num_steps: int = 1
+
+    def strikes(self, op: Op, step: int) -> bool:
+        """Whether it happens before `op` in `step`."""
+        wanted = op.kind.computes if self.op is None else op == self.op
+        return wanted and self.step <= step < self.step + self.num_steps
 
 
-def fail_at(rank: int, op: str | Op, *, step: int = 0, deed: Deed = Deed.RAISE, seconds: float = 0.0) -> Fault:
-    """The fault at `op` (`2B1`) of `rank`.
+def fail_at(
+    rank: int, op: str | Op, *, step: int = 0, deed: Deed = Deed.RAISE, seconds: float = 0.0, num_steps: int = 1
+) -> Fault:
+    """The fault at `op` of `rank`: an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started.
 
     Raises:
-        ValueError: not an op that a rank computes.
+        ValueError: not an op that can be spelled so.
     """
-    op = Op.parse(op) if isinstance(op, str) else op
-    if not op.kind.computes:
-        raise ValueError(f"{op}: a fault needs an op that a rank computes, an F, R or B such as {op.stage}F0")
-    return Fault(rank, step, op, deed, seconds)
+    return Fault(rank, step, Op.parse(op) if isinstance(op, str) else op, deed, seconds, num_steps)
+
+
+def slow_down(rank: int, seconds: float, *, step: int = 0, num_steps: int = 1) -> Fault:
+    """Every F, R and B of `rank` takes `seconds` longer, for `num_steps` steps."""
+    return Fault(rank, step, None, Deed.SLOW, seconds, num_steps)
 
 
 def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
     """Make `pipeline` fail so. Every rank may be given all faults: it takes those of its own."""
-    executor = pipeline._executor
-    own = {(fault.step, fault.op): fault for fault in faults if fault.rank == executor.rank}
+    own = [fault for fault in faults if fault.rank == pipeline.rank]
 
-    def before(act: Act) -> Act:
-        def run(op: Op, step: Step, program: Program) -> None:
-            fault = own.pop((step.index, op), None) if step.with_graph else None
-            if fault is not None:
-                _do(fault)
-            act(op, step, program)
+    def before(op: Op, step: int) -> None:
+        for fault in own:
+            if fault.strikes(op, step):
+                _do(fault, op, step, pipeline)
 
-        return run
-
-    executor._table = {kind: before(act) for kind, act in executor._table.items()}
+    pipeline.before_ops(before if own else None)
 
 
-def _do(fault: Fault) -> None:
-    if fault.deed is Deed.RAISE:
-        raise InjectedFault(f"a fault was injected at {fault.op} of rank {fault.rank} in step {fault.step}")
-    if fault.deed is Deed.SLOW:
-        time.sleep(fault.seconds)
-    else:
-        os.kill(os.getpid(), signal.SIGKILL if fault.deed is Deed.KILL else signal.SIGSTOP)
+def faults_of_environment() -> list[Fault]:
+    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return []
+    return [_parse(part) for part in text.split(";") if part.strip()]
+
+
+def _parse(text: str) -> Fault:
+    deed, *words = text.split()
+    if deed not in list(Deed):
+        raise ValueError(f"{VARIABLE}: there is no {deed!r}; allowed are {', '.join(Deed)}; {_FORM}")
+    values = dict(word.partition("=")[::2] for word in words)
+    unknown = values.keys() - {"rank", "op", "step", "num_steps", "seconds"}
+    try:
+        if unknown:
+            raise ValueError(f"there is no {', '.join(sorted(unknown))}")
+        return Fault(
+            rank=int(values["rank"]),
+            step=int(values["step"]) - 1,
+            op=Op.parse(values["op"]) if "op" in values else None,
+            deed=Deed(deed),
+            seconds=float(values.get("seconds", 0)),
+            num_steps=int(values.get("num_steps", 1)),
+        )
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{VARIABLE}: {text.strip()!r} cannot be read ({error}); {_FORM}") from error
+
+
+def _do(fault: Fault, op: Op, step: int, pipeline: Pipeline) -> None:
+    match fault.deed:
+        case Deed.RAISE:
+            raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step}")
+        case Deed.SLOW:
+            time.sleep(fault.seconds)
+        case Deed.DROP:
+            pipeline.disconnect(op)
+        case Deed.KILL | Deed.STOP:
+            os.kill(os.getpid(), signal.SIGKILL if fault.deed is Deed.KILL else signal.SIGSTOP)

@@ -27,8 +27,10 @@ from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.seeding import generators_restored
 from pipetrain.runtime.stage import LossFn, Stage
 from pipetrain.runtime.transport import Transport
+from pipetrain.runtime.waits import Waits
 from pipetrain.runtime.world import join as join_world
 from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 
@@ -106,7 +108,8 @@ class Pipeline:
         self._unseen: Recording | None = None  # what on_event was not given yet
         self._meter = ActivationMeter()
         self._board = FailureBoard(world.store)
-        self._monitor = Monitor(world.rank, self._board, timeout_seconds)
+        waits = Waits(world.store, world.rank, world.num_ranks)
+        self._monitor = Monitor(world.rank, self._board, timeout_seconds, waits)
         self._chain = Chain(world.store, world.rank, world.num_ranks, self._monitor)
         self._clock = self._chain.align_clocks()
         self._lanes = make_lanes(world.rank, world.device)
@@ -166,6 +169,11 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         return self._world.device
+
+    @property
+    def rank(self) -> int:
+        """This process among the ranks of the pipeline."""
+        return self._world.rank
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -390,6 +398,20 @@ class Pipeline:
         if gathered is None:
             return None
         return dict(sorted(gathered.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+
+    # Faults, for tests and drills ----------------------------------------------------------------------------------
+
+    def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
+        """Call `before(op, step)` on this rank ahead of each op of a training step, None: no longer.
+
+        An F, R or B is about to run then, a message about to be started. What it raises counts as raised by the op.
+        """
+        self._executor.before_op = before
+
+    def disconnect(self, op: Op) -> None:
+        """Break the connection that carries the message `op` (`0SEND_F1`), or all connections between stages of this rank
+        where `op` is no message: as a network does, without a word to the other end."""
+        self._transport.disconnect(op)
 
     # Reports ------------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,13 @@ class Transport:
             return f"rank {self._rank} waits in {op} from {self._inbound[op.stage, op.kind].peer}"
         return f"rank {self._rank} waits in {op} to {self._outbound[op.stage, op.kind].peer}"
 
+    def disconnect(self, op: Op) -> None:
+        """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
+        key = (op.stage, op.kind)
+        end = self._inbound.get(key) or self._outbound.get(key)
+        for one in [end] if end is not None else self._ends():
+            one.abort()
+
     def _ends(self) -> list[Inbound | Outbound]:
         return [*self._inbound.values(), *self._outbound.values()]
 

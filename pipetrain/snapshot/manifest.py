@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
         digest = document.pop("sha256")
     except FileNotFoundError as error:
         raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end") from error
-    except (OSError, ValueError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({_first_line(error)})") from error
     if digest != _digest(document) or as_json({**document, "sha256": digest}) != data:
         raise SnapshotDamaged(f"{path} has changed since it was written (SHA-256 differs)")

@@ -204,7 +204,9 @@ def test_a_rank_that_hangs(at_rank: int, when: dict[str, int], waits: str) -> No
             assert outcome.seconds < 3.0 + SOON
             message = last_line(outcome, "PipelineError")
             assert re.search(rf"{waits}, and nothing came for 3 s", message)
-            assert f"rank {outcome.rank} waits in {outcome.rank}RECV" in message, "its own wait as well"
+            assert f"no word from rank {at_rank};" in message
+            for rank in {0, 1, 2} - {at_rank}:
+                assert re.search(rf"rank {rank} waits (in {rank}RECV|for )", message), "what each rank waits in"
 
 
 def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, when: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import signal
 import time
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from ranks import run_outcomes, run_ranks
 from torch import nn
 
+from pipetrain.runtime.damage import fill_disk
 from pipetrain.runtime.failure import PipelineError
-from pipetrain.runtime.faults import Deed, Fault, fail_at, inject
+from pipetrain.runtime.faults import VARIABLE, Deed, Fault, fail_at, faults_of_environment, inject, slow_down
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.op import Op
 
 
 def two_steps(faults: list[Fault], timeout_seconds: float) -> tuple[list[float], float]:
@@ -70,6 +73,83 @@ def test_a_slow_op_takes_its_time() -> None:
     assert seconds >= 0.5
 
 
-def test_a_message_is_not_an_op_to_fail_at() -> None:
-    with pytest.raises(ValueError, match=r"1SEND_F0: .* such as 1F0"):
-        fail_at(1, "1SEND_F0")
+def test_a_rank_can_be_slow_for_many_steps() -> None:
+    """From its step on, each of the six ops of a step (F, R and B of two microbatches) later by what was asked."""
+    (losses, seconds), _ = run_ranks(2, two_steps, [slow_down(0, 0.1, step=0, num_steps=2)], 30.0)
+    assert seconds >= 2 * 6 * 0.1
+    (plain, _), _ = run_ranks(2, two_steps, [], 30.0)
+    assert losses == plain
+
+
+def test_a_message_fails_as_it_is_started() -> None:
+    failed, other = run_outcomes(2, two_steps, [fail_at(1, "1SEND_B0")], 30.0)
+    assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in failed.error
+    assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in other.error
+
+
+@pytest.mark.parametrize("op", ["0SEND_F1", "0RECV_B0", "0F0"])
+def test_a_dropped_connection_is_told_at_both_ends(op: str) -> None:
+    outcomes = run_outcomes(2, two_steps, [fail_at(0, op, step=1, deed=Deed.DROP)], 30.0)
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert outcome.seconds < 15
+        assert re.search(r"rank \d is gone: rank \d lost its connection in \d(SEND|RECV)_[FB]\d", outcome.error)
+
+
+def num_sockets() -> int:
+    return sum(
+        os.readlink(path).startswith("socket:") for path in pathlib.Path("/proc/self/fd").iterdir() if path.exists()
+    )
+
+
+def sockets_after_a_drop() -> tuple[int, int]:
+    """Sockets of rank 0 before and after one connection is dropped; rank 1 does nothing but hold the other end."""
+    with Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, timeout_seconds=20.0) as pipeline:
+        dist.barrier()
+        before = after = num_sockets()
+        if pipeline.rank == 0:
+            pipeline.disconnect(Op.parse("0SEND_F0"))
+            deadline = time.monotonic() + 10
+            while after == before and time.monotonic() < deadline:
+                after = num_sockets()
+        dist.barrier()
+    return before, after
+
+
+def test_a_dropped_connection_is_a_closed_socket() -> None:
+    (before, after), _ = run_ranks(2, sockets_after_a_drop)
+    assert after == before - 1
+
+
+def test_faults_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1;")
+    assert faults_of_environment() == [
+        fail_at(1, "1F2", step=2, deed=Deed.KILL),
+        slow_down(0, 0.1, step=1, num_steps=5),
+    ]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert faults_of_environment() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kil rank=1 op=1F2 step=3", "there is no 'kil'; allowed are raise, kill, stop, slow, drop"),
+        ("kill op=1F2 step=3", "rank"),
+        ("kill rank=one op=1F2 step=3", "'one'"),
+        ("kill rank=1 op=F2 step=3", "F2"),
+        ("kill rank=1 op=1F2 steps=3", "there is no steps"),
+    ],
+)
+def test_faults_that_cannot_be_read(text: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=words) as caught:
+        faults_of_environment()
+    assert "write DEED rank=R op=OP step=S" in str(caught.value)
+
+
+def test_only_a_small_disk_is_filled(tmp_path: pathlib.Path) -> None:
+    if shutil.disk_usage(tmp_path).free <= 256 << 20:
+        pytest.skip("the disk of the temporary folder is a small one")
+    with pytest.raises(ValueError, match="only a small one of its own may be filled"):
+        fill_disk(tmp_path)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from saved import CPU, save, trained
 
+from pipetrain.runtime.damage import flip, places
 from pipetrain.snapshot.find import find, newest_whole
 from pipetrain.snapshot.folder import as_json
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
@@ -31,30 +32,10 @@ def snapshot(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(whole, tmp_path / whole.name))
 
 
-def flip(path: pathlib.Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def header_end(path: pathlib.Path) -> int:
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
-
-
-def positions(path: pathlib.Path) -> dict[str, int]:
-    """A byte of each kind: where the file begins, in its header, where the data begins, in its midst, its last."""
-    size = path.stat().st_size
-    found = {"first": 0, "middle": size // 2, "last": size - 1}
-    if path.suffix == ".safetensors":
-        end = header_end(path)
-        found |= {"header": end // 2, "first of data": end}
-    return found
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found(snapshot: pathlib.Path, name: str) -> None:
     path = snapshot / name
-    for position in positions(path).values():
+    for position in places(path).values():
         flip(path, position)
         with pytest.raises(SnapshotDamaged, match=path.name):
             check_whole(snapshot)
@@ -75,7 +56,7 @@ def test_every_byte_of_the_manifest_counts(snapshot: pathlib.Path) -> None:
 def test_a_cut_is_found(snapshot: pathlib.Path, name: str) -> None:
     path = snapshot / name
     data = path.read_bytes()
-    for length in [0, *positions(path).values()]:
+    for length in [0, *places(path).values()]:
         path.write_bytes(data[:length])
         with pytest.raises(SnapshotDamaged, match=path.name):
             check_whole(snapshot)
@@ -85,6 +66,41 @@ def test_a_cut_is_found(snapshot: pathlib.Path, name: str) -> None:
     path.unlink()
     with pytest.raises(SnapshotDamaged, match=path.name):
         check_whole(snapshot)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_length_that_is_wrong_is_found(snapshot: pathlib.Path, name: str) -> None:
+    """Longer by what the file has twice, and shorter by one byte: no length but the one that was written passes."""
+    path = snapshot / name
+    data = path.read_bytes()
+    for other in (data + data, data[:-1], data[1:]):
+        path.write_bytes(other)
+        with pytest.raises(SnapshotDamaged, match=path.name):
+            check_whole(snapshot)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_snapshot_is_found(snapshot: pathlib.Path, name: str) -> None:
+    """Whole in itself, and of the same size, but of another step: the older one of a backup, for instance."""
+    other = save(snapshot.parent / "others", 300)
+    assert (other / name).stat().st_size == (snapshot / name).stat().st_size
+    if (other / name).read_bytes() == (snapshot / name).read_bytes():
+        pytest.skip("equal in both")
+    shutil.copy(other / name, snapshot / name)
+    with pytest.raises(SnapshotDamaged):
+        check_whole(snapshot)
+
+
+def test_two_files_that_changed_places_are_found(snapshot: pathlib.Path) -> None:
+    for one, other in ((WEIGHTS, FILES[3]), (WEIGHTS, FILES[4]), ("state.json", NAME)):
+        first, second = (snapshot / one).read_bytes(), (snapshot / other).read_bytes()
+        (snapshot / one).write_bytes(second)
+        (snapshot / other).write_bytes(first)
+        with pytest.raises(SnapshotDamaged):
+            check_whole(snapshot)
+        (snapshot / one).write_bytes(first)
+        (snapshot / other).write_bytes(second)
+    check_whole(snapshot)
 
 
 def rewrite(snapshot: pathlib.Path, change: Callable[[dict], None]) -> None:

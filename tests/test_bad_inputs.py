@@ -1,0 +1,414 @@
+"""What a user may get wrong, a row each: what was typed, what lies on the disk, and what the answer must say.
+
+Each row goes through the real entry: `cli.main`, which refuses before a process starts, or for what only a rank can find out
+`train.main` as the one rank of a run. Every answer is one line, with exit code 2 where the input is wrong.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import zeros
+
+from pipetrain import cli
+from pipetrain import train as rank
+from pipetrain.config import check
+from pipetrain.config.load import conf_dir
+from pipetrain.engine import launch
+from pipetrain.observe.folder import RunFolder
+from pipetrain.runtime.damage import cut, flip
+
+Prepare = Callable[[pathlib.Path], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`typed` after `pipetrain`; `says` must all be in the one line of the answer; `{}` in both is the folder of the row."""
+
+    typed: str
+    says: tuple[str, ...]
+    prepare: Prepare = lambda folder: None
+    code: int = 2
+    as_rank: bool = False  # only a rank can find out
+    as_nobody: bool = False  # root may read and write everything
+    note: str = ""  # what lies on the disk, for the name of the test
+
+    @property
+    def name(self) -> str:
+        return f"{self.note} {self.typed}".strip()
+
+
+def train(typed: str, *says: str, prepare: Prepare = lambda folder: None, as_nobody: bool = False) -> Row:
+    return Row(f"train experiment=smoke {typed}", says, prepare, as_nobody=as_nobody)
+
+
+def text(**files: bytes) -> Prepare:
+    """A folder `text` with these files."""
+
+    def prepare(folder: pathlib.Path) -> None:
+        (folder / "text").mkdir(exist_ok=True)
+        for name, content in files.items():
+            (folder / "text" / f"{name}.txt").write_bytes(content)
+
+    return prepare
+
+
+ENOUGH = text(a=b"a stage waits " * 500, b=b"a stage runs " * 500)
+
+# Overrides that cannot be read, keys and choices that do not exist, wrong types -----------------------------------------
+CONFIG = [
+    train("stpes=3", "stpes:", "did you mean", "'steps'"),
+    train("recompute.mod=inline", "recompute.mod:", "'recompute.mode'"),
+    train("recompute=inlin", "allowed are early, inline, never, overlap", "'inline'"),
+    train("recompute.mode=overlapp", "recompute.mode", "'overlap'"),
+    train("pipeline=gpip", "pipeline=gpip", "gpipe"),
+    train("pipeline.schedule=1f1bb", "1f1bb", "'1f1b'"),
+    train("modell=gpt2", "modell:", "'model'"),
+    train("model=gpt3", "model=gpt3", "gpt2"),
+    train("model.name=lama", "model.name='lama'", "did you mean 'llama'"),
+    train("data=wikitext", "data=wikitext", "stdlib, text"),
+    train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
+    train("optim=sgd", "optim=sgd", "adamw"),
+    train("recompute.last_stage=never", "recompute.last_stage", "auto", "always"),
+    train("steps=abc", "steps=abc", "an integer"),
+    train("steps=3.5", "steps=3.5", "an integer"),
+    train("steps=1e99999", "steps", "an integer"),
+    train("steps=null", "null", "an integer"),
+    train("seed=true", "seed=true", "an integer"),
+    train("seed=[1,2]", "seed", "an integer"),
+    train("optim.learning_rate=fast", "optim.learning_rate=fast", "a number"),
+    train("optim.betas=0.9", "optim.betas", "2 numbers"),
+    train("optim.betas=[0.9,0.95,0.99]", "optim.betas", "a list of 2 numbers"),
+    train("observe.progress=1", "true or false"),
+    train("observe.wandb=3", "observe.wandb=3"),
+    train("model.dropout={a:1}", "model.dropout"),
+    train("data.path=123", "data.path=\"'123'\""),
+    train("+optim.momentum=0.9", "neither added nor removed"),
+    train("~optim.clip_norm", "key=value"),
+    train("steps", "steps: an override is key=value"),
+    train("=3", "=3: an override is key=value"),
+    train("steps=", "steps"),
+    train("steps=3=4", "steps"),
+    train("steps=${oc.env:NOT_SET_ANYWHERE}", "NOT_SET_ANYWHERE"),
+    train("steps=${nothing}", "steps"),
+    train("pipeline.balance=3,3", "pipeline.balance=[3,3]"),
+]
+
+# Numbers out of range ----------------------------------------------------------------------------------------------------
+RANGES = [
+    train("steps=0", "steps=0", "1 or more"),
+    train("seed=-1", "seed=-1", "0 or more"),
+    train("timeout_seconds=0", "timeout_seconds=0", "more than 0"),
+    train("timeout_seconds=nan", "timeout_seconds=nan", "more than 0"),
+    train("timeout_seconds=inf", "timeout_seconds=inf", "finite"),
+    train("threads_per_rank=0", "threads_per_rank=0", "1 or more"),
+    train("optim.learning_rate=-1", "optim.learning_rate=-1", "more than 0"),
+    train("optim.learning_rate=nan", "optim.learning_rate=nan", "more than 0"),
+    train("optim.learning_rate=inf", "optim.learning_rate=inf", "finite"),
+    train("optim.clip_norm=0", "optim.clip_norm=0", "more than 0"),
+    train("optim.weight_decay=-0.1", "optim.weight_decay=-0.1", "0 or more"),
+    train("optim.warmup_steps=-1", "optim.warmup_steps=-1", "0 or more"),
+    train("optim.final_fraction=2", "optim.final_fraction=2", "from 0 to 1"),
+    train("optim.betas=[0.9,1.0]", "optim.betas", "less than 1"),
+    train("observe.evaluate_every_steps=0", "observe.evaluate_every_steps=0", "1 or more"),
+    train("snapshot.every_steps=0", "snapshot.every_steps=0", "1 or more"),
+    train("snapshot.keep_last=0", "snapshot.keep_last=0", "1 or more"),
+    train("snapshot.keep_every=0", "snapshot.keep_every=0", "1 or more"),
+    train("guard.spike_window=0", "guard.spike_window=0", "1 or more"),
+    train("guard.spike_factor=1", "guard.spike_factor=1", "more than 1"),
+    train("guard.spike_norm_factor=0.5", "guard.spike_norm_factor=0.5", "more than 1"),
+    train("guard.max_skips=-1", "guard.max_skips=-1", "0 or more"),
+    train("guard.max_rollbacks=-1", "guard.max_rollbacks=-1", "0 or more"),
+    train("cluster.num_nodes=0", "cluster.num_nodes=0", "1 or more"),
+    train("cluster.gpus_per_node=0", "cluster.gpus_per_node=0", "1 or more"),
+    train("cluster.cpus_per_rank=0", "cluster.cpus_per_rank=0", "1 or more"),
+    train("cluster.signal_seconds=0", "cluster.signal_seconds=0", "1 or more"),
+    train("cluster.max_restarts=-1", "cluster.max_restarts=-1", "0 or more"),
+    train("cluster.name=slurmm", "cluster.name=slurmm", "local or slurm"),
+    train("cluster.device=tpu", "cluster.device=tpu", "gpu or cpu"),
+    train("cluster.rendezvous=node1", "cluster.rendezvous=node1", "HOST:PORT"),
+    train("cluster.time_limit=soon", "cluster.time_limit=soon", "minutes"),
+    train("cluster.partition=a/b", "cluster.partition=a/b", "without spaces"),
+    train("cluster.account=a/b", "cluster.account=a/b", "without spaces"),
+    train("cluster.interface=a/b", "cluster.interface=a/b", "without spaces"),
+    train("cluster.options=[qos]", "cluster.options", "options of sbatch"),
+    train("observe.wandb.mode=onlin", "observe.wandb.mode=onlin", "disabled, offline or online"),
+    train("pipeline.num_stages=0", "pipeline.num_stages=0", "1 or more"),
+    train("pipeline.stages_per_rank=0", "pipeline.stages_per_rank=0", "1 or more"),
+    train("pipeline.num_microbatches=0", "pipeline.num_microbatches=0", "1 or more"),
+    train("recompute.ahead=0", "recompute.ahead=0", "1 or more"),
+    train("recompute.keep=-1", "recompute.keep=-1", "0 or more"),
+    train("data.batch_size=0 pipeline.num_microbatches=1", "data.batch_size=0"),
+    train("data.sequence_length=0", "data.sequence_length=0", "1 or more"),
+    train("data.heldout_fraction=1", "data.heldout_fraction=1", "below 1"),
+    train("data.heldout_bytes=3", "data.heldout_bytes=3", "data.heldout_bytes=32 or more"),
+    train("model.num_blocks=0", "model.num_blocks=0", "1 or more"),
+    train("model.hidden_size=0", "model.hidden_size=0", "1 or more"),
+    train("model.num_heads=0", "model.num_heads=0", "1 or more"),
+    train("model.num_heads=3", "model.num_heads=3 does not divide", "set model.num_heads="),
+    train("model.num_kv_heads=0", "model.num_kv_heads=0", "1 or more"),
+    train("model.mlp_size=0", "model.mlp_size=0", "1 or more"),
+    train("model.vocabulary_size=0", "model.vocabulary_size=0", "1 or more"),
+    train("model.max_sequence_length=0", "model.max_sequence_length=0", "1 or more"),
+    train("model.dropout=1", "model.dropout=1", "below 1"),
+    train("model.norm_epsilon=0", "model.norm_epsilon=0", "greater than 0"),
+    train("model.rope_base=0", "model.rope_base=0", "greater than 0"),
+]
+
+# Keys that do not fit each other -----------------------------------------------------------------------------------------
+TOGETHER = [
+    train("pipeline.num_microbatches=9", "num_microbatches=9", "batch_size=8", "num_microbatches=8 or less"),
+    train("pipeline.balance=[8,8,8,8] pipeline.num_stages=4", "balance=[8, 8, 8, 8]", "32", "4"),
+    train("pipeline.balance=[0,4] pipeline.num_stages=2", "balance=[0, 4]", "at least one layer"),
+    train("pipeline.balance=[1,1,2] pipeline.num_stages=2", "balance=[1, 1, 2]", "2 stages"),
+    train("pipeline.balance=[2,x]", "pipeline.balance", "a list of integers"),
+    train("pipeline.balance=evenly", "pipeline.balance", "auto"),
+    train("pipeline.num_stages=9", "9", "4 layers"),
+    train("pipeline.num_stages=4 pipeline.stages_per_rank=3", "stages_per_rank=3", "multiple"),
+    train("pipeline.schedule=inference", "no backward", "gpipe"),
+    train("pipeline.warmup=3 pipeline.num_stages=2", "warmup"),
+    train("data.sequence_length=2048", "data.sequence_length=2048", "model.max_sequence_length=2048"),
+    train("parallel.num_replicas=0", "parallel.num_replicas=0"),
+]
+
+# Data --------------------------------------------------------------------------------------------------------------------
+DATA = [
+    train("data=text", "data.path is not set", "data.path=FILE_OR_FOLDER"),
+    train("data=text data.path={}/nowhere", "{}/nowhere is not there"),
+    train("data=text data.path={}/textt", "did you mean data.path={}/text?", prepare=ENOUGH),
+    train("data=text data.path={}/text", "matches no file", "there is no file in it", prepare=text()),
+    train("data=text data.path={}/text data.pattern=*.md", "matches no file", "'**/*.txt'", prepare=ENOUGH),
+    train("data=text data.path={}/text data.pattern=/etc/*", "no pattern inside a folder", prepare=ENOUGH),
+    train("data=text data.path={}/text data.pattern=''", "data.pattern", prepare=ENOUGH),
+    train("data=text data.path={}/text", "has 0 bytes", "give more text", prepare=text(a=b"", b=b"")),
+    train("data=text data.path={}/text/a.txt", "has 20 bytes", "data.sequence_length=19", prepare=text(a=b"x" * 20)),
+    train(
+        "data=text data.path={}/pipe", "neither a file nor a folder", prepare=lambda folder: os.mkfifo(folder / "pipe")
+    ),
+    train("data=stdlib data.path={}/text", "data=text data.path={}/text", prepare=ENOUGH),
+    train(
+        "data=text data.path={}/text",
+        "a.txt may not be read",
+        "chmod +r",
+        prepare=lambda folder: (ENOUGH(folder), (folder / "text" / "a.txt").chmod(0)),
+        as_nobody=True,
+    ),
+    train(
+        "data=text data.path={}/text",
+        "may not be read",
+        "chmod +rx",
+        prepare=lambda folder: (ENOUGH(folder), (folder / "text").chmod(0)),
+        as_nobody=True,
+    ),
+]
+
+
+# Folders, snapshots, weights ---------------------------------------------------------------------------------------------
+def file_at(name: str, content: bytes = b"x") -> Prepare:
+    def prepare(folder: pathlib.Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return prepare
+
+
+def a_run(folder: pathlib.Path) -> None:
+    """A run folder that holds a run, as far as anybody looks."""
+    (folder / "run").mkdir()
+    RunFolder(folder / "run").config.write_text("steps: 3\n")
+
+
+def weights_of_another_model(folder: pathlib.Path) -> None:
+    save_file({"0.weight": zeros(3, 3)}, folder / "other.safetensors")
+
+
+RUN_FOLDERS = [
+    train("run_dir={}/file", "run_dir={}/file", "this is a file", prepare=file_at("file")),
+    train("run_dir={}/file/run", "run_dir={}/file/run", "{}/file is a file", prepare=file_at("file")),
+    train("run_dir={}/run", "there is a run in this folder", prepare=a_run),
+    train(
+        "run_dir={}/run",
+        "run_dir={}/run",
+        "may not be written",
+        prepare=lambda folder: folder.chmod(0o555),
+        as_nobody=True,
+    ),
+    train("resume=auto", "resume=auto", "run_dir=PATH"),
+    train("resume=nowhere", "resume=nowhere: there is nothing", "snapshots/step-"),
+    train("init_from=nowhere", "init_from=nowhere: there is nothing"),
+    train("resume={} init_from={}", "a resumed run has its weights"),
+]
+
+ANOTHER = "data=text data.path={}/text experiment=smoke pipeline.num_stages=1 observe.progress=false run_dir={}/new"
+
+
+def as_rank(typed: str, *says: str, prepare: Prepare = lambda folder: None) -> Row:
+    return Row(f"{ANOTHER} {typed}", says, prepare, as_rank=True)
+
+
+WEIGHTS = "weights/rank-0000.safetensors"
+SNAPSHOTS = [
+    replace(as_rank(""), typed=ANOTHER.replace("{}/new", "/proc/run"), says=("run_dir=/proc/run", "cannot be made")),
+    as_rank("resume={}", "there is no snapshot"),
+    as_rank("resume={}/text/a.txt", "{}/text/a.txt: there is no snapshot"),
+    as_rank("init_from={}", "there is no snapshot"),
+    as_rank("init_from={}/text/a.txt", "{}/text/a.txt is no safetensors file"),
+    as_rank("init_from={}/other.safetensors", "weights are of another model", prepare=weights_of_another_model),
+    as_rank("resume={}/old seed=5", "seed=5", "had 0", "set seed=0", "init_from="),
+    as_rank("resume={}/old model.hidden_size=64", "model.hidden_size=64", "had 32", "init_from="),
+    as_rank("resume={}/old model.num_blocks=3", "model.num_blocks=3", "had 2"),
+    as_rank("resume={}/old data.batch_size=4", "data.batch_size=4", "had 8"),
+    as_rank("resume={}/old steps=1", "steps=1", "has 2 steps behind it", "set steps to 2 or more"),
+    as_rank("resume={}/old/snapshots/step-00000009", "step-00000009: there is nothing"),
+]
+
+
+def harmed(what: str, harm: Prepare, *says: str) -> list[Row]:
+    """A snapshot that is harmed: named by the user, and as the only one of a run that goes on by itself."""
+
+    def prepare(folder: pathlib.Path) -> None:
+        harm(folder / "old" / "snapshots" / "step-00000002")
+
+    named = replace(as_rank("resume={}/old/snapshots/step-00000002", *says, prepare=prepare), note=what)
+    alone = replace(named, typed=named.typed.replace("/new", "/old").rpartition(" ")[0] + " resume=auto")
+    return [named, replace(alone, says=(*says, "no snapshot in", "is whole", "choose another run_dir"))]
+
+
+def swapped(snapshot: pathlib.Path) -> None:
+    (snapshot / WEIGHTS).rename(snapshot / "kept")
+    (snapshot / "optimizer" / "rank-0000.safetensors").rename(snapshot / WEIGHTS)
+    (snapshot / "kept").rename(snapshot / "optimizer" / "rank-0000.safetensors")
+
+
+def longer(snapshot: pathlib.Path) -> None:
+    with (snapshot / WEIGHTS).open("ab") as file:
+        file.write(b"x")
+
+
+HARMED = [
+    *harmed("manifest gone", lambda snapshot: (snapshot / "manifest.json").unlink(), "manifest.json is missing"),
+    *harmed("manifest empty", lambda snapshot: cut(snapshot / "manifest.json", 0), "manifest.json cannot be read"),
+    *harmed("manifest cut", lambda snapshot: cut(snapshot / "manifest.json", 90), "manifest.json cannot be read"),
+    *harmed(
+        "manifest text", lambda snapshot: (snapshot / "manifest.json").write_text("[1]"), "manifest.json cannot be"
+    ),
+    *harmed("state flipped", lambda snapshot: flip(snapshot / "state.json", -3), "state.json has changed"),
+    *harmed("header flipped", lambda snapshot: flip(snapshot / WEIGHTS, 20), f"{WEIGHTS} has changed"),
+    *harmed("data flipped", lambda snapshot: flip(snapshot / WEIGHTS, -1), f"{WEIGHTS} has changed"),
+    *harmed("data cut", lambda snapshot: cut(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
+    *harmed("data longer", longer, f"{WEIGHTS} has", "were written"),
+    *harmed("file gone", lambda snapshot: (snapshot / "generators" / "rank-0000.safetensors").unlink(), "No such file"),
+    *harmed("files swapped", swapped, "were written"),
+]
+
+# Other commands ----------------------------------------------------------------------------------------------------------
+COMMANDS = [
+    Row("trian steps=3", ("trian: there is no such command", "train")),
+    Row("show cost.forward_seconds=[1,2,3] pipeline.num_stages=2", ("cost.forward_seconds", "2")),
+    Row("show cost.hop_seconds=-1", ("cost.hop_seconds",)),
+    Row("show pipeline.schedule={}/nowhere.csv", ("nowhere.csv",)),
+    Row("show pipeline.schedule={}/bad.csv pipeline.num_stages=2", ("bad.csv",), file_at("bad.csv", b"0F0,what\n")),
+    Row("show --out={}/x.bmp pipeline.num_stages=2", ("bmp", "svg")),
+    Row("show --out={}/nowhere/x.svg pipeline.num_stages=2", ("nowhere",)),
+    Row("report {}/nowhere", ("there is no run",)),
+    Row("report {}/run", ("report",), a_run),
+    Row("generate {}/nowhere", ("there is no run",)),
+    Row("generate {}/run", ("weights",), a_run),
+]
+
+ROWS = [*CONFIG, *RANGES, *TOGETHER, *DATA, *RUN_FOLDERS, *SNAPSHOTS, *HARMED, *COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A run of two steps with a snapshot, by one rank in this process."""
+    folder = tmp_path_factory.mktemp("trained")
+    ENOUGH(folder)
+    options = ANOTHER.replace("{}/new", "{}/old").replace("{}", str(folder))
+    assert rank.main([*options.split(), "steps=2", "snapshot.every_steps=2"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    """A folder that everybody may enter: pytest's own are for their owner."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="pipetrain-test-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """This process without root's rights, where it has them."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)  # os.access asks for the real user
+    try:
+        if not os.access(conf_dir(), os.R_OK | os.X_OK):
+            pytest.skip("without root's rights this checkout cannot be read")
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def answer(row: Row, folder: pathlib.Path) -> int:
+    words = row.typed.replace("{}", str(folder)).split()
+    if not row.as_rank:
+        return cli.main(words)
+    try:
+        return rank.main(words)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_answer_is_one_line_that_helps(
+    row: Row,
+    folder: pathlib.Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if row.as_rank:
+        shutil.copytree(request.getfixturevalue("trained"), folder, dirs_exist_ok=True)
+        capsys.readouterr()
+    row.prepare(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    with as_nobody() if row.as_nobody else contextlib.nullcontext():
+        code = answer(row, folder)
+    told = capsys.readouterr()
+    assert code == row.code, told.err
+    (line,) = told.err.splitlines()
+    assert line.startswith("pipetrain: ")
+    assert [word for word in row.says if word.replace("{}", str(folder)) not in line] == [], line
+    assert "Traceback" not in told.err + told.out
+
+
+def test_a_fault_that_cannot_be_read(
+    trained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIPETRAIN_FAULTS", "kil rank=1 op=1B1 step=3")
+    options = ANOTHER.replace("{}/new", str(tmp_path / "new")).replace("{}", str(trained))
+    assert answer(Row(options, (), as_rank=True), tmp_path) == 2
+    assert "PIPETRAIN_FAULTS: there is no 'kil'" in capsys.readouterr().err
+
+
+def test_every_key_with_a_range_has_a_row() -> None:
+    ranged = {key for rule in (*check._RUN_RANGES, *check._SCHEDULE_RANGES) for key in rule.keys}
+    typed = " ".join(row.typed for row in RANGES)
+    assert [key for key in sorted(ranged) if f" {key}=" not in typed] == []
+
+
+def test_rows_are_distinct() -> None:
+    assert len(ROWS) >= 60
+    assert len({(row.name, row.says) for row in ROWS}) == len(ROWS)

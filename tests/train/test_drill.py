@@ -1,0 +1,45 @@
+"""`pipetrain verify --faults`: real faults, and a verdict that can be bad."""
+
+import json
+import pathlib
+
+import pytest
+
+from pipetrain.cli import main
+from pipetrain.engine.drill import Result, _Drill, _Ground, _run, as_table
+
+HANDLED = Result("a rank is killed", 2, 1, 0.4, "rank 1 is gone", "from step 2, equal bit for bit", None)
+MISSED = Result("a rank is stopped", 2, 1, 40.0, "", "not tried", "all ranks ended after 40.0 s, 19 s are promised")
+SKIPPED = Result("the disk is full in a save", 2, None, None, "a small disk needs root", "", None, skipped=True)
+
+
+def test_the_table_has_a_verdict_for_each_fault_and_for_all() -> None:
+    lines = as_table([HANDLED, MISSED, SKIPPED]).splitlines()
+    assert "as promised" in lines[1]
+    assert "NOT HANDLED" in lines[3]
+    assert "19 s are promised" in lines[4]
+    assert "skipped" in lines[5]
+    assert lines[-1] == "2 faults, 1 not handled as promised; 1 skipped"
+    assert as_table([HANDLED]).splitlines()[-1] == "1 faults, all handled as promised"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_faults_of_two_ranks(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--faults", "--quick", f"--json={tmp_path / 'faults.json'}"]) == 0
+    results = json.loads((tmp_path / "faults.json").read_text())
+    assert len(results) == 5
+    assert [result["problem"] for result in results] == [None] * 5
+    assert "5 faults, all handled as promised" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_promise_that_is_not_kept_is_seen(tmp_path: pathlib.Path) -> None:
+    """A message that is never given, an exit code that is another, and a time that is too short."""
+    with _Ground(tmp_path) as ground:
+        wrong = _Drill("", 2, "kill rank=1 op=1F1 step=3", "rank 7 is gone", 0.0, exit_code=75, resumes=False)
+        problem = _run(wrong, ground).problem
+    assert problem is not None
+    assert "exit code 1 in place of 75" in problem
+    assert "the message does not say" in problem
+    assert "0.0 s are promised" in problem

@@ -1,0 +1,146 @@
+"""A rank that is stopped or dies in a run of the command line: found in time, told in full, and nobody is left."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from resumed import PIPETRAIN, Process, end, environment, make_text, wait_until
+
+from pipetrain.engine import remains
+from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
+
+TIMEOUT_SECONDS = 3
+MARGIN_SECONDS = 15  # after timeout_seconds; and after a death
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("data")
+    make_text(folder / "text")
+    return folder / "text"
+
+
+def start(folder: pathlib.Path, text: pathlib.Path, fault: str, *options: str) -> Process:
+    run = ["experiment=smoke", "data=text", f"data.path={text}", "observe.progress=false", "run_dir=run", *options]
+    return subprocess.Popen(
+        [*PIPETRAIN, *run, f"timeout_seconds={TIMEOUT_SECONDS}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**environment(), "PIPETRAIN_FAULTS": fault, "TMPDIR": str(folder)},
+        start_new_session=True,
+    )
+
+
+def ranks_of(folder: pathlib.Path) -> list[int]:
+    return [int(file.read_text()) for file in sorted(folder.glob("pipetrain-*/process-*")) if file.read_text()]
+
+
+def state_of(pid: int) -> str:
+    """`T`: stopped; `Z` or empty: gone."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """The IPv4 and IPv6 addresses at which a process listens, as hexadecimal digits of /proc/net/tcp."""
+    inodes = set()
+    for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def seconds_until_the_end(process: Process, folder: pathlib.Path, struck: Callable[[], bool]) -> tuple[float, str]:
+    """From the moment of the fault; and stderr. Every rank is gone."""
+    wait_until(lambda: len(ranks_of(folder)) > 1, process)
+    ranks = ranks_of(folder)
+    wait_until(struck, process)
+    began = time.monotonic()
+    code, stderr = end(process)
+    seconds = time.monotonic() - began
+    assert code == Exit.FAILED, stderr
+    assert "Traceback" not in stderr
+    assert [pid for pid in ranks if state_of(pid) not in ("", "Z")] == []
+    return seconds, stderr.splitlines()[-1]
+
+
+def test_a_stopped_rank_ends_the_run_in_time(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", "pipeline.num_stages=3")
+    stopped = lambda: "T" in [state_of(pid) for pid in ranks_of(tmp_path)]  # noqa: E731
+    wait_until(stopped, process)
+    listening = {address for pid in ranks_of(tmp_path) for address in listening_addresses(pid)}
+    assert listening <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
+    seconds, message = seconds_until_the_end(process, tmp_path, stopped)
+    assert TIMEOUT_SECONDS - 1 < seconds < TIMEOUT_SECONDS + MARGIN_SECONDS
+    assert f"and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds): that rank hangs, is stopped" in message
+    assert "no word from rank 1; rank 0 waits in 0RECV_B" in message
+    assert "; rank 2 waits " in message
+
+
+def test_a_dead_rank_ends_the_run_in_time(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    process = start(tmp_path, text, "kill rank=1 op=1B1 step=3")
+    dead = lambda: any(state_of(pid) in ("", "Z") for pid in ranks_of(tmp_path))  # noqa: E731
+    seconds, message = seconds_until_the_end(process, tmp_path, dead)
+    assert seconds < MARGIN_SECONDS
+    assert re.search(r"rank 1 is gone: rank 0 lost its connection in 0(RECV_B|SEND_F)\d", message)
+
+
+def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped and one that ignores SIGTERM, as soon as the grace is over."""
+    monkeypatch.setattr(remains, "GRACE_SECONDS", 0.2)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    deaf = "import signal, sys; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    started = [
+        subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    for rank, process in enumerate(started):
+        assert process.stdout is not None
+        process.stdout.readline()
+        (tmp_path / f"process-{rank:04d}").write_text(str(process.pid))
+    os.kill(started[0].pid, signal.SIGSTOP)
+    alarm = threading.Timer(20, lambda: [process.kill() for process in started])
+    alarm.start()
+    with remains.remains_ended(tmp_path):
+        leave(Outcome(1, Exit.DONE))
+        leave(Outcome(2, Exit.FAILED, "rank 2 failed"))
+        assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
+    assert alarm.is_alive(), "they were ended by the alarm of this test"
+    alarm.cancel()
+    for process in started:
+        process.stdout.close()
+
+
+def test_a_run_that_is_stopped_on_request_is_left_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remains, "GRACE_SECONDS", 0.0)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    (tmp_path / "process-0000").write_text(str(process.pid))
+    leave(Outcome(1, Exit.STOPPED))
+    looks: list[pathlib.Path] = []
+    real = remains.collect
+    monkeypatch.setattr(remains, "collect", lambda folder: looks.append(folder) or real(folder))
+    with remains.remains_ended(tmp_path):
+        while len(looks) < 2:
+            time.sleep(0.01)
+    assert process.poll() is None
+    process.communicate(b"\n", timeout=10)
+    assert process.returncode == 0
