@@ -3,10 +3,14 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
+import signal
 from typing import Any
 
 import pytest
+import wandb_log
+from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.cli import main
@@ -121,6 +125,42 @@ def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: pat
         lines.close()
     assert [line["step"] for line in read_lines(folder.metrics)] == [1, 2, 3, 4]
     assert [line["heldout_loss"] for line in read_lines(folder.heldout)] == [0.1, 0.2, 0.3, 0.4]
+
+
+def cores() -> list[int]:
+    """The processes of wandb that this one has started and that have not ended."""
+    children = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    stats = [pathlib.Path(f"/proc/{pid}/stat").read_text() for file in children for pid in file.read_text().split()]
+    return [int(stat.split()[0]) for stat in stats if "(wandb-core) S" in stat or "(wandb-core) R" in stat]
+
+
+def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
+    """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
+    os.environ["HOME"] = str(path)
+    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers.start({"steps": 40})
+    lost: list[int] = []
+    for step in range(1, 41):
+        trackers.step(at_step(step))
+        if step == 20:
+            lost = cores()
+            for core in lost:
+                os.kill(core, signal.SIGTERM)
+            while cores():
+                pass
+    trackers.close()
+    return lost, cores()
+
+
+def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `scancel` does, which signals every process of a job. In a process of its own: wandb loses a socket there."""
+    ((lost, left),) = run_ranks(1, lose_wandb_half_way, tmp_path)
+    assert (len(lost), left) == (1, [])
+    assert "wandb keeps nothing" not in capfd.readouterr().err
+    rows = wandb_log.rows(wandb_log.newest(tmp_path))
+    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
 
 
 def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:

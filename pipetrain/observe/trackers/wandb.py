@@ -97,8 +97,9 @@ class WandbTracker(Tracker):
             self._began_again = True
             import wandb
 
-            with contextlib.suppress(OSError):
-                wandb.teardown()
+            for forget in (self._run.finish, wandb.teardown):  # else a new run would try to end this one first
+                with contextlib.suppress(OSError):
+                    forget()
             self._begin_at(sys.maxsize)
             call(self._run)
 
