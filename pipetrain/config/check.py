@@ -111,8 +111,6 @@ _RUN_ONLY = (
     _Only("optim.name", "adamw", "AdamW is the optimizer"),
     _Only("data.tokenizer", "byte", "text is read byte by byte"),
     _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
-    _Only("cluster.name", "local", "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
-    _Only("cluster.num_nodes", 1, "start torchrun on each node: torchrun ... -m pipetrain.train KEY=VALUE ..."),
     _Only("observe.wandb.mode", "disabled", "metrics.jsonl in the run folder has every number"),
 )
 
