@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.engine.nodes import Nodes, NotMet, passing_signals_on
+from pipetrain.engine.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.engine.remains import end_at_once, remains_ended
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
@@ -72,6 +72,8 @@ def launch(
         return replace(outcome, message="") if is_silent else outcome
     except NotMet as error:
         return Outcome(0, Exit.FAILED, str(error))
+    except StoppedEarly as error:
+        return Outcome(0, Exit.STOPPED, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,6 +19,10 @@ class NotMet(Exception):
     """Machines that did not find each other; the message is for the user."""
 
 
+class StoppedEarly(Exception):
+    """A request to stop came before the ranks were there; the message is for the user."""
+
+
 @dataclass(frozen=True)
 class Nodes:
     """`num_nodes` machines, on each of which the same command is started. They meet at `rendezvous` (HOST:PORT)."""
@@ -75,14 +79,14 @@ def node_rank_in_slurm(num_nodes: int) -> int | None:
 def passing_signals_on(ranks: Callable[[], list[int]], num_ranks: int) -> Iterator[None]:
     """A request to stop goes to the ranks of this machine and to nobody else: they tell those of the others.
 
-    Before all have announced themselves there is nothing to save, and torchrun ends as with a signal of its own.
+    Raises:
+        StoppedEarly: not all of them have announced themselves, so there is nothing to save; torchrun ends those that run.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
 
     def handle(signum: int, _frame: FrameType | None) -> None:
         started = ranks()
         if len(started) < num_ranks:
-            raise SignalException(f"got {signal.Signals(signum).name}", sigval=signal.Signals(signum))
+            raise StoppedEarly(f"stopped by {signal.Signals(signum).name} before the ranks of this machine were there")
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signum)

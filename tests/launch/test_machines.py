@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from small_text import make_text
 
+from pipetrain.engine.nodes import StoppedEarly, passing_signals_on
 from pipetrain.engine.world import World
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -131,6 +132,25 @@ def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None
         "pipetrain: this machine of 2 did not meet the others at cluster.rendezvous=127.0.0.1:"
     )
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("num_announced", [1, 2])
+def test_a_signal_before_all_ranks_are_there_ends_at_once(num_announced: int) -> None:
+    """Later it goes to them."""
+    told: list[bool] = []
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        with passing_signals_on(lambda: [process.pid] * num_announced, 2):
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            except StoppedEarly as error:
+                told.append(str(error).startswith("stopped by SIGUSR1 before the ranks"))
+        assert told == ([True] if num_announced == 1 else [])
+        if num_announced == 2:
+            assert process.wait(20) == -signal.SIGUSR1
+    finally:
+        process.kill()
+        process.wait()
 
 
 def agree_on(folder: str, port: int) -> None:
