@@ -184,6 +184,7 @@ def core_of(process: Process) -> list[int]:
     return [pid for pid in family_of(process.pid) if name_of(pid) == "wandb-core"]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_dies_is_started_again_once_and_does_not_stop_the_run(folder: pathlib.Path) -> None:
     once, twice = (start(folder, ALONE, name, "steps=400") for name in ("once", "twice"))
     for process, name in ((once, "once"), (twice, "twice")):
