@@ -1,5 +1,6 @@
 """engine=deepspeed: the numbers of the native engine, its snapshots, its run folder, and how it fails."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -106,29 +107,25 @@ def test_the_quickstart_over_20_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_rank_that_hangs_or_dies_ends_the_run(tmp_path: pathlib.Path) -> None:
-    """The others wait no longer than timeout_seconds, and say for whom."""
+@pytest.mark.parametrize(("sent", "words"), [(signal.SIGSTOP, "timeout_seconds"), (signal.SIGKILL, "is gone")])
+def test_a_rank_that_hangs_or_dies_ends_the_others(sent: signal.Signals, words: str, tmp_path: pathlib.Path) -> None:
+    """Rank 0 waits no longer than timeout_seconds, and says for whom."""
     make_text(tmp_path / "text")
-    for name, with_signal, words in (("hangs", signal.SIGSTOP, "timeout_seconds"), ("dies", signal.SIGKILL, "is gone")):
-        process = start(
-            tmp_path,
-            PIPETRAIN,
-            *OPTIONS,
-            f"run_dir={name}",
-            "steps=100000",
-            "timeout_seconds=8",
-            "snapshot=weights",
-            "snapshot.every_steps=null",
-        )
-        wait_until(lambda name=name: num_steps_of(tmp_path / name) >= 2, process)
-        rank_1 = children_of(process.pid)[1]
-        os.kill(rank_1, with_signal)
-        began = time.monotonic()
-        code, stderr = end(process)
-        assert code == 1, stderr
-        assert time.monotonic() - began < 8 + 30  # the ranks end within the time-out, torchrun takes its time
-        assert "rank 1" in stderr.splitlines()[-1]
-        assert words in stderr.splitlines()[-1]
+    options = ["steps=100000", "timeout_seconds=8", "snapshot.every_steps=null", "run_dir=run"]
+    process = start(tmp_path, PIPETRAIN, *OPTIONS, *options)
+    wait_until(lambda: num_steps_of(tmp_path / "run") >= 2, process)
+    rank_0, rank_1 = children_of(process.pid)
+    os.kill(rank_1, sent)
+    began = time.monotonic()
+    while process.poll() is None and rank_0 in children_of(process.pid):
+        assert time.monotonic() - began < 8 + 20  # on a machine that is busy with other things
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank_1, signal.SIGKILL)  # torchrun would wait for it
+    code, stderr = end(process)
+    assert code == 1, stderr
+    assert "rank 1" in stderr.splitlines()[-1]
+    assert words in stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
