@@ -181,8 +181,10 @@ class DeepSpeedEngine:
             raise PipelineError(self._explain(instruction, str(error))) from error
 
     def _explain(self, instruction: str, reason: str) -> str:
-        neighbour = self._rank + _NEIGHBOUR[instruction] if instruction in _NEIGHBOUR else None
-        peer = "another rank" if neighbour is None else f"rank {neighbour}"
+        if instruction in _NEIGHBOUR:
+            peer = f"rank {self._rank + _NEIGHBOUR[instruction]}"
+        else:
+            peer = f"rank {1 - self._rank}" if self._num_ranks == 2 else "another rank"
         where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
         if "timed out" in reason.lower() or "timeout" in reason.lower():
             return (
