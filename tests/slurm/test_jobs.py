@@ -111,10 +111,13 @@ def field(cluster: Cluster, job: str, name: str) -> str:
 
 
 def start_at_once(cluster: Cluster, job: str) -> None:
-    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end."""
+    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end.
+
+    In the second in which it was killed a node refuses it ("Job credential revoked"), and SLURM fails it for that.
+    """
     wait_for_state(cluster, job, "PENDING", seconds=60)
     wait_for(lambda: not steps_of(job), 30, f"steps of job {job} are left")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 def steps_of(job: str) -> list[str]:
