@@ -182,6 +182,8 @@ if __name__ == "__main__":
     if reason is not None:
         raise SystemExit(reason)
     install()
+    # In the background a shell ignores Ctrl-C for it, so a plain `kill` has to end it as cleanly.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with running() as here, contextlib.suppress(KeyboardInterrupt):
         print(f"two idle nodes: export SLURM_CONF={here.folder}/slurm.conf, then sinfo; Ctrl-C ends them", flush=True)
         signal.pause()

@@ -94,9 +94,9 @@ def wait_for_state(cluster: Cluster, job: str, *states: str, seconds: float = 60
 
 
 def wait_for_the_end(cluster: Cluster, job: str, run: pathlib.Path) -> str:
-    """How the job ended."""
-    ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-    wait_for_state(cluster, job, *ends, seconds=100)
+    """How the job ended. A job that is being put back says FAILED for a moment, but stays in the queue."""
+    queued = ["squeue", "--noheader", f"--jobs={job}"]
+    wait_for(lambda: not cluster.run(*queued).strip(), 100, f"job {job} has not ended:\n{log(run)}")
     return f"{state(cluster, job)} {field(cluster, job, 'ExitCode')}"
 
 
@@ -111,10 +111,13 @@ def field(cluster: Cluster, job: str, name: str) -> str:
 
 
 def start_at_once(cluster: Cluster, job: str) -> None:
-    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end."""
+    """SLURM lets a requeued job wait for some two minutes: long enough for what is left of its last start to end.
+
+    In the second in which it was killed a node refuses it ("Job credential revoked"), and SLURM fails it for that.
+    """
     wait_for_state(cluster, job, "PENDING", seconds=60)
     wait_for(lambda: not steps_of(job), 30, f"steps of job {job} are left")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 def steps_of(job: str) -> list[str]:
@@ -163,6 +166,7 @@ def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
     job = submit(cluster, run, *text, "snapshot.every_steps=1000")  # so that only the stop can have saved
     wait_for_steps(run, 10)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
+    wait_for(lambda: f"job {job} waits in the queue again" in log(run), 60, "the job has not put itself back")
     start_at_once(cluster, job)
     saved = max(int(path.name[5:]) for path in (run / "snapshots").glob("step-*"))
     assert saved >= 10
@@ -207,11 +211,13 @@ def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp
     """A run that fails before its first snapshot does so again at each start."""
     run = tmp_path / "run"
     job = submit(cluster, run, *text, "optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
+    again = f"job {job} waits in the queue again"
+    wait_for(lambda: again in log(run), 60, "the job has not put itself back")
     start_at_once(cluster, job)
     assert wait_for_the_end(cluster, job, run) == "FAILED 1:0", log(run)
-    text = log(run)
-    assert text.count(f"job {job} waits in the queue again") == 1, text
-    assert "1 restarts in a row brought the run no further (there is no snapshot yet)" in text
+    said = log(run)
+    assert said.count(again) == 1, said
+    assert "1 restarts in a row brought the run no further (there is no snapshot yet)" in said, said
 
 
 def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
@@ -262,6 +268,6 @@ def test_a_sweep_through_submitit_is_a_job_of_slurm_per_run(
         run = tmp_path / "sweep" / str(number)
         assert len(metrics(run)) == 5
         assert f"seed: {number + 1}\n" in (run / "config.yaml").read_text()
-    scripts = list((tmp_path / "sweep" / ".submitit").rglob("*submission*.sh"))
+    scripts = list((tmp_path / "sweep" / ".submitit").rglob("[0-9]*_submission.sh"))
     assert len(scripts) == 1  # submitit hands a sweep to sbatch as one array
     assert "#SBATCH --array=0-1" in scripts[0].read_text()
