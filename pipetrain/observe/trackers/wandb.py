@@ -25,6 +25,7 @@ from pipetrain.observe.trackers.tracker import Ending, Tracker, figures, first_l
 _FLUSH_SECONDS = 1.0
 _INIT_SECONDS = 20.0  # for a server that does not answer
 _FINISH_SECONDS = 60.0
+_ATTEMPTS = 3  # to start its process again
 
 
 class WandbTracker(Tracker):
@@ -78,7 +79,8 @@ class WandbTracker(Tracker):
             self._call(lambda run: run.finish(exit_code=self._exit_code))
         finally:
             self._run = None
-            wandb.teardown()  # its process ends now, and not when it notices that this one has
+            with contextlib.suppress(SystemExit):  # it exits with the code of its process
+                wandb.teardown()  # its process ends now, and not when it notices that this one has
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -95,13 +97,23 @@ class WandbTracker(Tracker):
             if self._began_again:
                 raise
             self._began_again = True
-            import wandb
-
-            for forget in (self._run.finish, wandb.teardown):  # else a new run would try to end this one first
-                with contextlib.suppress(OSError):
-                    forget()
-            self._begin_at(sys.maxsize)
+            self._begin_again()
             call(self._run)
+
+    def _begin_again(self) -> None:
+        """Forget the process that is gone, and have a new one write all steps so far."""
+        import wandb
+
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            for forget in (self._run.finish, wandb.teardown):  # else a new run would try to end this one first
+                with contextlib.suppress(OSError, SystemExit):  # it exits with the code of its process
+                    forget()
+            try:
+                self._begin_at(sys.maxsize)
+                return
+            except OSError:  # what is left of the old connection
+                if not attempts_left:
+                    raise
 
     def _begin_at(self, first_step: int) -> None:
         """A wandb run that has the steps before `first_step`."""
