@@ -27,7 +27,7 @@ from pipetrain.engine.guard import Action, Guard, Incident
 from pipetrain.engine.inspection import advice_on_stop, explain, folder_of, write_incident
 from pipetrain.engine.make import make_engine
 from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
-from pipetrain.engine.stop import StopRequest
+from pipetrain.engine.stop import StopRequest, ending_with_the_launcher
 from pipetrain.engine.weights import save_weights
 from pipetrain.engine.world import World
 from pipetrain.model.check import check_model
@@ -59,7 +59,8 @@ def train(config: RunConfig) -> Outcome:
     """
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        world = stack.enter_context(World(config.timeout_seconds))
+        with ending_with_the_launcher():
+            world = stack.enter_context(World(config.timeout_seconds))
         plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
         data = make_data(config.data, config.seed)
         _check_same_data(data, world)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.engine.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
-from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
+from pipetrain.engine.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.engine.remains import end_at_once, remains_ended
 from pipetrain.engine.stop import ONE_REQUEST_SECONDS, SIGNALS
 from pipetrain.runtime.rendezvous import check_a_port_is_free
@@ -80,6 +80,7 @@ def launch(
 
 def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ[FOLDER_VARIABLE] = str(folder)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 1 would make streams wait for each other
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))

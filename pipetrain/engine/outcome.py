@@ -12,6 +12,7 @@ from pathlib import Path
 from pipetrain.engine.stuck import watch_torchrun
 
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
+LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
 _RUN_DIR = "run-dir"
 
 

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Self
+
+from pipetrain.engine.outcome import LAUNCHER_VARIABLE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SLURM sends USR1 before the time is up
 # A terminal's Ctrl-C goes to every process of the group, and torchrun forwards its own copy to the ranks: one request.
 ONE_REQUEST_SECONDS = 1.0
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextlib.contextmanager
+def ending_with_the_launcher() -> Iterator[None]:
+    """While it is open the kernel ends this process where whoever started it dies.
+
+    For the time in which ranks look for each other: they would wait for a store that died with torchrun until their time-out,
+    and have nothing to save yet.
+    """
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if not sys.platform.startswith("linux") or launcher is None:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before
+        os._exit(128 + signal.SIGKILL)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 class StopRequest:

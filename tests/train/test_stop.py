@@ -1,9 +1,13 @@
 """A request to stop, as one process sees it."""
 
+import contextlib
 import os
+import pathlib
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,3 +45,47 @@ def test_a_launcher_that_is_gone_is_a_request(monkeypatch: pytest.MonkeyPatch) -
 def test_importing_the_handlers_needs_no_torch() -> None:
     program = "import sys, pipetrain.engine.stop, pipetrain.engine.outcome, pipetrain.engine.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+LAUNCHER = """
+import os, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-m", "pipetrain.train", *sys.argv[1:]], env={**os.environ, "PIPETRAIN_LAUNCHER": str(os.getpid())})
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+def is_there(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathlib.Path) -> None:
+    """The store that it waits for died with torchrun."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, "experiment=smoke", "timeout_seconds=90"],
+            cwd=tmp_path,
+            env={**os.environ, **ranks, **place, "PYTHONPATH": root, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert launcher.stdout is not None
+        rank = int(launcher.stdout.readline())
+        try:
+            assert is_there(rank)
+            launcher.kill()
+            launcher.wait()
+            launcher.stdout.close()
+            deadline = time.monotonic() + 40  # it may still be loading torch
+            while is_there(rank) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not is_there(rank)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
