@@ -29,10 +29,12 @@ from hydra.errors import HydraException
 from pipetrain.config.load import conf_dir, load
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
+from pipetrain.config.secrets import check_override
 from pipetrain.engine.outcome import Exit
 from pipetrain.observe.folder import SWEEP_JOBS, choose_folder
 
-_SWEEP_DIR = "hydra.sweep.dir"
+_LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
+_SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"
 # What asks a run to stop, and as what it is passed on. SLURM and submitit send USR1 or USR2 before the time is up.
 _FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -153,7 +155,16 @@ def _check_run_dirs(configs: Sequence[RunConfig]) -> None:
 
 
 def _check_hydra(overrides: Sequence[str]) -> None:
-    """Hydra's own keys, such as the launcher."""
+    """Hydra's own keys, such as the launcher. What they may name is listed: with others Hydra would run any code."""
+    for text in overrides:
+        check_override(text)
+        key, _, value = text.lstrip("+~").partition("=")
+        if key == _LAUNCHER and value not in _LAUNCHERS:
+            raise ConfigError(f"{text}: allowed is {', '.join(_LAUNCHERS)}")
+        if key not in (_LAUNCHER, _SWEEP_DIR, _SWEEP_SUBDIR) and not key.startswith("hydra.launcher."):
+            raise ConfigError(
+                f"{text}: of Hydra's own keys a sweep takes {_LAUNCHER}, hydra.launcher.NAME, {_SWEEP_DIR} and {_SWEEP_SUBDIR}"
+            )
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
             compose("config", overrides=list(overrides))

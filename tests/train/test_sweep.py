@@ -154,7 +154,11 @@ MISTAKES = {
     "value": (["seed=1,2", "recompute.mode=inline,inlin"], ["job 1 (seed=1 recompute.mode=inlin)", "'inline'"]),
     "key": (["sed=1,2"], ["job 0 (sed=1)", "'seed'"]),
     "folder": (["seed=1,2", "run_dir=mine"], ["run_dir=mine: jobs 0 and 1 would share it", "${seed}"]),
-    "launcher": (["seed=1,2", "hydra/launcher=submitit_slum"], ["hydra/launcher=submitit_slum", "pipetrain[sweep]"]),
+    "launcher": (["seed=1,2", "hydra/launcher=submitit_slum"], ["hydra/launcher=submitit_slum", "submitit_local"]),
+    "code": (["seed=1,2", "hydra.launcher._target_=os.system"], ["hydra.launcher._target_", "no code"]),
+    "code in a value": (["seed=1,2", "+hydra.launcher.x={_target_: os.system}"], ["_target_", "no code"]),
+    "code of a sweeper": (["seed=1,2", "hydra.sweeper._target_=os.system"], ["hydra.sweeper._target_", "no code"]),
+    "another key of Hydra": (["seed=1,2", "+hydra.callbacks.a=b"], ["hydra.callbacks.a=b", "hydra.launcher.NAME"]),
     "unreadable": (["seed=1,2", "data.path=/a b=c"], ["data.path=/a b=c"]),
 }
 
