@@ -63,15 +63,16 @@ class _Drill:
 _HANG = rf"rank \d waits .*and nothing came for {TIMEOUT_SECONDS} s.*no word from rank 1; rank 0 waits"
 _GONE = r"rank \d is gone: rank \d lost its connection in"
 _HANG_SECONDS = TIMEOUT_SECONDS + MARGIN_SECONDS
+# In step 5 the snapshot of step 2 is whole: the save of step 4 has waited for it.
 _DRILLS = (
-    _Drill("an op raises", 2, "raise rank=1 op=1B1 step=4", r"rank 1 failed in 1B1 .*a fault was injected"),
-    _Drill("a rank is killed", 2, "kill rank=1 op=1F1 step=4", _GONE),
-    _Drill("a rank is stopped", 2, "stop rank=1 op=1F2 step=4", _HANG, _HANG_SECONDS),
-    _Drill("a connection breaks", 2, "drop rank=0 op=0SEND_F1 step=4", _GONE),
+    _Drill("an op raises", 2, "raise rank=1 op=1B1 step=5", r"rank 1 failed in 1B1 .*a fault was injected"),
+    _Drill("a rank is killed", 2, "kill rank=1 op=1F1 step=5", _GONE),
+    _Drill("a rank is stopped", 2, "stop rank=1 op=1F2 step=5", _HANG, _HANG_SECONDS),
+    _Drill("a connection breaks", 2, "drop rank=0 op=0SEND_F1 step=5", _GONE),
     _Drill("a rank is slow for 3 steps", 2, "slow rank=0 step=3 num_steps=3 seconds=0.05", "", 60, Exit.DONE, False),
-    _Drill("a rank is killed", 4, "kill rank=2 op=2B1 step=4", _GONE),
-    _Drill("a rank is stopped", 4, "stop rank=1 op=1F2 step=4", _HANG, _HANG_SECONDS, resumes=False),
-    _Drill("a connection breaks", 4, "drop rank=1 op=1F2 step=4", _GONE, resumes=False),
+    _Drill("a rank is killed", 4, "kill rank=2 op=2B1 step=5", _GONE),
+    _Drill("a rank is stopped", 4, "stop rank=1 op=1F2 step=5", _HANG, _HANG_SECONDS, resumes=False),
+    _Drill("a connection breaks", 4, "drop rank=1 op=1F2 step=5", _GONE, resumes=False),
 )
 
 

@@ -165,6 +165,8 @@ class WandbTracker(Tracker):
                     file=sys.stderr,
                     flush=True,
                 )
+                with contextlib.suppress(OSError, SystemExit):
+                    wandb.teardown()  # its process still holds the id of the run that it could not begin
         return init("offline")
 
     def _run_id(self) -> str:
