@@ -37,7 +37,7 @@ def records(path: pathlib.Path) -> Iterator[Any]:
 
 def newest(run: pathlib.Path) -> pathlib.Path:
     """The file of the newest wandb run in a run folder."""
-    return max((run / "wandb").glob("*run-*/run-*.wandb"), key=lambda file: file.parent.name)
+    return max((run / "wandb").glob("*run-*/run-*.wandb"), key=lambda file: file.parent.name.partition("run-")[2])
 
 
 def rows(path: pathlib.Path) -> list[dict[str, Any]]:
