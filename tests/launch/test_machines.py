@@ -55,6 +55,7 @@ def losses(run: pathlib.Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
     variables = {
         "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": "60", "PYTHON": sys.executable,

@@ -66,6 +66,7 @@ def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
     assert "0.tokens.weight/step" in same_1[2]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_text(tmp_path / "text")
     command = [*PIPETRAIN, "experiment=smoke", "data=text", "data.path=text", *OPTIONS, "run_dir=run", "--json"]

@@ -216,6 +216,7 @@ def test_a_resumed_run_skips_the_same_steps(folder: pathlib.Path, skipping: path
     assert_same_end(folder / "skipping-on", skipping, start + 1)
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_on_with_later_batches_and_a_resume_too(folder: pathlib.Path) -> None:
     guard = ["guard.spike=rollback", "guard.max_rollbacks=20", *SPIKES]
     code, stderr = run(folder, "run_dir=back", *guard)

@@ -66,6 +66,7 @@ def test_each_job_has_a_run_folder_that_its_ranks_share(
     assert [value["differs"] for value in json.loads(capsys.readouterr().out)] == [{"seed": 1}, {"seed": 2}]
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_named_and_the_others_are_run(folder: pathlib.Path) -> None:
     """It fails when it runs: its loss becomes infinite in the second step."""
     done = run(folder, *ALONE, "optim.warmup_steps=0", "optim.clip_norm=null", "optim.learning_rate=1e38,1e-3")
@@ -79,6 +80,7 @@ def test_a_job_that_fails_is_named_and_the_others_are_run(folder: pathlib.Path) 
     assert (pathlib.Path(jobs[1]["run_dir"]) / "report.json").is_file()
 
 
+@pytest.mark.slow
 def test_submitit_runs_jobs_in_folders_of_a_template(folder: pathlib.Path) -> None:
     options = ["seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "run_dir=mine/of-${seed}"]
     done = run(folder, *ALONE, *options)

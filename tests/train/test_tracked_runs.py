@@ -204,6 +204,7 @@ def test_a_tracker_that_dies_is_started_again_once_and_does_not_stop_the_run(fol
     assert len(metrics_of(folder / "twice")) == 400
 
 
+@pytest.mark.slow
 def test_online_without_a_key_asks_nobody_and_goes_on_offline(folder: pathlib.Path) -> None:
     """On a terminal, where wandb would ask for one."""
     ours, theirs = os.openpty()
