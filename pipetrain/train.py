@@ -49,6 +49,8 @@ from pipetrain.schedule.show import Shown, show_schedule
 from pipetrain.schedule.stragglers import StragglerWatch
 from pipetrain.snapshot.session import AUTO, Snapshots, check_start
 
+_SHARED_SECONDS = 30.0  # network file systems may show a new file that late
+
 
 def train(config: RunConfig) -> Outcome:
     """Trains as one of the ranks that torch.distributed knows, and leaves the run folder behind.
@@ -285,9 +287,6 @@ def _sum_up(
         ),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
     )
-
-
-_SHARED_SECONDS = 30.0  # network file systems may show a new file that late
 
 
 def _check_same_data(data: Data, world: World) -> None:
