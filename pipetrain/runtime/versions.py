@@ -95,7 +95,7 @@ def _difference(first: tuple[int, str, Versions], others: str) -> str:
     differing = sorted(
         {key for _, _, theirs in found for key in {*versions, *theirs} if theirs.get(key) != versions.get(key)}
     )
-    lines: dict[str, str] = {}  # what a machine has -> the first rank there
+    lines: dict[str, str] = {}  # what a machine has -> a rank there, one that wrote a line
     for rank, host, theirs in found:
         has = ", ".join(f"{key} {theirs.get(key, 'none')}" for key in differing)
         lines.setdefault(f"{host} has {has}", f" (rank {rank})")

@@ -108,7 +108,9 @@ def compare(versions: list[Versions], num_ranks: int, seconds: float) -> list[st
     told = [""] * len(versions)
 
     def rank(number: int) -> None:
-        store = TCPStore("127.0.0.1", server.port, None, is_master=False, timeout=timedelta(seconds=seconds))
+        # torch looks the name of whoever connects up: with a slow name server that alone takes seconds.
+        store = TCPStore("127.0.0.1", server.port, None, is_master=False, timeout=timedelta(seconds=60))
+        store.set_timeout(timedelta(seconds=seconds))
         try:
             check_same(store, number, num_ranks, versions[number])
         except (ValueError, PipelineError) as error:
@@ -133,7 +135,8 @@ def test_versions_that_differ_are_told_the_same_on_every_rank(name: str) -> None
     assert told[0] == told[1] == told[2]
     host = socket.gethostname()
     assert told[0].startswith("ValueError: the machines of this run have different versions: ")
-    assert f"{host} has {name} {ours[name]} (rank 0)" in told[0]
+    # The rank that is named is the first to come of those that have the same.
+    assert any(f"{host} has {name} {ours[name]} (rank {rank})" in told[0] for rank in (0, 1)), told[0]
     assert f"{host} has {name} 0.0.1 (rank 2)" in told[0]
     assert len(told[0].splitlines()) == 1
 
