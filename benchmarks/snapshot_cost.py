@@ -3,8 +3,9 @@
     python -m benchmarks.snapshot_cost [--saves=20] [--folder=FOLDER] [--json=FILE]
 
 A model of 200 MB trains with AdamW on one thread, so 600 MB are saved. A save costs the time of `save` and `poll`, and
-what the steps that run until it is done take longer than the median of the steps just before. The folder is on the disk that is to
-be measured: /tmp may be memory.
+what the steps that run until it is done take longer than as many steps without a save: the mean of those just before and
+just after, since a machine's speed drifts by more than is to be measured. The folder is on the disk that is to be
+measured: /tmp may be memory.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Training:
 
     def step(self) -> None:
         self.model(self._inputs).square().mean().backward()
+        self.saver.before_update()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # new memory for gradients makes the time of a step vary
 
     def save(self) -> None:
         self._saves += 1
@@ -66,13 +68,12 @@ def seconds_of(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def beside_training(training: Training, step_seconds: float) -> tuple[float, float, int]:
-    """What one save costs: seconds of the copy, seconds that the steps after it took longer, and their number."""
-    copy, slower, steps = seconds_of(training.save), 0.0, 0
+def beside_training(training: Training) -> tuple[float, list[float]]:
+    """Seconds of `save`, and of each step until the snapshot is whole."""
+    begin, steps = seconds_of(training.save), []
     while not training.saved:
-        slower += seconds_of(training.step) - step_seconds + seconds_of(training.saver.poll)
-        steps += 1
-    return copy, slower, steps
+        steps.append(seconds_of(training.step) + seconds_of(training.saver.poll))
+    return begin, steps
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,19 @@ class Result:
     date: str
     machine: str
     saved_bytes: int
-    step_seconds: list[float]  # medians of the steps before each save
+    step_seconds: list[float]  # means of the steps without a save, before and after each
     blocking_seconds: list[float]
-    copy_seconds: list[float]  # the part of the next that `save` itself takes
     asynchronous_seconds: list[float]
+    begin_seconds: list[float]  # the part of these that `save` itself takes
     steps_until_saved: list[int]
 
     def as_text(self) -> str:
-        blocking, copy, beside = map(
-            statistics.median, (self.blocking_seconds, self.copy_seconds, self.asynchronous_seconds)
-        )
+        blocking, beside = map(statistics.median, (self.blocking_seconds, self.asynchronous_seconds))
+        low, _, high = statistics.quantiles(self.asynchronous_seconds)
         return (
             f"{len(self.blocking_seconds)} saves of {self.saved_bytes / 1e6:.0f} MB, medians\n"
             f"blocking      {blocking:.3f} s\n"
-            f"asynchronous  {beside:.3f} s ({beside / blocking:.1%}), {copy:.3f} s of it the copy to host memory"
+            f"asynchronous  {beside:.3f} s ({beside / blocking:.1%}), half of them from {low:.3f} to {high:.3f} s"
         )
 
 
@@ -104,24 +104,29 @@ def measure(folder: Path, saves: int) -> Result:
     training = Training(folder)
     training.step()
     training.blocking_save()
-    beside_training(training, 0.0)
-    plain, blocking, copies, beside, steps = [], [], [], [], []
+    beside_training(training)
+
+    def without_save() -> list[float]:
+        return [seconds_of(training.step) for _ in range(STEPS_BETWEEN)]
+
+    plain, blocking, begins, beside, counts = [], [], [], [], []
     for _ in range(saves):
-        plain.append(statistics.median(seconds_of(training.step) for _ in range(STEPS_BETWEEN)))
-        copy, slower, count = beside_training(training, plain[-1])
+        before = without_save()
+        begin, steps = beside_training(training)
+        plain.append(statistics.fmean([*before, *without_save()]))
+        begins.append(begin)
+        beside.append(begin + sum(steps) - len(steps) * plain[-1])
+        counts.append(len(steps))
         blocking.append(seconds_of(training.blocking_save))
-        copies.append(copy)
-        beside.append(copy + slower)
-        steps.append(count)
     return Result(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
         saved_bytes=sum(p.numel() * p.element_size() for p in training.model.parameters()) * 3,
         step_seconds=plain,
         blocking_seconds=blocking,
-        copy_seconds=copies,
         asynchronous_seconds=beside,
-        steps_until_saved=steps,
+        begin_seconds=begins,
+        steps_until_saved=counts,
     )
 
 

@@ -137,10 +137,16 @@ def _run_steps(run: _Run, world: World, stop: StopRequest) -> int:
     every = config.observe.evaluate_every_steps
     step = run.snapshots.first_step
     engine.start_at(step)
+
+    def accepts(step: int, loss: float, grad_norm: float | None) -> bool:
+        is_accepted = guard.accepts(step, loss, grad_norm)
+        run.snapshots.before_update()
+        return is_accepted
+
     while step <= config.steps:
         started = time.perf_counter()
         batch = run.data.train.batch(guard.batch_of(step))
-        result = engine.step(step, batch, guard.accepts)
+        result = engine.step(step, batch, accepts)
         figures = engine.gather_report()
         seconds = time.perf_counter() - started
         if guard.incident is not None and (back_at := _respond(run, guard.incident, batch)) is not None:

@@ -1,7 +1,9 @@
 """Saves while training goes on.
 
-    main thread   save: [1] copy to host memory ... steps ... poll: [3] all ranks have written ... poll: [5] done
-    own thread              [2] write and fsync files          rank 0:  [4] manifest, fsync, rename, prune
+    main thread   save ... F B F B ... before_update ... steps ... poll: [3] all ranks have written ... poll: [5] done
+    own thread         [1] copy to host memory,      [2] write and fsync files    rank 0: [4] manifest, fsync, rename, prune
+
+Weights and optimizer state stay as they are until the next optimizer step, so they are copied beside its F and B.
 
 Ranks agree in `save` and `poll` only, on the main thread, so a save needs no communication of its own. Nothing that
 goes wrong here ends the training: the error is shown, and the older snapshots are not touched.
@@ -14,6 +16,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -69,6 +72,7 @@ class _Save:
 
     state: RunState
     draft: Path
+    copied: threading.Event
     job: _Job
     committing: bool = False  # every rank's files are written; rank 0 makes the snapshot of them
 
@@ -106,16 +110,30 @@ class Saver:
             folders.remove_left_overs(folder)
 
     def save(self, state: RunState, tensors: Mapping[Part, Mapping[str, Tensor]]) -> None:
-        """Begin to save; returns when `tensors` (of any device) are copied. Waits for the save before. Collective."""
+        """Begin to save. `tensors` (of any device) must not change before `before_update` has returned.
+
+        Waits for the save before. Collective.
+        """
         self.wait()
         token = self._agree(self._open_draft(state.step) if self._rank == 0 else 0)
         if token == 0:
             return
         draft = folders.draft_of(self._folder, state.step, token)
-        self._host = {part: _copy(mapping, self._host.get(part, {})) for part, mapping in tensors.items()}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies have arrived before a step may change what they are of
-        self._save = _Save(state, draft, _Job(lambda: _write_files(draft, self._rank, self._host)))
+        copied, streams = threading.Event(), _copy_streams(tensors)
+
+        def write() -> None:
+            try:
+                self._copy(tensors, streams)
+            finally:
+                copied.set()
+            _write_files(draft, self._rank, self._host)
+
+        self._save = _Save(state, draft, copied, _Job(write))
+
+    def before_update(self) -> None:
+        """Returns when the tensors that were given to `save` may change: they are copied, or could not be."""
+        if self._save is not None:
+            self._save.copied.wait()
 
     def poll(self) -> None:
         """Take a save further that has come to its next agreement; does not wait. Collective."""
@@ -138,6 +156,14 @@ class Saver:
         while self._save is not None:
             self._save.job.join()
             self.poll()
+
+    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[torch.cuda.Stream]) -> None:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            self._host = {part: _copies(mapping, self._host.get(part, {})) for part, mapping in tensors.items()}
+        for stream in streams:
+            stream.synchronize()
 
     def _open_draft(self, step: int) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
@@ -174,7 +200,18 @@ class Saver:
         return f"rank {self._rank} could not write the snapshot of step {step} ({reason}): training goes on; {older}"
 
 
-def _copy(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[torch.cuda.Stream]:
+    """One for each GPU that holds some of `tensors`, which begins when the work before it has made them."""
+    devices = {tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda}
+    streams = []
+    for device in devices:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        streams.append(stream)
+    return streams
+
+
+def _copies(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
     """Copies in host memory, in the buffers of the save before where they fit: fresh memory costs more than the copy."""
     copies: Tensors = {}
     for name, tensor in tensors.items():

@@ -111,6 +111,10 @@ class Snapshots:
         if stopping:
             self._saver.wait()
 
+    def before_update(self) -> None:
+        """To be called before each optimizer step: returns when a save that has begun needs the old weights no more."""
+        self._saver.before_update()
+
     def roll_back(self) -> RunState | None:
         """Make model, optimizer and generators what they were in the newest whole snapshot of this run. Collective.
 

@@ -46,9 +46,15 @@ Tensors = dict[str, Tensor]
 
 
 def tensors_of(model: Model, optimizer: Optimizer, device: torch.device) -> dict[Part, Tensors]:
-    """This rank's share of each part; the tensors themselves, not copies of them."""
+    """This rank's share of each part; nothing of it changes before the next optimizer step.
+
+    Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
     return {
-        Part.WEIGHTS: dict(_only_tensors(model.state_dict())),
+        Part.WEIGHTS: {
+            name: value if name in parameters else value.clone() for name, value in _only_tensors(model.state_dict())
+        },
         Part.OPTIMIZER: _optimizer_tensors(model, optimizer),
         Part.GENERATORS: _generators(device),
     }

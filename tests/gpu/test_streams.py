@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +132,24 @@ def test_recompute_ran_on_its_own_stream() -> None:
     lanes = {event.op: event.lane for event in report.timeline.events}
     assert lanes[Op(0, Kind.R, 0)] is Lane.RECOMPUTE
     assert lanes[Op(0, Kind.B, 0)] is Lane.COMPUTE
+
+
+def test_a_save_copies_what_was_there_beside_the_training(tmp_path: Path) -> None:
+    """The copies run on a stream of their own, after the kernels that make the values and before those that change them."""
+    pytest.importorskip("safetensors")
+    from pipetrain.snapshot.folder import path_of
+    from pipetrain.snapshot.reader import Snapshot
+    from pipetrain.snapshot.saver import Saver
+    from pipetrain.snapshot.state import Part, RunState
+
+    saver = Saver(tmp_path, rank=0, agree=lambda value: value, keep_last=2, say=print)
+    weight = torch.zeros(1 << 24, device="cuda")
+    for step in (1, 2):  # the second save uses the buffers of the first
+        torch.cuda._sleep(SLOW_CYCLES)
+        weight.fill_(step)
+        saver.save(RunState(step, 1, {}, {}), {Part.WEIGHTS: {"w": weight}})
+        saver.before_update()
+        weight.fill_(-1)
+    saver.wait()
+    for step in (1, 2):
+        assert bool((Snapshot(path_of(tmp_path, step)).tensors(Part.WEIGHTS)["w"] == step).all())

@@ -6,17 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 from saved import CPU, save, saver_of, state_of, trained
+from torch import Tensor
 
+from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.find import newest_whole
 from pipetrain.snapshot.folder import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.state import Part, tensors_of
+from pipetrain.snapshot.state import Part, Tensors, tensors_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -63,11 +66,70 @@ def test_what_a_step_changes_meanwhile_is_not_in_the_snapshot(tmp_path: pathlib.
     for step in (1, 2):  # the second save uses the buffers of the first
         weight.fill_(step)
         saver.save(state_of(step), {Part.WEIGHTS: {"w": weight}})
+        saver.before_update()
         weight.fill_(-1)
     saver.wait()
     for step in (1, 2):
         read = Snapshot(path_of(tmp_path, step)).tensors(Part.WEIGHTS)["w"]
         assert torch.equal(read, torch.full((1 << 20,), float(step)))
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies to host memory wait for this event."""
+    may_copy = threading.Event()
+
+    def wait_and_copy(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+        assert may_copy.wait(60)
+        return copies(tensors, before)
+
+    copies = saver_module._copies
+    monkeypatch.setattr(saver_module, "_copies", wait_and_copy)
+    return may_copy
+
+
+def test_a_save_lets_training_go_on_until_weights_change(tmp_path: pathlib.Path, copying: threading.Event) -> None:
+    model, optimizer = trained(1)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    saver = saver_of(tmp_path)
+    saver.save(state_of(3), tensors_of(model, optimizer, CPU))
+    model(torch.randn(8, 4)).square().mean().backward()  # changes the buffers of the normalization
+    assert not torch.equal(model.state_dict()["1.running_mean"], saved["1.running_mean"])
+
+    updated = threading.Event()
+
+    def update() -> None:
+        saver.before_update()
+        optimizer.step()
+        updated.set()
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    assert not updated.wait(0.2)
+    copying.set()
+    updating.join(60)
+    assert updated.is_set()
+    saver.wait()
+    read = Snapshot(path_of(tmp_path, 3)).tensors(Part.WEIGHTS)
+    assert all(torch.equal(read[name], value) for name, value in saved.items())
+
+
+def test_copies_that_fail_do_not_stop_training(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> Tensors:
+        raise MemoryError("no room for a copy")
+
+    said: list[str] = []
+    saver = saver_of(tmp_path, say=said.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver_module, "_copies", no_memory)
+        saver.save(state_of(4), tensors_of(*trained(), CPU))
+        saver.before_update()
+        saver.wait()
+    (text,) = said
+    assert "step 4 (no room for a copy): training goes on" in text
+    saver.save(state_of(5), tensors_of(*trained(), CPU))
+    saver.wait()
+    assert steps_in(tmp_path) == [5]
 
 
 def test_poll_takes_a_save_to_its_end_without_waiting(tmp_path: pathlib.Path) -> None:

@@ -88,6 +88,7 @@ def test_what_a_run_carries_comes_back_with_a_resume_and_a_rollback(tmp_path: pa
         guard.count = 10 * step
         snapshots.after_step(step, stopping=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    snapshots.before_update()
     with torch.no_grad():
         model[0].weight.zero_()
     state = snapshots.roll_back()

@@ -1,0 +1,70 @@
+"""A run that saves while it trains: what is in a snapshot is of its step, however late the copies are made."""
+
+import pathlib
+import threading
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from resumed import make_text
+from torch import Tensor
+
+from pipetrain import train as rank
+from pipetrain.snapshot import saver as saver_module
+from pipetrain.snapshot.folder import path_of, steps_in
+from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.saver import Saver
+from pipetrain.snapshot.state import Part, RunState, Tensors
+
+OPTIONS = "data=text experiment=smoke pipeline.num_stages=1 observe.progress=false steps=4 snapshot.every_steps=1"
+
+
+def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy begins before the run says that it is about to change them."""
+    about_to_change = threading.Event()
+    given: dict[int, dict[Part, Tensors]] = {}
+    save, before_update, copies = Saver.save, Saver.before_update, saver_module._copies
+
+    def recorded_save(self: Saver, state: RunState, tensors: Mapping[Part, Mapping[str, Tensor]]) -> None:
+        given[state.step] = {part: {n: t.detach().clone() for n, t in of.items()} for part, of in tensors.items()}
+        about_to_change.clear()
+        save(self, state, tensors)
+        if state.step == 4:
+            about_to_change.set()  # the last: nothing changes any more
+
+    def announced(self: Saver) -> None:
+        about_to_change.set()
+        before_update(self)
+
+    def late_copies(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+        assert about_to_change.wait(20), "the run went on to its next save without before_update"
+        return copies(tensors, before)
+
+    monkeypatch.setattr(Saver, "save", recorded_save)
+    monkeypatch.setattr(Saver, "before_update", announced)
+    monkeypatch.setattr(saver_module, "_copies", late_copies)
+    make_text(tmp_path / "text")
+    try:
+        assert (
+            rank.main(
+                [
+                    *OPTIONS.split(),
+                    f"data.path={tmp_path / 'text'}",
+                    f"run_dir={tmp_path / 'run'}",
+                    "snapshot.keep_last=9",
+                ]
+            )
+            == 0
+        )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    folder = tmp_path / "run" / "snapshots"
+    assert steps_in(folder) == [4, 3, 2, 1]
+    for step, parts in given.items():
+        snapshot = Snapshot(path_of(folder, step))
+        for part, tensors in parts.items():
+            read = snapshot.tensors(part)
+            assert all(torch.equal(read[name], value) for name, value in tensors.items())
