@@ -1,6 +1,6 @@
 """What a snapshot costs the training: beside it, against one that training waits for.
 
-    python -m benchmarks.snapshot_cost [--saves=20] [--folder=FOLDER] [--json=FILE]
+    python -m benchmarks.snapshot_cost [--saves=20] [--rows=128] [--folder=FOLDER] [--json=FILE]
 
 A model of 200 MB trains with AdamW on one thread, so 600 MB are saved. A save costs the time of `save` and `poll`, and
 what the steps that run until it is done take longer than as many steps without a save: the mean of those just before and
@@ -28,7 +28,7 @@ from torch import nn
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import RunState, tensors_of
 
-NUM_LAYERS, WIDTH, ROWS = 12, 2048, 16
+NUM_LAYERS, WIDTH = 12, 2048
 STEPS_BETWEEN = 10
 CPU = torch.device("cpu")
 
@@ -36,11 +36,11 @@ CPU = torch.device("cpu")
 class Training:
     """A model, its optimizer and its snapshots."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rows: int) -> None:
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.saver = Saver(folder, rank=0, agree=lambda value: value, keep_last=1, say=print)
-        self._inputs = torch.randn(ROWS, WIDTH)
+        self._inputs = torch.randn(rows, WIDTH)
         self._saves = 0
 
     def step(self) -> None:
@@ -82,6 +82,7 @@ class Result:
 
     date: str
     machine: str
+    rows: int
     saved_bytes: int
     step_seconds: list[float]  # means of the steps without a save, before and after each
     blocking_seconds: list[float]
@@ -99,9 +100,9 @@ class Result:
         )
 
 
-def measure(folder: Path, saves: int) -> Result:
+def measure(folder: Path, saves: int, rows: int) -> Result:
     """Blocking and asynchronous saves in turns, after one of each that is not counted."""
-    training = Training(folder)
+    training = Training(folder, rows)
     training.step()
     training.blocking_save()
     beside_training(training)
@@ -121,6 +122,7 @@ def measure(folder: Path, saves: int) -> Result:
     return Result(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+        rows=rows,
         saved_bytes=sum(p.numel() * p.element_size() for p in training.model.parameters()) * 3,
         step_seconds=plain,
         blocking_seconds=blocking,
@@ -133,12 +135,15 @@ def measure(folder: Path, saves: int) -> Result:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a snapshot costs the training.")
     parser.add_argument("--saves", type=int, default=20, help="saves of each kind (default: 20)")
+    parser.add_argument(
+        "--rows", type=int, default=128, help="of a batch; with few, memory is what limits a step (128)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to be measured (default: .)")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="snapshot-cost-") as folder:
-        result = measure(Path(folder), options.saves)
+        result = measure(Path(folder), options.saves, options.rows)
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
     print(result.as_text())

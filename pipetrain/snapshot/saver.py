@@ -27,8 +27,8 @@ from torch import Tensor
 from pipetrain.snapshot import folder as folders
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
 from pipetrain.snapshot.reader import STATE, rank_path
-from pipetrain.snapshot.state import Part, RunState, Tensors
-from pipetrain.snapshot.tensors import write_tensors
+from pipetrain.snapshot.state import Part, RunState
+from pipetrain.snapshot.tensors import Image
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
 
@@ -104,7 +104,7 @@ class Saver:
         self._keep_last = keep_last
         self._keep_multiples_of = keep_multiples_of
         self._say = say
-        self._host: dict[Part, Tensors] = {}
+        self._images: dict[Part, Image] = {}
         self._save: _Save | None = None
         if rank == 0:
             folders.remove_left_overs(folder)
@@ -126,7 +126,7 @@ class Saver:
                 self._copy(tensors, streams)
             finally:
                 copied.set()
-            _write_files(draft, self._rank, self._host)
+            _write_files(draft, self._rank, self._images)
 
         self._save = _Save(state, draft, copied, _Job(write))
 
@@ -161,7 +161,7 @@ class Saver:
         with ExitStack() as stack:
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            self._host = {part: _copies(mapping, self._host.get(part, {})) for part, mapping in tensors.items()}
+            self._images = {part: _image(mapping, self._images.get(part)) for part, mapping in tensors.items()}
         for stream in streams:
             stream.synchronize()
 
@@ -211,20 +211,18 @@ def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[torch.cu
     return streams
 
 
-def _copies(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
-    """Copies in host memory, in the buffers of the save before where they fit: fresh memory costs more than the copy."""
-    copies: Tensors = {}
-    for name, tensor in tensors.items():
-        buffer = before.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = buffer.copy_(tensor.detach(), non_blocking=True)
-    return copies
+def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
+    """A copy in host memory, in that of the save before where it fits: fresh memory costs more than the copy."""
+    fits = before is not None and before.fits(tensors)
+    image = before if fits else Image(tensors, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+    assert image is not None
+    image.copy(tensors)
+    return image
 
 
-def _write_files(draft: Path, rank: int, tensors: Mapping[Part, Tensors]) -> None:
+def _write_files(draft: Path, rank: int, images: Mapping[Part, Image]) -> None:
     """One rank's files, and last a list of them for rank 0."""
-    records = [write_tensors(draft, rank_path(part, rank), mapping) for part, mapping in tensors.items()]
+    records = [image.write(draft, rank_path(part, rank)) for part, image in images.items()]
     folders.write_json(_list_of(draft, rank), {"files": [asdict(record) for record in records]})
 
 

@@ -19,7 +19,8 @@ from pipetrain.snapshot.find import newest_whole
 from pipetrain.snapshot.folder import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.state import Part, Tensors, tensors_of
+from pipetrain.snapshot.state import Part, tensors_of
+from pipetrain.snapshot.tensors import Image
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -79,12 +80,12 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies to host memory wait for this event."""
     may_copy = threading.Event()
 
-    def wait_and_copy(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+    def wait_and_copy(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
         assert may_copy.wait(60)
         return copies(tensors, before)
 
-    copies = saver_module._copies
-    monkeypatch.setattr(saver_module, "_copies", wait_and_copy)
+    copies = saver_module._image
+    monkeypatch.setattr(saver_module, "_image", wait_and_copy)
     return may_copy
 
 
@@ -115,13 +116,13 @@ def test_a_save_lets_training_go_on_until_weights_change(tmp_path: pathlib.Path,
 
 
 def test_copies_that_fail_do_not_stop_training(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> Tensors:
+    def no_memory(*_: object) -> Image:
         raise MemoryError("no room for a copy")
 
     said: list[str] = []
     saver = saver_of(tmp_path, say=said.append)
     with monkeypatch.context() as patched:
-        patched.setattr(saver_module, "_copies", no_memory)
+        patched.setattr(saver_module, "_image", no_memory)
         saver.save(state_of(4), tensors_of(*trained(), CPU))
         saver.before_update()
         saver.wait()

@@ -16,6 +16,7 @@ from pipetrain.snapshot.folder import path_of, steps_in
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState, Tensors
+from pipetrain.snapshot.tensors import Image
 
 OPTIONS = "data=text experiment=smoke pipeline.num_stages=1 observe.progress=false steps=4 snapshot.every_steps=1"
 
@@ -24,7 +25,7 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
     """No copy begins before the run says that it is about to change them."""
     about_to_change = threading.Event()
     given: dict[int, dict[Part, Tensors]] = {}
-    save, before_update, copies = Saver.save, Saver.before_update, saver_module._copies
+    save, before_update, copies = Saver.save, Saver.before_update, saver_module._image
 
     def recorded_save(self: Saver, state: RunState, tensors: Mapping[Part, Mapping[str, Tensor]]) -> None:
         given[state.step] = {part: {n: t.detach().clone() for n, t in of.items()} for part, of in tensors.items()}
@@ -37,13 +38,13 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
         about_to_change.set()
         before_update(self)
 
-    def late_copies(tensors: Mapping[str, Tensor], before: Tensors) -> Tensors:
+    def late_copies(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
         assert about_to_change.wait(20), "the run went on to its next save without before_update"
         return copies(tensors, before)
 
     monkeypatch.setattr(Saver, "save", recorded_save)
     monkeypatch.setattr(Saver, "before_update", announced)
-    monkeypatch.setattr(saver_module, "_copies", late_copies)
+    monkeypatch.setattr(saver_module, "_image", late_copies)
     make_text(tmp_path / "text")
     try:
         assert (
