@@ -101,6 +101,10 @@ class EmulatedWorkload:
     def stage_output(self, stage: int) -> Tensor:
         return self.stage_input(stage)
 
+    def memory_bytes(self) -> int:
+        """What a rank that keeps all sets may need: the tensors of each, its input and a message."""
+        return self.num_microbatches * (NUM_SAVED + 2) * self.tensor_bytes
+
     @staticmethod
     def loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG004
         return output.flatten()[0] * 1.0

@@ -17,7 +17,7 @@ from pipetrain.schedule.policy import LastStage, Mode
 
 from .emulated import EmulatedWorkload, watch
 from .live import LiveStorages
-from .ranks import Place, RanksFailed, run_ranks
+from .ranks import Place, RanksFailed, run_ranks, touch_memory
 from .systems import Account, Ours, Runner, System, Workload
 
 
@@ -142,6 +142,7 @@ def _together(values: Sequence[dict[str, Any]]) -> Trial:
 
 def run_trial(system: System, workload: Workload, steps: int, count_bytes: bool) -> dict[str, Any]:
     """On one rank: a step to warm up, timed steps, and after them a step under the byte meter where it is asked for."""
+    touch_memory(workload.memory_bytes())
     runner = system.start(workload)
     runner.step()
     spans = []
@@ -187,6 +188,7 @@ def measure_ops(workload: EmulatedWorkload) -> OpSeconds:
 
 
 def _time_ops(workload: EmulatedWorkload) -> OpSeconds:
+    touch_memory(workload.memory_bytes())
     runner = Ours(mode=Mode.INLINE, last_stage=LastStage.ALWAYS).start(workload)
     runner.step()
     runner.step()

@@ -134,7 +134,8 @@ class LateBoundSet:
         self._signatures.append(_signature(tensor))
         if self.keep:
             slot.fill(tensor)
-        self._witnesses.append((len(self._slots) - 1, tensor._version, _witness(tensor)))
+        witness = _witness(tensor) if slot.tensor is None else slot.tensor
+        self._witnesses.append((len(self._slots) - 1, tensor._version, witness))
         return slot
 
     def _unpack(self, slot: Slot) -> Tensor:
