@@ -190,3 +190,15 @@ def closes() -> None:
 
 def test_a_closed_pipeline_says_so() -> None:
     run_ranks(2, closes)
+
+
+def test_ops_are_ranges_of_a_profiler_that_is_on() -> None:
+    torch.manual_seed(0)
+    inputs, targets = rows(8)[0]
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    with Pipeline(layers, mean_square, num_microbatches=2, stages_per_rank=2, schedule="interleaved") as pipeline:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            pipeline.step(inputs, targets)
+        computing = {str(event.op) for event in pipeline.report.events if event.op.kind.computes}
+    assert computing
+    assert computing <= {event.name for event in profiler.events()}
