@@ -7,6 +7,7 @@
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
     [6] a receive waits until the tensor before is used    2RECV_F2 <- 2F0      (two tensors ahead)
         or not at all, while the stage will hold as many inputs at once anyway
+    [7] gradients wait for the last activations         1RECV_B0 <- 1F6     (of 8 forwards, all before B0)
 
 Ops of the same lane need no edge: their order is the lane's. [1] between neighbours on one rank is written down all
 the same, because there the order of the lane carries data from one stage to the other.
@@ -95,19 +96,26 @@ def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
 
 
 def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Edge]:
-    used: defaultdict[tuple[int, Kind], list[Op]] = defaultdict(list)
+    used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers
+    # A rank has one way into the network. A gradient that no B can use before all F are done (in GPipe; in the others at
+    # their end) would take it from the activations of the last F, so it may come when only one of these is on its way.
+    fed = [place for place, op in enumerate(compute) if op.kind is Kind.F and receive_of(schedule, op) is not None]
     for place, op in enumerate(compute):
         receive = None if op.kind is Kind.R else receive_of(schedule, op)
         if receive is None:
             continue
-        consumers = used[op.stage, op.kind]
+        consumers, after = used[op.stage, op.kind], []
         if ahead == 0:
             first_use = place - 1 if _recomputed_inline(schedule, compute, place) else place
-            if first_use > 0:
-                yield receive, compute[first_use - 1]  # [6]
-        elif len(consumers) >= (max(ahead, stash[op.stage]) if op.kind is Kind.F else ahead):
-            yield receive, consumers[-ahead]  # [6]
-        consumers.append(op)
+            after += [first_use - 1] if first_use > 0 else []  # [6]
+        else:
+            if len(consumers) >= (max(ahead, stash[op.stage]) if op.kind is Kind.F else ahead):
+                after.append(consumers[-ahead])  # [6]
+            if op.kind is Kind.B and len(fed) > 1 and place > fed[-1]:
+                after.append(fed[-2])  # [7]
+        if after:
+            yield receive, compute[max(after)]
+        consumers.append(place)
 
 
 def _recomputed_inline(schedule: Schedule, compute: tuple[Op, ...], place: int) -> bool:

@@ -45,12 +45,21 @@ def test_inline_waits_for_its_gradient_and_early_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("ahead", "third_activation", "third_gradient"),
-    [(0, {"2B1"}, {"1B1"}), (1, {"2F1"}, {"1B1"}), (2, {"2F0"}, {"1B0"}), (3, set(), set())],
+    [(0, {"2B1"}, {"1B1"}), (1, {"2F1"}, {"1B1"}), (2, {"2F0"}, {"1B0"}), (3, set(), {"1F2"})],
 )
 def test_receives_are_posted_ahead(ahead: int, third_activation: set[str], third_gradient: set[str]) -> None:
     schedule = make_schedule(num_stages=3, num_microbatches=4, recompute="never", transport_ahead=ahead)
     assert waits(schedule, "2RECV_F2") == third_activation
     assert waits(schedule, "1RECV_B2") == third_gradient
+
+
+def test_the_first_gradients_leave_the_way_to_the_last_activations() -> None:
+    gpipe = make_schedule(num_stages=3, num_microbatches=8)
+    assert [waits(gpipe, f"1RECV_B{i}") for i in range(4)] == [{"1F6"}, {"1F6"}, {"1B0"}, {"1B1"}]
+    assert waits(gpipe, "0RECV_B0") == set()  # nothing else comes in
+    classic = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+    assert waits(classic, "1RECV_B0") == set()  # used before the last forwards
+    assert waits(classic, "1RECV_B7") == {"1B5"}
 
 
 def test_inputs_that_a_stage_stashes_at_once_may_all_come_early() -> None:
