@@ -26,9 +26,8 @@ GPIPE_TO_PEER = {"0.5 f": 0.74, "1 f": 0.67}
 ONE_F_ONE_B_TO_PEER = {"0.5 f": 0.73, "1 f": 0.68}
 BEST_TO_PEER_WITHOUT = {"0.5 f": 0.94, "1 f": 0.81}
 GPIPE, ONE_F_ONE_B = "pipetrain gpipe overlap", "pipetrain 1f1b overlap"
-KEPT = (
-    "pipetrain gpipe overlap keep 1"  # a set more, which is still less than the peers' GPipe with recomputation holds
-)
+# A set more, which is still less than torch's GPipe with recomputation holds.
+KEPT = "pipetrain gpipe overlap keep 1"
 
 
 def run(options: Options) -> Result:
