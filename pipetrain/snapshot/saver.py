@@ -213,11 +213,10 @@ def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[torch.cu
 
 def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
     """A copy in host memory, in that of the save before where it fits: fresh memory costs more than the copy."""
-    fits = before is not None and before.fits(tensors)
-    image = before if fits else Image(tensors, pinned=any(tensor.is_cuda for tensor in tensors.values()))
-    assert image is not None
-    image.copy(tensors)
-    return image
+    if before is None or not before.fits(tensors):
+        before = Image(tensors, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+    before.copy(tensors)
+    return before
 
 
 def _write_files(draft: Path, rank: int, images: Mapping[Part, Image]) -> None:

@@ -52,8 +52,8 @@ class Image:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> None:
-        self._header, self._data_bytes = _header(tensors)
-        size = len(self._header) + self._data_bytes
+        self._header, data_bytes = _header(tensors)
+        size = len(self._header) + data_bytes
         memory = torch.empty(size + _BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         start = -memory.data_ptr() % _BLOCK_BYTES
         self._bytes = memory[start : start + size]
@@ -82,10 +82,10 @@ class Image:
         descriptor = create_file(folder / path)
         try:
             whole = len(data) - len(data) % _BLOCK_BYTES
-            is_direct = _set_direct(descriptor, True)
+            _set_direct(descriptor, True)
             for start, end in _pieces(whole, len(data)):
-                if is_direct and start == whole:
-                    is_direct = _set_direct(descriptor, False)
+                if start == whole:
+                    _set_direct(descriptor, False)
                 digest.update(data[start:end])
                 _write_all(descriptor, data[start:end])
             os.fsync(descriptor)
@@ -133,13 +133,11 @@ def _write_all(descriptor: int, chunk: memoryview) -> None:
             _set_direct(descriptor, False)
 
 
-def _set_direct(descriptor: int, wanted: bool) -> bool:
-    """Whether what is written from now on goes past the page cache: not where the file system cannot."""
+def _set_direct(descriptor: int, wanted: bool) -> None:
+    """Whether what is written from now on goes past the page cache; it never does where the file system cannot."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_O_DIRECT
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT if wanted else flags)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return False
-    return wanted
