@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.forms import structure
+from pipetrain.runtime.forms import spec_text, structure
 from pipetrain.runtime.lanes import Lanes
 from pipetrain.runtime.seeding import layer_seed
 from pipetrain.runtime.stage import Stage, StageInput, StageOutput
@@ -237,7 +237,7 @@ class Executor:
             needed = frozenset(n for n, want in enumerate(wants) if want)
             self._handed[Op(stage, op.kind, op.microbatch)] = (leaves, needed, spec)
         else:
-            text = "" if spec is None else pytree.treespec_dumps(spec)
+            text = "" if spec is None else spec_text(spec)
             self._outgoing[Op(op.stage, _SEND[op.kind], op.microbatch)] = (leaves, wants, text)
 
     def _announce(self, op: Op, step: Step) -> None:

@@ -119,6 +119,12 @@ def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
 
 
 @lru_cache(maxsize=64)
+def spec_text(spec: pytree.TreeSpec) -> str:
+    """`Form.spec` of a tree's structure."""
+    return pytree.treespec_dumps(spec)
+
+
+@lru_cache(maxsize=64)
 def structure(spec: str) -> pytree.TreeSpec:
     """The structure of a tree, from `Form.spec`."""
     return pytree.treespec_loads(spec)

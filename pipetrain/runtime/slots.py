@@ -102,6 +102,7 @@ class LateBoundSet:
         self._signatures: list[Signature] = []
         self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
         self._starts: list[int] = []  # number of the first slot of each layer
+        self._where = ""  # the name of the layer that F is in
         self._filled = 0
         self._layer = -1  # that R is in
 
@@ -111,6 +112,7 @@ class LateBoundSet:
     def start_layer(self) -> None:
         """F or R goes on to its next layer; in R, the one before must have saved as many tensors as in F."""
         if self._phase is _Phase.FORWARD:
+            self._where = self._name_of(len(self._starts))
             self._starts.append(len(self._slots))
             return
         before, expected = self._layer, self._starts[self._layer + 1]
@@ -129,7 +131,7 @@ class LateBoundSet:
     # F ----------------------------------------------------------------------------------------------------------
 
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
-        slot = Slot(self._name_of(len(self._starts) - 1), self._meter)
+        slot = Slot(self._where, self._meter)
         self._slots.append(slot)
         self._signatures.append(_signature(tensor))
         if self.keep:
