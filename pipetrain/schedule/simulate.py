@@ -11,6 +11,7 @@ The model, which is also what the runtime does:
 from __future__ import annotations
 
 import heapq
+import itertools
 
 from pipetrain.plan.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -116,10 +117,10 @@ class _Run:
 
     def events(self) -> tuple[OpEvent, ...]:
         graph, start, end = self.graph, self.start, self.end
-        order = sorted(range(len(graph.ops)), key=lambda place: (graph.ranks[place], start[place]))
         return tuple(
-            OpEvent(graph.ranks[place], graph.op_lanes[place], graph.ops[place], start[place], end[place])
-            for place in order
+            OpEvent(rank, graph.op_lanes[place], graph.ops[place], start[place], end[place])
+            for rank, lanes in enumerate(graph.lanes)
+            for place in sorted(itertools.chain(*lanes.values()), key=start.__getitem__)
         )
 
 

@@ -63,3 +63,11 @@ def test_live_bytes_agree_with_the_activation_meter(mode: Mode) -> None:
         metered = pipeline.report.peak_activation_bytes
     one = 512 * 64 * 4
     assert abs(live.peak_bytes - (metered - batch.untyped_storage().nbytes())) <= 3 * one
+
+
+def test_an_emulated_forward_hands_on_one_value_in_memory_of_its_own() -> None:
+    given = torch.full((1, 8), 3.0)
+    output = EmulatedStage(0.0, 0.0)(given)
+    assert output.shape == given.shape
+    assert output.flatten()[0] == 3.0
+    assert output.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
