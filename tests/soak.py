@@ -23,20 +23,8 @@ from datetime import UTC, datetime
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train")]
 
-from resumed import (  # noqa: E402
-    STEPS,
-    TORCHRUN,
-    Process,
-    assert_same_training,
-    children_of,
-    end,
-    finish,
-    has_reached,
-    make_text,
-    num_steps_of,
-    start,
-    wait_until,
-)
+from commands import TORCHRUN, Process, children_of, end, make_text, wait_until  # noqa: E402
+from resumed import STEPS, assert_same_training, finish, has_reached, num_steps_of, start  # noqa: E402
 
 from pipetrain.snapshot.folder import steps_in  # noqa: E402
 from pipetrain.snapshot.manifest import check_whole  # noqa: E402

@@ -44,6 +44,8 @@ METRICS = StepMetrics(
     peak_activation_bytes=(10, 20),
     peak_memory_bytes=(None, 30),
 )
+PICTURE = show("gpipe", num_stages=2, num_microbatches=2, recompute="inline")
+REPORT: Any = dataclasses.make_dataclass("Report", ["steps", "heldout_loss"])(6, 0.5)
 CALLS = ("start", "step", "evaluated", "finish", "close")
 
 
@@ -163,10 +165,46 @@ def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
 
 
+def lose_wandb_while_it_takes_a_picture(path: pathlib.Path) -> None:
+    """Its process ends when it has begun with the picture of the end, and before it has it."""
+    import wandb
+
+    os.environ["HOME"] = str(path)
+    take = wandb.Image.bind_to_run
+    pictures: list[wandb.Image] = []
+
+    def take_and_lose(picture: wandb.Image, *arguments: Any, **options: Any) -> None:
+        take(picture, *arguments, **options)
+        pictures.append(picture)
+        if len(pictures) == 1:
+            for core in cores():
+                os.kill(core, signal.SIGTERM)
+            while cores():
+                pass
+
+    wandb.Image.bind_to_run = take_and_lose
+    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers.start({})
+    for step in range(1, 4):
+        trackers.step(at_step(step))
+    trackers.finish(Ending(REPORT, [PICTURE], "<html></html>"))
+    trackers.close()
+    assert len(pictures) == 2
+
+
+def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended_over_it(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A picture belongs to the wandb run that it was first given to, so it has to be made again, too."""
+    run_ranks(1, lose_wandb_while_it_takes_a_picture, tmp_path)
+    assert "wandb keeps nothing" not in capfd.readouterr().err
+    rows = wandb_log.rows(wandb_log.newest(tmp_path))
+    assert [row["loss"] for row in rows if "loss" in row] == [1, 1 / 2, 1 / 3]
+    assert {"timeline", "timeline_page", "heldout_loss"} <= {key.partition("/")[0] for key in rows[-1]}
+
+
 def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:
     folder = RunFolder(tmp_path)
-    shown = show("gpipe", num_stages=2, num_microbatches=2, recompute="inline")
-    report: Any = dataclasses.make_dataclass("Report", ["steps", "heldout_loss"])(6, 0.5)
     for first_step, last_step in ((1, 4), (3, 6)):
         tracker = TensorBoardTracker(folder, first_step)
         tracker.start({})
@@ -175,9 +213,9 @@ def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(
             seen = EventAccumulator(str(folder.tensorboard)).Reload()
             assert [event.step for event in seen.Scalars("loss")] == list(range(1, step + 1))
         if first_step == 3:
-            tracker.finish(Ending(report, [shown], ""))
+            tracker.finish(Ending(REPORT, [PICTURE], ""))
             tracker.close()
     seen = EventAccumulator(str(folder.tensorboard)).Reload()
     assert [round(1 / event.value) for event in seen.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [(event.step, event.value) for event in seen.Scalars("heldout_loss")] == [(6, 0.5)]
-    assert seen.Images("timeline")[0].encoded_image_string == timeline_png([shown])
+    assert seen.Images("timeline")[0].encoded_image_string == timeline_png([PICTURE])

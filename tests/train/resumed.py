@@ -7,16 +7,13 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
+from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
 from safetensors.torch import load_file
 from torch import equal
 
-Process = subprocess.Popen  # of text
 STEPS = 40
 RUN = [
     "experiment=smoke",
@@ -26,64 +23,11 @@ RUN = [
     "snapshot.every_steps=2",
     "observe.progress=false",
 ]
-PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
-def make_text(folder: pathlib.Path) -> None:
-    folder.mkdir()
-    words = [
-        "the",
-        "pipeline",
-        "runs",
-        "while",
-        "the",
-        "stage",
-        "waits",
-        "and",
-        "the",
-        "stage",
-        "waits",
-        "while",
-        "the",
-        "pipeline",
-        "runs",
-    ]
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
-
-
-def environment() -> dict[str, str]:
-    """The package from this checkout; nothing of a launcher that runs the tests."""
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in hidden}
-    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def start(folder: pathlib.Path, command: list[str], *options: str) -> Process:
     """Starts a run in `folder`, which holds its text."""
-    return subprocess.Popen(
-        [*command, *RUN, "data.path=text", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        start_new_session=True,
-    )
-
-
-def end(process: Process, seconds: float = 100.0) -> tuple[int, str]:
-    """Exit code and stderr; nothing of the run is left behind."""
-    try:
-        _, stderr = process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            for child in children_of(process.pid):
-                os.kill(child, signal.SIGKILL)
-            process.kill()
-    return process.returncode, stderr
+    return begin(folder, [*command, *RUN, "data.path=text", *options])
 
 
 def finish(folder: pathlib.Path, *options: str) -> str:
@@ -112,21 +56,6 @@ def assert_same_training(run: pathlib.Path, other: pathlib.Path, *, from_step: i
     weights, expected = (load_file(folder / "weights" / "model.safetensors") for folder in (run, other))
     assert weights.keys() == expected.keys()
     assert [name for name in weights if not equal(weights[name], expected[name])] == []
-
-
-def wait_until(ready: Callable[[], bool], process: Process, seconds: float = 60.0) -> None:
-    """Looks again and again, as long as the process runs."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "the run did not get that far in time"
-        time.sleep(0.01)
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that `pid` has started: under torchrun, the ranks."""
-    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
 def kill_at_random(process: Process, run: pathlib.Path, num_kills: int, chance: random.Random) -> int:

@@ -5,20 +5,18 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from commands import PIPETRAIN, children_of, complete, end, make_text, wait_until
 from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_data
 from ranks import run_ranks
-from resumed import children_of, end, environment, make_text, num_steps_of, start, wait_until
+from resumed import num_steps_of, start
 
 from pipetrain.cli import main
 
 CASES = [(zero, mode) for zero in (0, 1) for mode in ("never", "inline")]
-PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
 
 
@@ -70,9 +68,7 @@ def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
 def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_text(tmp_path / "text")
     command = [*PIPETRAIN, "experiment=smoke", "data=text", "data.path=text", *OPTIONS, "run_dir=run", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), timeout=100
-    )
+    done = complete(tmp_path, command)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     report = json.loads((run / "report.json").read_text())

@@ -8,12 +8,12 @@ import pathlib
 import random
 import re
 import shutil
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from resumed import PIPETRAIN, environment, metrics_of
+from commands import PIPETRAIN, complete
+from resumed import metrics_of
 from safetensors.torch import load_file
 from torch import equal
 
@@ -146,15 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def run(folder: pathlib.Path, *options: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [*PIPETRAIN, *RUN, *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=environment(),
-        timeout=100,
-    )
+    done = complete(folder, [*PIPETRAIN, *RUN, *options])
     return done.returncode, done.stderr
 
 
@@ -264,15 +256,8 @@ def test_other_text_is_refused(folder: pathlib.Path, skipping: pathlib.Path, tmp
     shutil.copytree(folder / "text", tmp_path / "text")
     (tmp_path / "text" / "2.txt").write_text("The" + (folder / "text" / "2.txt").read_text()[3:])
     start = f"resume={skipping}/snapshots/step-00000004"
-    done = subprocess.run(
-        [sys.executable, "-m", "pipetrain.train", *RUN, start, "pipeline.num_stages=1", "run_dir=other"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=100,
-    )
+    alone = [sys.executable, "-m", "pipetrain.train", "pipeline.num_stages=1"]
+    done = complete(tmp_path, [*alone, *RUN, start, "run_dir=other"])
     assert done.returncode == 2
     assert "pipetrain: the text is not that of " in done.stderr.splitlines()[-1]
     assert "a file was added, removed or changed" in done.stderr.splitlines()[-1]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from resumed import PIPETRAIN, Process, end, environment, make_text, wait_until
+from commands import PIPETRAIN, Process, begin, end, make_text, wait_until
 
 from pipetrain.engine import remains
 from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
@@ -30,15 +30,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def start(folder: pathlib.Path, text: pathlib.Path, fault: str, *options: str) -> Process:
     run = ["experiment=smoke", "data=text", f"data.path={text}", "observe.progress=false", "run_dir=run", *options]
-    return subprocess.Popen(
-        [*PIPETRAIN, *run, f"timeout_seconds={TIMEOUT_SECONDS}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**environment(), "PIPETRAIN_FAULTS": fault, "TMPDIR": str(folder)},
-        start_new_session=True,
-    )
+    command = [*PIPETRAIN, *run, f"timeout_seconds={TIMEOUT_SECONDS}"]
+    return begin(folder, command, PIPETRAIN_FAULTS=fault, TMPDIR=str(folder))
 
 
 def ranks_of(folder: pathlib.Path) -> list[int]:

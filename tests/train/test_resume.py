@@ -7,21 +7,8 @@ import random
 import signal
 
 import pytest
-from resumed import (
-    PIPETRAIN,
-    STEPS,
-    TORCHRUN,
-    assert_same_training,
-    children_of,
-    end,
-    finish,
-    kill_at_random,
-    make_text,
-    metrics_of,
-    num_steps_of,
-    start,
-    wait_until,
-)
+from commands import PIPETRAIN, TORCHRUN, children_of, end, make_text, wait_until
+from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
 
 from pipetrain.cli import main
 from pipetrain.snapshot.folder import steps_in

@@ -7,16 +7,14 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from commands import PIPETRAIN, TORCHRUN, begin, complete, make_text, wait_until
 
 from pipetrain.cli import main
 
 Finished = tuple[pathlib.Path, "subprocess.CompletedProcess[str]"]
-PIPETRAIN = [sys.executable, "-m", "pipetrain.cli"]
 TINY = ["experiment=smoke", "data=text"]
 METRICS = (
     "step loss lr grad_norm tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
@@ -44,27 +42,8 @@ PER_RANK = [
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Text to learn from: every file another slice of the same words."""
-    folder = tmp_path_factory.mktemp("text")
-    words = [
-        "the",
-        "pipeline",
-        "runs",
-        "while",
-        "the",
-        "stage",
-        "waits",
-        "and",
-        "the",
-        "stage",
-        "waits",
-        "while",
-        "the",
-        "pipeline",
-        "runs",
-    ]
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
+    folder = tmp_path_factory.mktemp("data") / "text"
+    make_text(folder)
     return folder
 
 
@@ -72,25 +51,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def finished(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of six steps that went to its end, in the folder of its own that it was started in."""
     start_dir = tmp_path_factory.mktemp("run")
-    done = subprocess.run(
-        [*PIPETRAIN, "train", *TINY, f"data.path={text}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=start_dir,
-        env=environment(),
-        timeout=100,
-    )
+    done = complete(start_dir, [*PIPETRAIN, *TINY, f"data.path={text}"])
     assert done.returncode == 0, done.stderr
     return start_dir, done
-
-
-def environment() -> dict[str, str]:
-    """The package from this checkout, wherever the run starts; and nothing of a launcher that runs the tests."""
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in hidden}
-    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -161,15 +124,7 @@ def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys:
 
 def test_losses_do_not_depend_on_the_split(finished: Finished, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = [*TINY, f"data.path={text}", "pipeline.num_stages=1", "recompute=never", "run_dir=alone"]
-    alone = subprocess.run(
-        [sys.executable, "-m", "pipetrain.train", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=100,
-    )
+    alone = complete(tmp_path, [sys.executable, "-m", "pipetrain.train", *options])
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout.splitlines()[-1] == f"run folder: {tmp_path / 'alone'}"
     runs = [lines_of(folder / "metrics.jsonl") for folder in (finished[0] / "runs" / "latest", tmp_path / "alone")]
@@ -205,16 +160,8 @@ def test_text_from_the_weights(finished: Finished, capsys: pytest.CaptureFixture
 
 
 def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    command = [*PIPETRAIN, "train", *TINY, f"data.path={text}", "steps=100000", "run_dir=stopped"]
-    started = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-        start_new_session=True,
-    )
+    command = [*PIPETRAIN, *TINY, f"data.path={text}", "steps=100000", "run_dir=stopped"]
+    started = begin(tmp_path, command)
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     try:
         wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
@@ -233,15 +180,8 @@ def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    command = [*PIPETRAIN, "train", *TINY, f"data.path={text}", "steps=100000", "run_dir=killed"]
-    started = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**environment(), "TMPDIR": str(tmp_path)},
-    )
+    command = [*PIPETRAIN, *TINY, f"data.path={text}", "steps=100000", "run_dir=killed"]
+    started = begin(tmp_path, command, TMPDIR=str(tmp_path))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     try:
         wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
@@ -268,27 +208,10 @@ def is_alive(pid: int) -> bool:
 
 
 def test_too_many_ranks_is_told_once(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    options = ["--standalone", "--nproc-per-node=2", "-m", "pipetrain.train"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, *TINY, f"data.path={text}", "pipeline.num_stages=3"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=100,
-    )
+    rank = ["--nproc-per-node=2", "-m", "pipetrain.train"]
+    done = complete(tmp_path, [*TORCHRUN, *rank, *TINY, f"data.path={text}", "pipeline.num_stages=3"])
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("pipetrain: ")]
     assert len(told) == 1
     assert "pipeline.num_stages=3 does not fit 2 ranks" in told[0]
     assert not (tmp_path / "runs").exists()
-
-
-def wait_until(ready: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 60.0) -> None:
-    """Looks again and again, as long as the process runs."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "the run did not get that far in time"
-        time.sleep(0.05)

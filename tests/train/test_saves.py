@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.distributed as dist
-from resumed import make_text
+from commands import make_text
 from torch import Tensor
 
 from pipetrain import train as rank

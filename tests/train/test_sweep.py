@@ -5,15 +5,15 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 from typing import Any
 
 import pytest
-from resumed import environment, make_text, num_steps_of, wait_until
+from commands import PIPETRAIN, begin, complete, make_text, wait_until
+from resumed import num_steps_of
 
 from pipetrain.cli import main
 
-SWEEP = [sys.executable, "-m", "pipetrain.cli", "train", "--multirun"]
+SWEEP = [*PIPETRAIN, "--multirun"]
 TINY = ["experiment=smoke", "data=text", "data.path=text", "observe.progress=false", "steps=3"]
 ALONE = ["pipeline.num_stages=1", "recompute=never"]
 
@@ -25,15 +25,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(folder: pathlib.Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*SWEEP, *TINY, *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=environment(),
-        timeout=110,
-    )
+    return complete(folder, [*SWEEP, *TINY, *options], seconds=110)
 
 
 def config_of(run_dir: str) -> str:
@@ -95,14 +87,7 @@ def test_submitit_runs_jobs_in_folders_of_a_template(folder: pathlib.Path) -> No
 def test_jobs_under_submitit_are_stopped_and_killed_one_by_one(folder: pathlib.Path) -> None:
     """One is asked to stop; of another the process that Hydra waits for is killed: that one is named, and the others are whole."""
     options = [*ALONE, "steps=100000,3", "seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
-    process = subprocess.Popen(
-        [*SWEEP, *TINY, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment(),
-    )
+    process = begin(folder, [*SWEEP, *TINY, *options])
     runs = [folder / "sweep" / name for name in ("0", "1")]  # the long ones: `steps` comes before `seed`
     wait_until(lambda: all(num_steps_of(run) >= 1 for run in runs), process, seconds=90)
     asked, killed = map(launcher_of, runs)
@@ -135,14 +120,7 @@ def launcher_of(run_dir: pathlib.Path) -> int:
 
 def test_a_request_to_stop_reaches_the_job_that_runs_and_no_other_starts(folder: pathlib.Path) -> None:
     options = [*ALONE, "seed=1,2", "steps=100000", "hydra.sweep.dir=sweep"]
-    process = subprocess.Popen(
-        [*SWEEP, *TINY, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment(),
-    )
+    process = begin(folder, [*SWEEP, *TINY, *options])
     wait_until(lambda: num_steps_of(folder / "sweep" / "0") >= 1, process, seconds=60)
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=60)

@@ -11,17 +11,8 @@ import time
 
 import pytest
 import wandb_log
-from resumed import (
-    PIPETRAIN,
-    Process,
-    children_of,
-    end,
-    environment,
-    make_text,
-    metrics_of,
-    num_steps_of,
-    wait_until,
-)
+from commands import PIPETRAIN, Process, begin, children_of, end, environment, make_text, wait_until
+from resumed import metrics_of, num_steps_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALONE = [sys.executable, "-m", "pipetrain.train", "pipeline.num_stages=1", "recompute=never"]
@@ -39,15 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def start(folder: pathlib.Path, command: list[str], name: str, *options: str, **variables: str) -> Process:
     home = folder / f"home-of-{name}"  # no key of the machine that runs the tests
     home.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [*command, *TINY, f"run_dir={name}", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**environment(), "HOME": str(home), "MPLCONFIGDIR": str(folder / "matplotlib"), **variables},
-        start_new_session=True,
-    )
+    ours = {"HOME": str(home), "MPLCONFIGDIR": str(folder / "matplotlib")}
+    return begin(folder, [*command, *TINY, f"run_dir={name}", *options], **ours, **variables)
 
 
 def family_of(pid: int) -> list[int]:

@@ -56,19 +56,9 @@ class WandbTracker(Tracker):
         self._log(step, {"heldout_loss": heldout_loss})
 
     def finish(self, ending: Ending) -> None:
-        import wandb
-        from PIL import Image
-
         self._exit_code = 0
-        report = ending.report
-        values: dict[str, Any] = {
-            "timeline": wandb.Image(Image.open(io.BytesIO(timeline_png(ending.pictures)))),
-            "timeline_page": wandb.Html(ending.page, inject=False),
-        }
-        if report.heldout_loss is not None:
-            values["heldout_loss"] = report.heldout_loss
-        self._log(report.steps, values)
-        self._call(lambda run: run.summary.update({"report": asdict(report)}))
+        self._call(lambda run: run.log(_last_values(ending), step=ending.report.steps))
+        self._call(lambda run: run.summary.update({"report": asdict(ending.report)}))
 
     def close(self) -> None:
         if self._run is None:
@@ -178,6 +168,20 @@ class WandbTracker(Tracker):
             draft.write_text(secrets.token_hex(4))
             draft.replace(file)
         return file.read_text()
+
+
+def _last_values(ending: Ending) -> dict[str, Any]:
+    """Made anew for each call: wandb ties a picture to the run that it was first given to."""
+    import wandb
+    from PIL import Image
+
+    values: dict[str, Any] = {
+        "timeline": wandb.Image(Image.open(io.BytesIO(timeline_png(ending.pictures)))),
+        "timeline_page": wandb.Html(ending.page, inject=False),
+    }
+    if ending.report.heldout_loss is not None:
+        values["heldout_loss"] = ending.report.heldout_loss
+    return values
 
 
 @contextlib.contextmanager

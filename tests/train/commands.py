@@ -1,0 +1,94 @@
+"""Commands as a user types them: processes of their own, with what they say, that leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+Process = subprocess.Popen  # of text
+PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def make_text(folder: pathlib.Path) -> None:
+    """Text to learn from: every file another slice of the same words."""
+    folder.mkdir()
+    words = [
+        "the",
+        "pipeline",
+        "runs",
+        "while",
+        "the",
+        "stage",
+        "waits",
+        "and",
+        "the",
+        "stage",
+        "waits",
+        "while",
+        "the",
+        "pipeline",
+        "runs",
+    ]
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
+
+
+def environment() -> dict[str, str]:
+    """The package from this checkout, wherever a command starts; and nothing of a launcher that runs the tests."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process:
+    """Starts a command in `folder`, in a session of its own; `variables` come on top of `environment()`."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**environment(), **variables},
+        start_new_session=True,
+    )
+
+
+def complete(folder: pathlib.Path, command: list[str], seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder` to its end, whatever its exit code."""
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment(), timeout=seconds
+    )
+
+
+def end(process: Process, seconds: float = 100.0) -> tuple[int, str]:
+    """Exit code and stderr; nothing of the run is left behind."""
+    try:
+        _, stderr = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            for child in children_of(process.pid):
+                os.kill(child, signal.SIGKILL)
+            process.kill()
+    return process.returncode, stderr
+
+
+def wait_until(ready: Callable[[], bool], process: Process, seconds: float = 60.0) -> None:
+    """Looks again and again, as long as the process runs."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not get that far in time"
+        time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that `pid` has started: under torchrun, the ranks."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())
