@@ -42,6 +42,7 @@ class WandbTracker(Tracker):
         self._values: dict[str, Any] = {}
         self._run: Any = None
         self._began_again = False
+        self._ending: Ending | None = None  # once it has been told
         self._temporary = folder.wandb / "tmp"
         self._exit_code = 1  # until the run has come to its end
 
@@ -57,8 +58,8 @@ class WandbTracker(Tracker):
 
     def finish(self, ending: Ending) -> None:
         self._exit_code = 0
-        self._call(lambda run: run.log(_last_values(ending), step=ending.report.steps))
-        self._call(lambda run: run.summary.update({"report": asdict(ending.report)}))
+        self._call(lambda run: _tell(run, ending))
+        self._ending = ending
 
     def close(self) -> None:
         if self._run is None:
@@ -83,7 +84,7 @@ class WandbTracker(Tracker):
         """
         try:
             call(self._run)
-        except OSError:  # its socket
+        except _process_is_gone():
             if self._began_again:
                 raise
             self._began_again = True
@@ -96,14 +97,16 @@ class WandbTracker(Tracker):
 
         for attempts_left in reversed(range(_ATTEMPTS)):
             for forget in (self._run.finish, wandb.teardown):  # else a new run would try to end this one first
-                with contextlib.suppress(OSError, SystemExit):  # it exits with the code of its process
+                with contextlib.suppress(*_process_is_gone(), SystemExit):  # it exits with the code of its process
                     forget()
             try:
                 self._begin_at(sys.maxsize)
-                return
-            except OSError:  # what is left of the old connection
+                break
+            except _process_is_gone():  # what is left of the old connection
                 if not attempts_left:
                     raise
+        if self._ending is not None:
+            _tell(self._run, self._ending)
 
     def _begin_at(self, first_step: int) -> None:
         """A wandb run that has the steps before `first_step`."""
@@ -170,18 +173,27 @@ class WandbTracker(Tracker):
         return file.read_text()
 
 
-def _last_values(ending: Ending) -> dict[str, Any]:
-    """Made anew for each call: wandb ties a picture to the run that it was first given to."""
+def _process_is_gone() -> tuple[type[Exception], ...]:
+    """What wandb raises then: where it writes to the socket, and where it waits for an answer."""
+    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+    return OSError, HandleAbandonedError, MailboxClosedError
+
+
+def _tell(run: Any, ending: Ending) -> None:
+    """The pictures are made anew for each wandb run: it ties them to itself."""
     import wandb
     from PIL import Image
 
+    report = ending.report
     values: dict[str, Any] = {
         "timeline": wandb.Image(Image.open(io.BytesIO(timeline_png(ending.pictures)))),
         "timeline_page": wandb.Html(ending.page, inject=False),
     }
-    if ending.report.heldout_loss is not None:
-        values["heldout_loss"] = ending.report.heldout_loss
-    return values
+    if report.heldout_loss is not None:
+        values["heldout_loss"] = report.heldout_loss
+    run.log(values, step=report.steps)
+    run.summary.update({"report": asdict(report)})
 
 
 @contextlib.contextmanager
