@@ -136,6 +136,13 @@ def cores() -> list[int]:
     return [int(stat.split()[0]) for stat in stats if "(wandb-core) S" in stat or "(wandb-core) R" in stat]
 
 
+def end_cores() -> None:
+    for core in cores():
+        os.kill(core, signal.SIGTERM)
+    while cores():
+        pass
+
+
 def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
     """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
     os.environ["HOME"] = str(path)
@@ -146,10 +153,7 @@ def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
         trackers.step(at_step(step))
         if step == 20:
             lost = cores()
-            for core in lost:
-                os.kill(core, signal.SIGTERM)
-            while cores():
-                pass
+            end_cores()
     trackers.close()
     return lost, cores()
 
@@ -165,8 +169,8 @@ def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
 
 
-def lose_wandb_while_it_takes_a_picture(path: pathlib.Path) -> None:
-    """Its process ends when it has begun with the picture of the end, and before it has it."""
+def lose_wandb_at_the_end(path: pathlib.Path, over_the_picture: bool) -> None:
+    """Its process ends when it has begun with the picture of the end and has not got it, or when it has been told all."""
     import wandb
 
     os.environ["HOME"] = str(path)
@@ -176,11 +180,8 @@ def lose_wandb_while_it_takes_a_picture(path: pathlib.Path) -> None:
     def take_and_lose(picture: wandb.Image, *arguments: Any, **options: Any) -> None:
         take(picture, *arguments, **options)
         pictures.append(picture)
-        if len(pictures) == 1:
-            for core in cores():
-                os.kill(core, signal.SIGTERM)
-            while cores():
-                pass
+        if over_the_picture and len(pictures) == 1:
+            end_cores()
 
     wandb.Image.bind_to_run = take_and_lose
     trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
@@ -188,15 +189,18 @@ def lose_wandb_while_it_takes_a_picture(path: pathlib.Path) -> None:
     for step in range(1, 4):
         trackers.step(at_step(step))
     trackers.finish(Ending(REPORT, [PICTURE], "<html></html>"))
+    if not over_the_picture:
+        end_cores()
     trackers.close()
     assert len(pictures) == 2
 
 
-def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended_over_it(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("over_the_picture", [True, False])
+def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended(
+    over_the_picture: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A picture belongs to the wandb run that it was first given to, so it has to be made again, too."""
-    run_ranks(1, lose_wandb_while_it_takes_a_picture, tmp_path)
+    run_ranks(1, lose_wandb_at_the_end, tmp_path, over_the_picture)
     assert "wandb keeps nothing" not in capfd.readouterr().err
     rows = wandb_log.rows(wandb_log.newest(tmp_path))
     assert [row["loss"] for row in rows if "loss" in row] == [1, 1 / 2, 1 / 3]
