@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipetrain.plan.costs import Costs
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import LastStage, Mode
 from pipetrain.schedule.simulate import simulate
 

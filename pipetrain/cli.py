@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipetrain.engine.outcome import Exit
+from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from pipetrain.config.records import RunConfig
-    from pipetrain.engine.nodes import Nodes
+    from pipetrain.launcher.nodes import Nodes
     from pipetrain.observe.folder import RunFolder
-    from pipetrain.schedule.show import Shown
+    from pipetrain.timeline.shown import Shown
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
@@ -114,9 +114,9 @@ def _add_train(parser: Parser) -> None:
 
 def _train(arguments: Arguments) -> int:
     from pipetrain.config.load import load
-    from pipetrain.engine.launch import is_rank, launch
-    from pipetrain.engine.outcome import tell
-    from pipetrain.planner.choose import choose_ranks_per_node
+    from pipetrain.launcher.launch import is_rank, launch
+    from pipetrain.launcher.outcome import tell
+    from pipetrain.plan.from_config import choose_ranks_per_node
 
     if arguments.multirun:
         return _sweep(arguments)
@@ -150,12 +150,12 @@ def _train(arguments: Arguments) -> int:
 
 def _check_train(config: RunConfig) -> int:
     """All that can be said of a run before a process starts; returns its number of ranks."""
-    from pipetrain.config.check import check_run
+    from pipetrain.config.together import check_run
     from pipetrain.engine.available import check_available
-    from pipetrain.model.check import check_model
+    from pipetrain.model.style import check_model
     from pipetrain.observe.folder import check_free
-    from pipetrain.observe.trackers.choose import check_trackers
-    from pipetrain.planner.choose import choose_num_ranks, choose_plan, choose_schedule
+    from pipetrain.observe.trackers.chosen import check_trackers
+    from pipetrain.plan.from_config import choose_num_ranks, choose_plan, choose_schedule
 
     check_run(config)
     check_available(config)
@@ -210,8 +210,8 @@ def _sweep(arguments: Arguments) -> int:
 
 def _nodes(config: RunConfig) -> Nodes | None:
     """The machines that meet; None: this one alone."""
-    from pipetrain.engine.launch import check_not_a_slurm_task
-    from pipetrain.engine.nodes import Nodes, node_rank_in_slurm
+    from pipetrain.launcher.launch import check_not_a_slurm_task
+    from pipetrain.launcher.nodes import Nodes, node_rank_in_slurm
 
     cluster = config.cluster
     if cluster.rendezvous is not None:
@@ -235,8 +235,8 @@ def _check_job(config: RunConfig) -> None:
 
 
 def _submit(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
-    from pipetrain.cluster.script import job_script
-    from pipetrain.cluster.submit import check_commands, how_to_go_on, submit
+    from pipetrain.launcher.slurm.script import job_script
+    from pipetrain.launcher.slurm.submit import check_commands, how_to_go_on, submit
     from pipetrain.observe.folder import choose_folder
 
     if not arguments.dry_run:
@@ -278,7 +278,7 @@ def _add_show(parser: Parser) -> None:
 
 
 def _show(arguments: Arguments) -> int:
-    from pipetrain.observe.show import draw, write_drawing
+    from pipetrain.observe.drawing import draw, write_drawing
 
     shown = [_simulated(arguments.overrides)]
     if arguments.against is not None:
@@ -294,10 +294,10 @@ def _show(arguments: Arguments) -> int:
 
 
 def _simulated(overrides: Sequence[str]) -> Shown:
-    from pipetrain.config.check import check_schedule
     from pipetrain.config.load import load
-    from pipetrain.planner.choose import choose_costs, choose_num_ranks, choose_schedule
-    from pipetrain.schedule.show import show_schedule
+    from pipetrain.config.together import check_schedule
+    from pipetrain.plan.from_config import choose_costs, choose_num_ranks, choose_schedule
+    from pipetrain.timeline.shown import show_schedule
 
     config = load(overrides)
     check_schedule(config)
@@ -368,7 +368,7 @@ def _generate(arguments: Arguments) -> int:
 
     folder = find_folder(arguments.run)
     config = read(folder.config)
-    from pipetrain.engine.generate import generate
+    from pipetrain.loop.generate import generate
 
     text = generate(
         config,
@@ -393,7 +393,7 @@ def _add_verify(parser: Parser) -> None:
 def _verify(arguments: Arguments) -> int:
     if arguments.faults:
         return _verify_faults(arguments)
-    from pipetrain.engine.verify import as_table, verify
+    from pipetrain.proof.verify import as_table, verify
 
     rows = verify(quick=arguments.quick)
     if arguments.json is not None:
@@ -404,7 +404,7 @@ def _verify(arguments: Arguments) -> int:
 
 
 def _verify_faults(arguments: Arguments) -> int:
-    from pipetrain.engine.drill import as_json, as_table, drill
+    from pipetrain.proof.drill import as_json, as_table, drill
 
     results = drill(quick=arguments.quick, say=lambda text: print(f"pipetrain: {text}", file=sys.stderr, flush=True))
     if arguments.json is not None:

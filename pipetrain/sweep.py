@@ -30,7 +30,7 @@ from pipetrain.config.load import conf_dir, load
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_override
-from pipetrain.engine.outcome import Exit
+from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.folder import SWEEP_JOBS, choose_folder
 
 _LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")

@@ -17,37 +17,37 @@ from pathlib import Path
 
 import torch
 
-from pipetrain.config.check import check_run
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
+from pipetrain.config.together import check_run
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
 from pipetrain.engine.engine import Batch, Engine, StepFigures, StepResult
-from pipetrain.engine.guard import Action, Guard, Incident
-from pipetrain.engine.inspection import advice_on_stop, explain, folder_of, write_incident
-from pipetrain.engine.make import make_engine
-from pipetrain.engine.outcome import Exit, Outcome, announce, announce_run_dir, end
-from pipetrain.engine.stop import StopRequest, ending_with_the_launcher
-from pipetrain.engine.weights import save_weights
-from pipetrain.engine.world import World
-from pipetrain.model.check import check_model
+from pipetrain.engine.which import make_engine
+from pipetrain.group.failure import PipelineError
+from pipetrain.group.run_group import World
+from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
+from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
+from pipetrain.loop.guard import Action, Guard, Incident
+from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
+from pipetrain.model.style import check_model
 from pipetrain.observe.folder import RunFolder, choose_folder, sees
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import RunReport
-from pipetrain.observe.trackers.choose import check_trackers
+from pipetrain.observe.trackers.chosen import check_trackers
+from pipetrain.plan.from_config import choose_plan, choose_schedule
+from pipetrain.plan.measured import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.plan.plan import Plan
-from pipetrain.planner.choose import choose_plan, choose_schedule
-from pipetrain.planner.predict import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
-from pipetrain.runtime.failure import PipelineError
-from pipetrain.runtime.measure import Report
 from pipetrain.schedule.bound import bound_of
-from pipetrain.schedule.breakdown import bubble_fraction
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.show import Shown, show_schedule
-from pipetrain.schedule.stragglers import StragglerWatch
 from pipetrain.snapshot.session import AUTO, Snapshots, check_start
+from pipetrain.snapshot.weights import save_weights
+from pipetrain.timeline.breakdown import bubble_fraction
+from pipetrain.timeline.shown import Shown, show_schedule
+from pipetrain.timeline.step_report import Report
+from pipetrain.timeline.stragglers import StragglerWatch
 
 _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
 

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train")]
 from commands import TORCHRUN, Process, children_of, end, make_text, wait_until  # noqa: E402
 from resumed import STEPS, assert_same_training, finish, has_reached, num_steps_of, start  # noqa: E402
 
-from pipetrain.snapshot.folder import steps_in  # noqa: E402
+from pipetrain.snapshot.files import steps_in  # noqa: E402
 from pipetrain.snapshot.manifest import check_whole  # noqa: E402
 
 KILLS_PER_RUN = 10

@@ -19,11 +19,11 @@ from torch import zeros
 
 from pipetrain import cli
 from pipetrain import train as rank
-from pipetrain.config import check
+from pipetrain.config import together as check
 from pipetrain.config.load import conf_dir
-from pipetrain.engine import launch
+from pipetrain.launcher import launch
 from pipetrain.observe.folder import RunFolder
-from pipetrain.runtime.damage import cut, flip
+from pipetrain.proof.damage import cut, flip
 
 Prepare = Callable[[pathlib.Path], None]
 

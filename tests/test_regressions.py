@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
-from pipetrain.runtime.slots import RecomputeMismatch
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.slots import RecomputeMismatch
 
 ALWAYS = RecomputePolicy(last_stage="always")
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipetrain.plan.costs import Costs
 from pipetrain.runtime.executor import Program
 from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.simulate import simulate

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.courier import Courier
-from pipetrain.runtime.failure import Monitor
-from pipetrain.runtime.forms import Form, TensorForm
-from pipetrain.runtime.lanes import CudaLanes, Lanes
+from pipetrain.group.courier import Courier
+from pipetrain.group.failure import Monitor
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.transport.forms import Form, TensorForm
+from pipetrain.transport.lanes import CudaLanes, Lanes
 
 
 class Clock:

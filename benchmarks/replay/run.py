@@ -18,21 +18,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.model.transformer import transformer_layers
-from pipetrain.plan.costs import Costs
 from pipetrain.runtime.executor import Executor, Program, Step
-from pipetrain.runtime.failure import FailureBoard, Monitor
-from pipetrain.runtime.forms import Form, TensorForm
-from pipetrain.runtime.lanes import make_lanes
-from pipetrain.runtime.meter import ActivationMeter
-from pipetrain.runtime.stage import Stage
-from pipetrain.runtime.transport import Transport
-from pipetrain.schedule.breakdown import break_down
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.stage import Stage
+from pipetrain.timeline.breakdown import break_down
+from pipetrain.transport.forms import Form, TensorForm
+from pipetrain.transport.lanes import make_lanes
+from pipetrain.transport.transport import Transport
 
 from ..result import Options, Result, Table, Target
 from ..unavailable import Unavailable

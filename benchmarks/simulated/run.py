@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipetrain.plan.costs import Costs
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.simulate import simulate

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.render.svg import svg
-from pipetrain.schedule.show import show
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.shown import show
 
 PAGE = Path(__file__).parent.parent / "SCHEDULES.md"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.runtime.diagnosis import Diagnosis
-from pipetrain.runtime.measure import Report
+from pipetrain.timeline.step_report import Report
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.

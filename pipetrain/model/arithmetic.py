@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.check import Style
+from pipetrain.model.style import Style
 
 
 def num_kv_heads(config: ModelConfig) -> int:

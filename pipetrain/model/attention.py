@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.arithmetic import num_kv_heads
-from pipetrain.model.check import Style
 from pipetrain.model.linear import linear, residual_std
 from pipetrain.model.rotary import rotary_tables, rotate
+from pipetrain.model.style import Style
 
 
 class Attention(nn.Module):

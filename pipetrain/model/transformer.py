@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.attention import Attention
-from pipetrain.model.check import Style, check_model
 from pipetrain.model.linear import embedding, linear
 from pipetrain.model.mlp import GeluMLP, SwiGLU
+from pipetrain.model.style import Style, check_model
 
 
 def transformer_layers(config: ModelConfig, vocabulary_size: int) -> list[Callable[[], nn.Module]]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from pipetrain.config.load import read
 from pipetrain.observe.folder import RunFolder
-from pipetrain.observe.page import page
 from pipetrain.observe.picture import Curve, loss_plot
 from pipetrain.observe.report import RunReport, read_report
 from pipetrain.observe.table import number, size, table
 from pipetrain.observe.trackers.jsonl import read_lines
+from pipetrain.timeline.draw.plain_page import page
 
 FORMATS = (".svg", ".png", ".html")
 # They say where a run is and how it was watched, not what it did.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipetrain.schedule.render.table import aligned, ranks_table
-from pipetrain.schedule.residuals import residuals
-from pipetrain.schedule.show import Shown
+from pipetrain.timeline.draw.rank_table import aligned, ranks_table
+from pipetrain.timeline.residuals import residuals
+from pipetrain.timeline.shown import Shown
 
 
 def explanation(measured: Shown, predicted: Shown | None, clock_error_seconds: float) -> str:

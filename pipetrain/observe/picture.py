@@ -6,8 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipetrain.schedule.render.palette import FILL
-from pipetrain.schedule.show import Shown
+from pipetrain.timeline.draw.palette import FILL
+from pipetrain.timeline.shown import Shown
 
 Curve = tuple[Sequence[int], Sequence[float]]  # steps, losses
 

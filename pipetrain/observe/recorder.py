@@ -8,19 +8,19 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from pipetrain.config.records import RunConfig
+from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.explain import explanation
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.page import page
 from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, write_report
-from pipetrain.observe.trace import EventFile
-from pipetrain.observe.trackers.choose import make_trackers
+from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.tracker import Ending, Trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.render.svg import svg
-from pipetrain.schedule.show import Shown
+from pipetrain.timeline.draw.plain_page import page
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.shown import Shown
 
 
 class Recorder:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.observe.table import number, size, table
-from pipetrain.schedule.stragglers import Straggler
+from pipetrain.timeline.stragglers import Straggler
 
 FORMAT_VERSION = 1
 PerRank = tuple[float | None, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.seeding import generators_restored, weight_seed
+from pipetrain.stage.seeding import generators_restored, weight_seed
 
 Layer = nn.Module | Callable[[], nn.Module]
 

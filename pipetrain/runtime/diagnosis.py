@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from pipetrain.runtime.stage import Stage
+from pipetrain.stage.stage import Stage
 
 
 class Where(StrEnum):

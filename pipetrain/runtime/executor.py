@@ -14,15 +14,15 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.forms import spec_text, structure
-from pipetrain.runtime.lanes import Lanes
-from pipetrain.runtime.seeding import layer_seed
-from pipetrain.runtime.stage import Stage, StageInput, StageOutput
-from pipetrain.runtime.transport import Transport, wanted
+from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.stage.seeding import layer_seed
+from pipetrain.stage.stage import Stage, StageInput, StageOutput
+from pipetrain.transport.forms import spec_text, structure
+from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.transport import Transport, wanted
 
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 

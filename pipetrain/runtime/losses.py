@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipetrain.runtime.failure import PipelineError
+from pipetrain.group.failure import PipelineError
 
 
 class LossNotFinite(PipelineError):

@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from pipetrain.runtime.chain import Clock
-from pipetrain.runtime.stage import Stage
-from pipetrain.schedule.breakdown import RankBreakdown, break_down
-from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, which this
-    rank knows to within `clock_error_seconds`."""
-
-    rank: int
-    step: int
-    events: tuple[OpEvent, ...]
-    peak_activation_bytes: int
-    peak_activation_bytes_never: int
-    peak_memory_bytes: int | None
-    clock_error_seconds: float = 0.0
-
-    def to_json(self) -> bytes:
-        events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
-        return json.dumps({**self.__dict__, "events": events}).encode()
-
-    @staticmethod
-    def from_json(text: bytes) -> RankReport:
-        record = json.loads(text)
-        rank = record["rank"]
-        events = [OpEvent(rank, Lane(lane), Op.parse(op), start, end) for lane, op, start, end in record["events"]]
-        return RankReport(**{**record, "events": tuple(events)})
-
-
-@dataclass(frozen=True)
-class Report:
-    """One step of all ranks; lists have one entry per rank."""
-
-    step: int
-    schedule: Schedule
-    timeline: Timeline
-    breakdown: tuple[RankBreakdown, ...]
-    peak_activation_bytes: tuple[int, ...]
-    peak_activation_bytes_never: tuple[int, ...]
-    peak_memory_bytes: tuple[int | None, ...]
-    clock_error_seconds: float
-
-    @property
-    def step_seconds(self) -> float:
-        """From the start of the first F, R or B of any rank to the end of the last."""
-        return self.timeline.step_seconds
-
-    @staticmethod
-    def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
-        ranks = sorted(reports, key=lambda report: report.rank)
-        timeline = Timeline(len(ranks), tuple(event for report in ranks for event in report.events))
-        return Report(
-            step=ranks[0].step,
-            schedule=schedule,
-            timeline=timeline,
-            breakdown=break_down(schedule, timeline),
-            peak_activation_bytes=tuple(report.peak_activation_bytes for report in ranks),
-            peak_activation_bytes_never=tuple(report.peak_activation_bytes_never for report in ranks),
-            peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
-            clock_error_seconds=max(report.clock_error_seconds for report in ranks),
-        )
+from pipetrain.group.chain import Clock
+from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.op import Kind
+from pipetrain.stage.stage import Stage
+from pipetrain.timeline.step_report import RankReport
 
 
 def measure_rank(

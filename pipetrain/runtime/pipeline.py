@@ -10,29 +10,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.group.asking import Waits
+from pipetrain.group.chain import Chain
+from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.group.world import join as join_world
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime import losses, weights
+from pipetrain.runtime import losses
+from pipetrain.runtime import whole_state as weights
+from pipetrain.runtime.agreement import Call, Introduction, Programs, Signatures, introduce
 from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
-from pipetrain.runtime.calls import Call, Introduction, Programs, Signatures, introduce
-from pipetrain.runtime.chain import Chain
 from pipetrain.runtime.cut import cut, cut_targets, join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
-from pipetrain.runtime.edges import make_edges
 from pipetrain.runtime.executor import Executor, Step
-from pipetrain.runtime.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.runtime.lanes import Recording, make_lanes, sharing
-from pipetrain.runtime.measure import RankReport, Report, measure_rank
-from pipetrain.runtime.meter import ActivationMeter
-from pipetrain.runtime.seeding import generators_restored
-from pipetrain.runtime.stage import LossFn, Stage
-from pipetrain.runtime.transport import Transport
-from pipetrain.runtime.waits import Waits
-from pipetrain.runtime.world import join as join_world
+from pipetrain.runtime.measure import measure_rank
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.seeding import generators_restored
+from pipetrain.stage.stage import LossFn, Stage
+from pipetrain.timeline.step_report import RankReport, Report
+from pipetrain.transport.ends import make_edges
+from pipetrain.transport.lanes import Recording, make_lanes, sharing
+from pipetrain.transport.transport import Transport
 
 
 class Pipeline:

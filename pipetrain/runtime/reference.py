@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.runtime.cut import cut, num_rows, weights_of
-from pipetrain.runtime.seeding import generators_restored, layer_seed, seed_generators
+from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
 
 
 def reference_step(

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pipetrain.plan.costs import Costs
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule

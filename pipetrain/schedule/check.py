@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pipetrain.schedule.alive import peak_sets, peak_stash
-from pipetrain.schedule.edges import local_source
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import partner_of, receive_of, send_of
+from pipetrain.schedule.messages import local_source, partner_of, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipetrain.plan.costs import Costs
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Kind, Lane
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import Sets

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.plan.costs import Costs
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.edges import add_edges
 from pipetrain.schedule.families import WITH_WARMUP, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.messages import add_messages
@@ -14,6 +13,7 @@ from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
 from pipetrain.schedule.recompute import Sets, add_recompute
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.waits import add_edges
 
 
 def make_schedule(

@@ -40,6 +40,16 @@ def send_of(schedule: Schedule, op: Op) -> Op | None:
     return None
 
 
+def local_source(schedule: Schedule, op: Op) -> Op | None:
+    """The F or B on the same rank whose result `op` reads, where there is no message."""
+    neighbour = op.stage - 1 if op.kind is Kind.F else op.stage + 1
+    if not 0 <= neighbour < schedule.num_stages:
+        return None
+    if schedule.stage_ranks[neighbour] != schedule.stage_ranks[op.stage]:
+        return None
+    return Op(neighbour, op.kind, op.microbatch)
+
+
 def partner_of(op: Op) -> Op:
     """The receive that meets the send `op`, or the send that meets the receive."""
     kind, step = {

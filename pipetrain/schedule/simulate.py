@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from pipetrain.plan.costs import Costs
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, op_graph
 from pipetrain.schedule.messages import partner_of

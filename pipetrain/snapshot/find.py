@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from pipetrain.snapshot.folder import path_of, steps_in
+from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
 
 SNAPSHOTS = "snapshots"  # the folder of a run folder that holds them

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipetrain.snapshot.folder import as_json, write_json
+from pipetrain.snapshot.files import as_json, write_json
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1

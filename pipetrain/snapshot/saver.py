@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipetrain.snapshot import folder as folders
+from pipetrain.snapshot import files as folders
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
 from pipetrain.snapshot.reader import STATE, rank_path
 from pipetrain.snapshot.state import Part, RunState

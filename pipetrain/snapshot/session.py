@@ -14,8 +14,8 @@ import torch
 from pipetrain.config.records import RunConfig
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.plan.plan import Plan
+from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
-from pipetrain.snapshot.folder import path_of
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState, tensors_of

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipetrain.snapshot.folder import create_file
+from pipetrain.snapshot.files import create_file
 from pipetrain.snapshot.manifest import FileRecord
 
 _CHUNK_BYTES = 1 << 20  # stays in a core's cache between the hash and the write

@@ -5,11 +5,11 @@ import pathlib
 
 import pytest
 
-from pipetrain.config.check import check_run
 from pipetrain.config.load import as_yaml, choices, load, read
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
+from pipetrain.config.together import check_run
 
 GROUPS = {
     "model",

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipetrain.config.check import check_run, check_schedule
 from pipetrain.config.load import load
 from pipetrain.config.problem import ConfigError
+from pipetrain.config.together import check_run, check_schedule
 from pipetrain.engine.available import check_available
 
 # what the user typed -> words that the message must have

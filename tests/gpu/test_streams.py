@@ -137,7 +137,7 @@ def test_recompute_ran_on_its_own_stream() -> None:
 def test_a_save_copies_what_was_there_beside_the_training(tmp_path: Path) -> None:
     """The copies run on a stream of their own, after the kernels that make the values and before those that change them."""
     pytest.importorskip("safetensors")
-    from pipetrain.snapshot.folder import path_of
+    from pipetrain.snapshot.files import path_of
     from pipetrain.snapshot.reader import Snapshot
     from pipetrain.snapshot.saver import Saver
     from pipetrain.snapshot.state import Part, RunState

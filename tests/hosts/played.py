@@ -107,7 +107,7 @@ def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from pipetrain.engine.world import World
+    from pipetrain.group.run_group import World
     from pipetrain.runtime.pipeline import Pipeline
 
     gc.collect()
@@ -142,7 +142,7 @@ def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipetrain.runtime.world import start_torch_distributed
+    from pipetrain.group.world import start_torch_distributed
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
     before = _num_sockets()
@@ -160,12 +160,12 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
+    from pipetrain.group.chain import Chain
+    from pipetrain.group.failure import FailureBoard, Monitor
+    from pipetrain.group.pair import make_pair
+    from pipetrain.group.world import start_torch_distributed
     from pipetrain.plan.plan import make_plan
-    from pipetrain.runtime.calls import Introduction, introduce
-    from pipetrain.runtime.chain import Chain
-    from pipetrain.runtime.failure import FailureBoard, Monitor
-    from pipetrain.runtime.gloo import make_pair
-    from pipetrain.runtime.world import start_torch_distributed
+    from pipetrain.runtime.agreement import Introduction, introduce
     from pipetrain.schedule.policy import RecomputePolicy
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from machines import ROOT
 
-from pipetrain.config.check import check_run
 from pipetrain.config.load import load
-from pipetrain.planner.choose import choose_num_ranks
+from pipetrain.config.together import check_run
+from pipetrain.plan.from_config import choose_num_ranks
 
 DOCKER = ROOT / "docker"
 TRY_NEEDS = ["buildah", "debootstrap", "apt-get"]

@@ -25,7 +25,7 @@ from machines import (
 
 from benchmarks.links.hosts import Hosts, separate_hosts
 from benchmarks.unavailable import Unavailable
-from pipetrain.snapshot.folder import steps_in
+from pipetrain.snapshot.files import steps_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -126,7 +126,7 @@ def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
     with hosts(1) as network:
         (host,) = network.hosts
         address = f"{network.unused_address()}:29400"
-        words = [sys.executable, "-m", "pipetrain.engine.rendezvous", address, "--timeout=2"]
+        words = [sys.executable, "-m", "pipetrain.launcher.meet", address, "--timeout=2"]
         code, stderr = end(start(host.command(words), folder, environment()), 30.0)
     assert code == 1
     assert stderr.startswith(

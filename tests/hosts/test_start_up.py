@@ -12,11 +12,11 @@ import pytest
 from machines import ROOT, RUN, environment, make_text
 from torch.distributed import TCPStore
 
-from pipetrain.engine import rendezvous
-from pipetrain.runtime.failure import PipelineError
-from pipetrain.runtime.rendezvous import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
-from pipetrain.runtime.versions import Versions, check_same, own_versions
-from pipetrain.runtime.world import store_of_this_attempt
+from pipetrain.group.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
+from pipetrain.group.failure import PipelineError
+from pipetrain.group.versions import Versions, check_same, own_versions
+from pipetrain.group.world import store_of_this_attempt
+from pipetrain.launcher import meet as rendezvous
 
 
 def taken() -> socket.socket:

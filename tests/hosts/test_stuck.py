@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pipetrain.engine import stuck
+from pipetrain.launcher import stuck
 
 # A stand-in for torchrun's part: it starts two processes and does not ask after them until it reads a line.
 LAUNCHER = """

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from small_text import make_text
 
-from pipetrain.engine.nodes import StoppedEarly, passing_signals_on
-from pipetrain.engine.world import World
+from pipetrain.group.run_group import World
+from pipetrain.launcher.nodes import StoppedEarly, passing_signals_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUN = ["experiment=smoke"]

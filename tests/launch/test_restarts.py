@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from pipetrain.cluster.port import COUNT, FIRST, free_port
-from pipetrain.cluster.port import main as print_port
-from pipetrain.cluster.restarts import Restarts, begin, main, may_go_on
+from pipetrain.launcher.slurm.port import COUNT, FIRST, free_port
+from pipetrain.launcher.slurm.port import main as print_port
+from pipetrain.launcher.slurm.restarts import Restarts, begin, main, may_go_on
 
 
 def save(run: pathlib.Path, step: int) -> None:

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pipetrain.observe.show import draw, write_drawing
+from pipetrain.observe.drawing import draw, write_drawing
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.show import Shown, show
+from pipetrain.timeline.shown import Shown, show
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from pipetrain.config.load import load
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.picture import timeline_png
-from pipetrain.observe.trackers.choose import make_trackers
+from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.jsonl import JsonLines, read_lines
 from pipetrain.observe.trackers.tensorboard import TensorBoardTracker
 from pipetrain.observe.trackers.tracker import Ending, Tracker, Trackers, figures
-from pipetrain.schedule.show import show
+from pipetrain.timeline.shown import show
 
 METRICS = StepMetrics(
     step=3,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipetrain.plan.costs import Costs
-from pipetrain.planner.predict import measure_costs
+from pipetrain.plan.measured import measure_costs
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.runtime.cut import cut, weights_of
-from pipetrain.runtime.meter import ActivationMeter
-from pipetrain.runtime.seeding import generators_restored, layer_seed
-from pipetrain.runtime.stage import Stage, StageInput
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.seeding import generators_restored, layer_seed
+from pipetrain.stage.stage import Stage, StageInput
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from parity_cases import mean_square, rows
 from ranks import Outcome, run_outcomes
 from torch import Tensor, nn
 
+from pipetrain.group.world import World
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.world import World
 
 M = 4
 SOON = 15.0  # seconds

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import run_outcomes, run_ranks
 from torch import nn
 
-from pipetrain.runtime.damage import fill_disk
-from pipetrain.runtime.failure import PipelineError
+from pipetrain.group.failure import PipelineError
+from pipetrain.proof.damage import fill_disk
 from pipetrain.runtime.faults import VARIABLE, Deed, Fault, fail_at, faults_of_environment, inject, slow_down
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Op

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import transformer_layers
-from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.seeding import layer_seed
-from pipetrain.runtime.stage import Stage, StageInput
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.seeding import layer_seed
+from pipetrain.stage.stage import Stage, StageInput
 
 QUICKSTART = ModelConfig(num_blocks=4, hidden_size=128, num_heads=4, num_kv_heads=2)
 SEQUENCE = 128

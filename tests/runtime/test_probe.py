@@ -12,7 +12,7 @@ from one_rank import make_stages, run_step
 from parity_cases import mean_square
 from torch import Tensor, nn
 
-from pipetrain.runtime.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter
 
 M = 4
 ROWS, WIDTH = 64, 1024  # a microbatch of 16 rows: 65,536 bytes

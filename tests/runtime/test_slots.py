@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.runtime.meter import ActivationMeter
-from pipetrain.runtime.slots import LateBoundSet, RecomputeMismatch, SetComplete
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.slots import LateBoundSet, RecomputeMismatch, SetComplete
 
 
 def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from parity_cases import mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.runtime.meter import ActivationMeter
 from pipetrain.runtime.reference import reference_step
-from pipetrain.runtime.slots import RecomputeMismatch, SavedTensorChanged
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
 
 M = 4
 BALANCES: Sequence[Sequence[int]] = ([6], [2, 4], [1, 3, 1, 1])

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.stragglers import StragglerWatch
+from pipetrain.timeline.stragglers import StragglerWatch
 
 SLOW_FROM = 16
 STEPS = 30

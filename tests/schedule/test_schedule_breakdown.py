@@ -2,14 +2,14 @@
 
 import pytest
 
-from pipetrain.plan.costs import Costs
-from pipetrain.schedule.breakdown import break_down, bubble_fraction
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.memory import bytes_over_time, sets_over_time
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.show import show
+from pipetrain.timeline.breakdown import break_down, bubble_fraction
+from pipetrain.timeline.memory import bytes_over_time, sets_over_time
+from pipetrain.timeline.shown import show
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pipetrain.schedule.csv_file import size_of_csv, write_csv
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.show import show
+from pipetrain.timeline.shown import show
 
 FAMILIES = [("gpipe", 4), ("1f1b", 4), ("interleaved", 2)]
 

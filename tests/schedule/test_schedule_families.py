@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from pipetrain.plan.costs import Costs
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.render.terminal import staircase
-from pipetrain.schedule.show import show
+from pipetrain.timeline.draw.terminal import staircase
+from pipetrain.timeline.shown import show
 
 
 def drawn(family: str, stages: int, microbatches: int, recompute: str | RecomputePolicy = "never", **more: int) -> str:

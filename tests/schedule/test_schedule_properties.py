@@ -7,12 +7,12 @@ from oracle import Oracle, OracleError
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of
-from pipetrain.schedule.breakdown import break_down
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.breakdown import break_down
 
 many = settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 more = settings(many, max_examples=5000)

@@ -7,17 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipetrain.plan.costs import Costs
-from pipetrain.schedule.breakdown import break_down
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.render.html import html
-from pipetrain.schedule.render.svg import svg
-from pipetrain.schedule.render.table import comparison, ranks_table
-from pipetrain.schedule.render.terminal import legend, staircase
-from pipetrain.schedule.render.trace import chrome_trace
-from pipetrain.schedule.show import Shown, show
+from pipetrain.timeline.breakdown import break_down
+from pipetrain.timeline.draw.chrome_trace import chrome_trace
+from pipetrain.timeline.draw.page import html
+from pipetrain.timeline.draw.rank_table import comparison, ranks_table
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.terminal import legend, staircase
+from pipetrain.timeline.shown import Shown, show
 
 
 class Tags(HTMLParser):

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from pipetrain.plan.costs import Costs
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.show import show
 from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.shown import show
 
 SIZES = [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 4, 9, 17)]
 TIMES = [

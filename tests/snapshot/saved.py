@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from pipetrain.snapshot.folder import path_of
+from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import RunState, tensors_of
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from saved import CPU, save, trained
 
-from pipetrain.runtime.damage import flip, places
+from pipetrain.proof.damage import flip, places
+from pipetrain.snapshot.files import as_json
 from pipetrain.snapshot.find import find, newest_whole
-from pipetrain.snapshot.folder import as_json
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
 from pipetrain.snapshot.reader import Snapshot
 

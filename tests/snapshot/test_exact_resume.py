@@ -14,7 +14,7 @@ from saved import CPU
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.snapshot.folder import path_of
+from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import RunState, tensors_of

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from saved import CPU, save, saver_of, state_of, trained
 
-from pipetrain.snapshot.folder import path_of
+from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.state import Part, restore_generators, tensors_of
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from pipetrain.snapshot import saver as saver_module
-from pipetrain.snapshot.folder import steps_in
+from pipetrain.snapshot.files import steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipetrain.config.records import DataConfig, RunConfig, SnapshotConfig
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.folder import path_of, steps_in
+from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.session import Snapshots
 
 PLAN = Plan((3,), (0,), 1)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipetrain.config.check import check_run
 from pipetrain.config.load import load
 from pipetrain.config.records import RunConfig
+from pipetrain.config.together import check_run
 from pipetrain.data.dataset import make_data
 from pipetrain.engine.engine import Batch, Engine
-from pipetrain.engine.make import make_engine
-from pipetrain.planner.choose import choose_plan, choose_schedule
+from pipetrain.engine.which import make_engine
+from pipetrain.plan.from_config import choose_plan, choose_schedule
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 
 VOCABULARY = 32

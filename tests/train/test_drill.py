@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from pipetrain.cli import main
-from pipetrain.engine.drill import Result, _Drill, _Ground, _run, as_table
+from pipetrain.proof.drill import Result, _Drill, _Ground, _run, as_table
 
 HANDLED = Result("a rank is killed", 2, 1, 0.4, "rank 1 is gone", "from step 2, equal bit for bit", None)
 MISSED = Result("a rank is stopped", 2, 1, 40.0, "", "not tried", "all ranks ended after 40.0 s, 19 s are promised")

@@ -17,11 +17,11 @@ from resumed import metrics_of
 from safetensors.torch import load_file
 from torch import equal
 
-from pipetrain.config.check import check_run
 from pipetrain.config.load import load
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import GuardConfig
-from pipetrain.engine.guard import Action, Guard
+from pipetrain.config.together import check_run
+from pipetrain.loop.guard import Action, Guard
 
 STEPS = 24
 RUN = [

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 from commands import PIPETRAIN, Process, begin, end, make_text, wait_until
 
-from pipetrain.engine import remains
-from pipetrain.engine.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
+from pipetrain.launcher import remains
+from pipetrain.launcher.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
 
 TIMEOUT_SECONDS = 3
 MARGIN_SECONDS = 15  # after timeout_seconds; and after a death

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.engine.launch import sum_up
-from pipetrain.engine.outcome import (
+from pipetrain.launcher.launch import sum_up
+from pipetrain.launcher.outcome import (
     FOLDER_VARIABLE,
     Exit,
     Outcome,

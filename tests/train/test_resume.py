@@ -11,7 +11,7 @@ from commands import PIPETRAIN, TORCHRUN, children_of, end, make_text, wait_unti
 from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
 
 from pipetrain.cli import main
-from pipetrain.snapshot.folder import steps_in
+from pipetrain.snapshot.files import steps_in
 from pipetrain.snapshot.manifest import check_whole
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipetrain import train as rank
 from pipetrain.snapshot import saver as saver_module
-from pipetrain.snapshot.folder import path_of, steps_in
+from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState, Tensors

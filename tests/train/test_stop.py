@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from pipetrain.engine.stop import StopRequest
+from pipetrain.launcher.stop import StopRequest
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -29,7 +29,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     clock = iter([100.0, 100.5, 102.0])
-    monkeypatch.setattr("pipetrain.engine.stop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("pipetrain.launcher.stop.time.monotonic", lambda: next(clock))
     with StopRequest():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -43,7 +43,7 @@ def test_a_launcher_that_is_gone_is_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_the_handlers_needs_no_torch() -> None:
-    program = "import sys, pipetrain.engine.stop, pipetrain.engine.outcome, pipetrain.engine.launch; sys.exit('torch' in sys.modules)"
+    program = "import sys, pipetrain.launcher.stop, pipetrain.launcher.outcome, pipetrain.launcher.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

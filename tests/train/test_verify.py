@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipetrain.cli import main
-from pipetrain.engine import verify
-from pipetrain.engine.verify import Case, Row, as_table, cases
+from pipetrain.proof import verify
+from pipetrain.proof.verify import Case, Row, as_table, cases
 
 CASE = Case("dense", 2, "gpipe", "overlap")
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from torch.distributed import TCPStore
 
-from pipetrain.engine.world import World
-from pipetrain.runtime.world import store_of_this_attempt
+from pipetrain.group.run_group import World
+from pipetrain.group.world import store_of_this_attempt
 
 
 def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:

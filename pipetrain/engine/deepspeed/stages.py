@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipetrain.config.records import RunConfig
 from pipetrain.model.loss import next_token_loss
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import weights
-from pipetrain.runtime.seeding import layer_seed, seed_generators, weight_seed
+from pipetrain.runtime import whole_state as weights
+from pipetrain.stage.seeding import layer_seed, seed_generators, weight_seed
 
 _BASE_SEED = 1 << 20
 _BUILDING = 1  # what stands where a forward has its number

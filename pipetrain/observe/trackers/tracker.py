@@ -10,7 +10,7 @@ from typing import Any
 
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.report import RunReport
-from pipetrain.schedule.show import Shown
+from pipetrain.timeline.shown import Shown
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,240 @@
+"""DeepSpeed's `PipelineEngine` behind the engine protocol: the same model, data, figures and snapshots as the native engine.
+
+train_batch:  F and B of all microbatches, 1F1B
+              ReduceGrads     [1] before it we take the time, clip by the norm over all stages, and ask whether the step is accepted
+              OptimizerStep   [2] AdamW, plain (ZeRO 0) or on flat tensors (ZeRO 1); neither of the two where it is not
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipetrain.config.records import RunConfig
+from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
+from pipetrain.engine.engine import Accepts, Batch, StepFigures, StepResult
+from pipetrain.engine.optimizer import learning_rate, make_optimizer
+from pipetrain.group.failure import PipelineError
+from pipetrain.model.loss import IGNORED, count_tokens
+from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.transformer import transformer_layers
+from pipetrain.parallel.clipping import clip_grad_norm
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.measure import peak_memory_bytes
+from pipetrain.stage.seeding import generators_restored
+
+_T = TypeVar("_T")
+_Microbatch = tuple[Tensor, tuple[Tensor, Tensor]]  # inputs, and targets with their weight
+# What computes and talks to no other rank: an error there is no lost connection.
+_COMPUTES = ("_exec_load_micro_batch", "_exec_forward_pass", "_exec_backward_pass")
+_NEIGHBOUR = {
+    "_exec_send_activations": 1,
+    "_exec_recv_activations": -1,
+    "_exec_send_grads": -1,
+    "_exec_recv_grads": 1,
+}
+
+
+class DeepSpeedEngine:
+    """Trains the transformer of `config.model` with a stage on each rank of torch.distributed."""
+
+    def __init__(self, config: RunConfig, plan: Plan, *, vocabulary_size: int, device: torch.device) -> None:
+        self._config = config
+        self._plan = plan
+        self._device = device
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._rows = config.data.batch_size // plan.num_microbatches
+        self._accepts: Accepts | None = None
+        self._result = StepResult(0.0, 0.0, None)
+        self._started = self._step_seconds = 0.0
+        self._step = 0
+        timeout = timedelta(seconds=config.timeout_seconds)
+        deepspeed = import_deepspeed(device)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures and weights, on the host
+        with quiet_stdout(), generators_restored(device):
+            join_world(deepspeed, timeout)
+            from pipetrain.engine.deepspeed.sharded import ShardedAdamW
+            from pipetrain.engine.deepspeed.stages import Seeds, StagedModule, StageModel
+
+            self._seeds = Seeds(config.seed, device)
+            layers = transformer_layers(config.model, vocabulary_size)
+            self._module = StagedModule(layers, plan, config, self._seeds)
+            optimizer = make_optimizer(config.optim, self._module.parameters())
+            with self._naming_a_loss():
+                self._engine, *_ = deepspeed.initialize(
+                    model=self._module, optimizer=optimizer, config=_settings(config, self._rows, device)
+                )
+        self._optimizer: Optimizer = optimizer
+        on_load = None
+        if config.parallel.zero:
+            self._optimizer = ShardedAdamW(self._engine.optimizer)
+            on_load = self._engine.optimizer.refresh_fp32_params  # else its own copy would overwrite what was loaded
+        self._model = StageModel(self._module.layers, on_load)
+        self._engine._INSTRUCTION_MAP = _instructions(self._engine, self._may_update)
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    def start_at(self, step: int) -> None:
+        """Nothing to do: `step` is told its number."""
+
+    def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
+        rate = learning_rate(self._config.optim, step, self._config.steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        self._step, self._seeds.step, self._accepts = step, step - 1, accepts
+        self._module.start_step()
+        self._started = time.perf_counter()
+        with self._naming_a_loss():
+            self._engine.train_batch(iter(self._cut(batch)))
+        return replace(self._result, learning_rate=rate)
+
+    def diagnose(self, batch: Batch) -> None:
+        """DeepSpeed has no way to watch a step."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> float | None:
+        total, num_tokens = 0.0, 0
+        for batch in batches:
+            microbatches = self._cut(batch)
+            with self._naming_a_loss():
+                loss = self._engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
+            tokens = count_tokens(batch[1])
+            total += float(loss) * tokens
+            num_tokens += tokens
+        return total / num_tokens if num_tokens else None
+
+    def gather_report(self) -> StepFigures | None:
+        """Time of rank 0, whose F0 is the first op of a 1F1B step and whose last B is the last."""
+        peaks = self._of_all(peak_memory_bytes(self._device))
+        return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
+
+    def weights(self) -> dict[str, Tensor] | None:
+        own = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
+        gathered: list[dict[str, Tensor]] | None = [{}] * self._num_ranks if self._rank == 0 else None
+        with self._naming_a_loss():
+            dist.gather_object(own, gathered, dst=0, group=self._group)
+        return None if gathered is None else {name: value for part in gathered for name, value in part.items()}
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+    def _may_update(self) -> bool:
+        """All B of this rank are done, its gradients are summed up and whole: there is one replica, so nothing is added later.
+
+        DeepSpeed's own clipping stays off: without ZeRO its norm is that of the first stage alone.
+        """
+        self._step_seconds = time.perf_counter() - self._started
+        total = self._engine.total_loss
+        loss = self._of_all(0.0 if total is None else float(total) / self._plan.num_microbatches)[-1]
+        norm = None
+        if math.isfinite(loss):
+            clip_norm = self._config.optim.clip_norm
+            parameters = {self._rank: [parameter for _, parameter in self._model.named_parameters()]}
+            limit = math.inf if clip_norm is None else clip_norm
+            norm = float(clip_grad_norm(parameters, limit, self._of_all, self._device))
+        assert self._accepts is not None
+        self._result = StepResult(loss, 0.0, norm, self._accepts(self._step, loss, norm))
+        return self._result.is_accepted
+
+    def _of_all(self, value: _T) -> list[_T]:
+        """What each rank gives, on every rank. Collective."""
+        values: list[_T] = [value] * self._num_ranks
+        with self._naming_a_loss():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _cut(self, batch: Batch) -> list[_Microbatch]:
+        """Microbatches of one size, which DeepSpeed's buffers have: the last of an evaluation is filled up with what does not count."""
+        inputs, targets = batch
+        missing = -len(inputs) % self._rows
+        if missing:
+            inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
+            targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
+        pieces = list(zip(torch.split(inputs, self._rows), torch.split(targets, self._rows)))
+        share = len(pieces) / max(count_tokens(targets), 1)
+        return [(piece, (labels, torch.tensor(count_tokens(labels) * share))) for piece, labels in pieces]
+
+    @contextlib.contextmanager
+    def _naming_a_loss(self) -> Iterator[None]:
+        """What a broken connection or a time-out means, and where it was."""
+        try:
+            yield
+        except RuntimeError as error:
+            current = getattr(getattr(self, "_engine", None), "_exec_instr", None)
+            instruction = current.__func__.__name__ if current is not None else ""
+            if instruction in _COMPUTES or isinstance(error, PipelineError):
+                raise
+            raise PipelineError(self._explain(instruction, str(error))) from error
+
+    def _explain(self, instruction: str, reason: str) -> str:
+        if instruction in _NEIGHBOUR:
+            peer = f"rank {self._rank + _NEIGHBOUR[instruction]}"
+        else:
+            peer = f"rank {1 - self._rank}" if self._num_ranks == 2 else "another rank"
+        where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
+        if "timed out" in reason.lower() or "timeout" in reason.lower():
+            return (
+                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._config.timeout_seconds:g} s "
+                "(timeout_seconds): that rank hangs, is stopped, or needs longer for a step than that"
+            )
+        line = reason.strip().splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0][:160]
+        return (
+            f"{peer} is gone: rank {self._rank} lost its connection in {where} ({line}). It failed, was killed, ran out of "
+            "memory, or its machine is down: see its own output"
+        )
+
+
+def _settings(config: RunConfig, rows: int, device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's own configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": config.pipeline.num_microbatches,
+        "gradient_clipping": 0.0,  # its default is 1.0
+        "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": config.parallel.zero,
+            "overlap_comm": False,
+            # With ZeRO its own norm hangs where stages differ in their number of parameter groups. Ours is taken.
+            "compute_grad_norm": config.parallel.zero == 0,
+            "contiguous_gradients": False,  # with a pipeline it would take a buffer of 2 GB for nothing
+        },
+        # Weights stay float32 and layers run in bfloat16, as with the native engine. Its `bf16` mode without ZeRO saves what it cannot load.
+        "torch_autocast": {"enabled": device.type == "cuda", "dtype": "bfloat16"},
+    }
+
+
+def _instructions(engine: Any, may_update: Callable[[], bool]) -> dict[Any, Callable[..., None]]:
+    """DeepSpeed's table from instruction to method, with `may_update` asked before the gradients are reduced."""
+    from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads
+
+    table: dict[Any, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
+    reduce, update = table[ReduceGrads], table[OptimizerStep]
+    accepted = False
+
+    def _exec_reduce_grads(self: Any, **options: Any) -> None:
+        nonlocal accepted
+        accepted = may_update()
+        if accepted:
+            reduce(self, **options)
+
+    def _exec_optimizer_step(self: Any, **options: Any) -> None:
+        if accepted:
+            update(self, **options)
+        else:
+            self.module.zero_grad(set_to_none=True)
+
+    return {**table, ReduceGrads: _exec_reduce_grads, OptimizerStep: _exec_optimizer_step}

@@ -1,0 +1,53 @@
+"""A thread that waits, so that the thread that computes need not."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Work
+
+from pipetrain.group.failure import Monitor
+
+# How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
+# long, because a gloo wait that times out breaks the connection.
+_FOREVER = timedelta(days=7)
+
+Job = Callable[[], Callable[[], None]]
+
+
+class Courier:
+    """Runs jobs one after the other in a thread of its own. A job transfers, and returns what publishes its result."""
+
+    def __init__(self, name: str, peer: str, monitor: Monitor) -> None:
+        self.peer = peer
+        self._monitor = monitor
+        self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, what: str, job: Job) -> None:
+        self._jobs.put((what, job))
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            what, job = item
+            try:
+                self._monitor.done(job())
+            except Exception as error:
+                self._monitor.lost(what, self.peer, error)
+                return
+            del item, job
+
+    def close(self) -> None:
+        """End the thread, once its jobs are done: what is under way ends when the other rank has taken it, or is gone."""
+        self._jobs.put(None)
+        self._thread.join(self._monitor.timeout_seconds)
+
+
+def finish(work: Work | None) -> None:
+    """Wait for one transfer, on the thread of a courier."""
+    if work is not None:
+        work.wait(_FOREVER)

@@ -1,0 +1,157 @@
+"""Nothing hangs: every wait has a time-out, knows what it waits for, and ends when another rank has failed.
+
+The first failure of a pipeline is written to the store that all ranks share. Whoever then waits reads it there, so each
+rank can name the rank and the op at which it began, however many ranks lie between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from pipetrain.group.asking import Waits
+
+# How often a rank that waits looks whether another has failed.
+_POLL_SECONDS = 1.0
+# A store that has not answered by then is given up until it does: its host may be cut off.
+_ANSWER_SECONDS = 3.0
+
+
+class PipelineError(RuntimeError):
+    """The pipeline cannot go on; the message names the rank, the op and what to do."""
+
+
+class FailureBoard:
+    """The first failure of the pipeline, as all ranks see it. Without a store (one rank) it stays on this rank."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._text: str | None = None
+        self._asking: threading.Thread | None = None
+
+    def post(self, text: str) -> str:
+        """Report a failure; returns the first one, which may be another rank's."""
+        if self._text is None:
+            self._text = text
+            # The store may have gone down with its host: then what this rank knows must do.
+            self._text = self._ask(lambda store: store.compare_set("failure", "", text).decode()) or text
+        return self._text
+
+    def read(self) -> str | None:
+        """The first failure, if there is one."""
+        if self._text is None:
+            self._text = self._ask(lambda store: store.get("failure").decode() if store.check(["failure"]) else None)
+        return self._text
+
+    def _ask(self, question: Callable[[Store], str | None]) -> str | None:
+        """What the store says, or None where it does not: over a link that is cut a question may wait for ever."""
+        store = self._store
+        if store is None or (self._asking is not None and self._asking.is_alive()):
+            return None
+        answers: list[str | None] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(store))
+
+        self._asking = threading.Thread(target=ask, name="failure board", daemon=True)
+        self._asking.start()
+        self._asking.join(_ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+
+class Monitor:
+    """Where the thread that computes waits for the threads that transfer.
+
+    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then. `has_lost_a_rank` says whether
+    it began with a connection that broke. `waits` collects, after a time-out, what the other ranks wait in; without it a
+    message names this rank's own wait only.
+    """
+
+    def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float, waits: Waits | None = None) -> None:
+        self.rank = rank
+        self.board = board
+        self.timeout_seconds = timeout_seconds
+        self._waits = waits or Waits(None, rank, 1)
+        self._condition = threading.Condition()
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.has_lost_a_rank = False
+        self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
+
+    def done(self, finish: Callable[[], None]) -> None:
+        """A transfer ended: run `finish`, which publishes its result, and wake who waits."""
+        with self._condition:
+            finish()
+            self._condition.notify_all()
+
+    def lost(self, what: str, peer: str, error: BaseException) -> None:
+        """A transfer failed: the rank at its other end is gone."""
+        with self._condition:
+            if self._lost is None:
+                self._lost = (peer, f"{what} ({_first_line(error)})")
+                self.has_lost_a_rank = self.failure is None  # afterwards connections are broken on purpose
+            self._condition.notify_all()
+
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until `ready()`; `what()` says what for, as in `rank 2 waits in 2RECV_B3 from rank 3`.
+
+        Raises:
+            PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
+        """
+        with self._condition:
+            error = None if ready() else self._wait(ready, what)
+        if error is not None:
+            self.fail(str(error))
+            raise error
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> PipelineError | None:
+        deadline = time.monotonic() + self.timeout_seconds
+        while not ready():
+            if self._lost is not None:
+                return self._explain_loss(what())
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._explain_timeout(what())
+            if not self._condition.wait(min(left, _POLL_SECONDS)):
+                failure = self.board.read()
+                if failure is not None:
+                    return self._ending(failure, what())
+        return None
+
+    def fail(self, text: str) -> None:
+        """The pipeline cannot go on: tell the other ranks, and break off whatever they or this rank may wait for."""
+        if self.failure is None:
+            self.failure = self.board.post(text)
+            self.on_failure()
+
+    def _explain_loss(self, what: str) -> PipelineError:
+        assert self._lost is not None
+        peer, where = self._lost
+        first = self.board.post(
+            f"{peer} is gone: rank {self.rank} lost its connection in {where}. It was killed, ran out of memory, or its "
+            "machine or the network between them is down: see its own output"
+        )
+        return self._ending(first, what)
+
+    def _explain_timeout(self, what: str) -> PipelineError:
+        self._waits.ask()
+        first = self.board.post(
+            f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
+            "needs longer for a step than that"
+        )
+        return self._ending(first, what)
+
+    def _ending(self, first: str, what: str) -> PipelineError:
+        """The first failure, and what this rank waits in; after a time-out what each rank waits in."""
+        return PipelineError(f"{first} (rank {self.rank} ends; {self._waits.exchange(what) or what})")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    # gloo begins with the place in its own source and ends with advice that does not fit here.
+    return text[0].rsplit("] ", 1)[-1].split(". This is typically")[0][:160] if text else type(error).__name__

@@ -1,0 +1,115 @@
+"""The same software on every machine: compared over the store before anything else, and told in a line.
+
+Each rank asks the store the same few things however many ranks there are:
+
+    compare_set first     the first to come leaves its versions; the others compare theirs with them
+    append others         ... and add theirs where they differ
+    add come              the last to come writes the verdict, for which everybody waits
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from pipetrain.group.failure import PipelineError
+
+Versions = Mapping[str, str]
+_PACKAGE = __name__.partition(".")[0]
+_LINE = "\n"
+_SAME = "the same"
+# Ranks that have not come, by number, in the message of those that wait for them.
+_MOST_NAMED = 8
+
+
+def own_versions() -> Versions:
+    """What must be equal for ranks to work together, by name."""
+    found = {
+        "python": platform.python_version(),  # in full: data=stdlib trains on its library
+        "torch": torch.__version__,
+        "pipetrain": f"{vars(sys.modules[_PACKAGE])['__version__']} (sources {_digest_of_sources()})",
+    }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Two checkouts have the same version and may still differ."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def check_same(store: Store, rank: int, num_ranks: int, own: Versions | None = None) -> None:
+    """Compare with the versions of all ranks; waits for them as long as the time-out of `store`. Collective.
+
+    Raises:
+        ValueError: they differ; the same text on every rank, with what each machine has.
+        PipelineError: not all ranks came in time.
+    """
+    if num_ranks == 1:
+        return
+    own = own_versions() if own is None else own
+    timeout_seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    store = PrefixStore("pipetrain/versions", store)
+    line = json.dumps([rank, socket.gethostname(), dict(own)])
+    _, _, first = json.loads(store.compare_set("first", "", line))
+    if first != own:
+        store.append("others", line + _LINE)  # type: ignore[attr-defined]
+    store.set(f"rank/{rank}", "")
+    if store.add("come", 1) == num_ranks:
+        store.set("verdict", _verdict(store))
+    try:
+        verdict = store.get(
+            "verdict"
+        ).decode()  # one answer for all who wait: whoever hosts the store may leave after it
+    except RuntimeError as error:
+        raise PipelineError(_missing(store, rank, num_ranks, timeout_seconds)) from error
+    if verdict != _SAME:
+        raise ValueError(verdict)
+
+
+def _verdict(store: Store) -> str:
+    if not store.check(["others"]):
+        return _SAME
+    return _difference(json.loads(store.get("first")), store.get("others").decode())
+
+
+def _difference(first: tuple[int, str, Versions], others: str) -> str:
+    _, _, versions = first
+    found = sorted([first, *map(json.loads, others.splitlines())])
+    differing = sorted(
+        {key for _, _, theirs in found for key in {*versions, *theirs} if theirs.get(key) != versions.get(key)}
+    )
+    lines: dict[str, str] = {}  # what a machine has -> a rank there, one that wrote a line
+    for rank, host, theirs in found:
+        has = ", ".join(f"{key} {theirs.get(key, 'none')}" for key in differing)
+        lines.setdefault(f"{host} has {has}", f" (rank {rank})")
+    told = "; ".join(has + who for has, who in lines.items())
+    return f"the machines of this run have different versions: {told}; install the same on all"
+
+
+def _missing(store: Store, rank: int, num_ranks: int, timeout_seconds: float) -> str:
+    try:
+        missing = [other for other in range(num_ranks) if not store.check([f"rank/{other}"])]
+    except RuntimeError:
+        return f"rank {rank} lost the store at which the ranks meet: rank 0's machine, or torchrun there, has ended"
+    named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if len(missing) > _MOST_NAMED else "")
+    return (
+        f"{len(missing)} of {num_ranks} ranks did not come within {timeout_seconds:g} s (timeout_seconds): rank {named}; see "
+        "their own output, and whether their machines have started"
+    )

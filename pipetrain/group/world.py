@@ -1,0 +1,160 @@
+"""The processes of a pipeline: who this one is, and the store through which all meet."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+
+from pipetrain.group.address import Unreachable, check_can_listen, explain, wait_for
+from pipetrain.group.failure import PipelineError
+from pipetrain.group.versions import check_same
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+# Pipelines of one process are numbered: several may live at once, made in the same order on every rank.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among `num_ranks`. `store` is this pipeline's own part of the store; None for a rank alone."""
+
+    rank: int
+    num_ranks: int
+    store: Store | None
+    device: torch.device
+    owns_process_group: bool  # torch.distributed was initialised here, and `leave` undoes it
+
+    def leave(self) -> None:
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(group: Any, device: torch.device | str | None, timeout_seconds: float) -> World:
+    """The world of a new pipeline: of `group`, of torch.distributed, of torchrun's variables, or of one rank."""
+    chosen = choose_device(device)
+    number = next(_numbers)
+    owns = False
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return World(0, 1, None, chosen, owns_process_group=False)
+        start_torch_distributed(chosen, timeout_seconds)
+        owns = True
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not in `group`: make the Pipeline on the ranks of the group only")
+    members = "" if group is None else "-" + "-".join(map(str, dist.get_process_group_ranks(group)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _on_one_node() else "0"
+    name = f"pipetrain/attempt-{attempt}/pipeline-{number}{members}"
+    own = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return World(rank, size, own if size > 1 else None, chosen, owns)
+
+
+def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
+    """Initialise torch.distributed from torchrun's variables, or for this process alone where there are none.
+
+    Its process group connects nobody until somebody uses it. We do not: gloo would connect every rank with every other,
+    and what a rank opens must not grow with their number.
+
+    Raises:
+        ValueError: the ranks have different versions of what they run on.
+        PipelineError: the other ranks could not be met within `timeout_seconds`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = store_of_this_attempt(timeout)
+        check_same(store, rank, size)
+    else:
+        rank, size, store = 0, 1, HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with _connecting_on_use():
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+@contextlib.contextmanager
+def _connecting_on_use() -> Iterator[None]:
+    """Gloo groups made meanwhile connect two ranks when these first talk to each other."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
+
+
+def store_of_this_attempt(timeout: timedelta) -> Store:
+    """The store of torchrun's variables, without what ranks wrote into it before torchrun started them again.
+
+    On one node torchrun keeps its store over restarts, and the addresses of processes that were killed with it: a new
+    rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
+    cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
+
+    Raises:
+        PipelineError: there is no store at MASTER_ADDR and MASTER_PORT.
+    """
+    store = _store(timeout)
+    if not _on_one_node():
+        return store
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _store(timeout: timedelta) -> Store:
+    """Raises:
+    ValueError: who started the ranks did not say where they meet.
+    PipelineError: the address is taken, cannot be reached, or not all ranks came to it.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK is set and {missing[0]} is not: start the ranks with torchrun, or set it to where rank 0 is"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    store: Store
+    start = time.monotonic()
+    try:
+        if hosts_it:
+            check_can_listen(host, port)
+        else:
+            wait_for(host, port, timeout.total_seconds())
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except Unreachable as error:
+        raise PipelineError(f"rank {os.environ['RANK']}: {error}") from error
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        told = explain(host, port, time.monotonic() - start, ConnectionError(reason))
+        raise PipelineError(f"rank {os.environ['RANK']}: {told}") from error
+    return store
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or this rank's GPU where there are enough, or the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        enough = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        chosen = torch.device("cuda", local) if enough else torch.device("cpu")
+    if chosen.type == "cuda":
+        # Before CUDA starts: with one hardware queue the streams of the lanes would wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        chosen = torch.device("cuda", chosen.index or 0)
+        torch.cuda.set_device(chosen)
+    return chosen

@@ -1,0 +1,173 @@
+"""Starts the ranks of a run on this machine through torchrun, and ends with their exit code and their message."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipetrain.group.address import check_a_port_is_free
+from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
+from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
+from pipetrain.launcher.remains import end_at_once, remains_ended
+from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
+
+# What ranks get to end a step and write their report before torchrun kills them.
+GRACE_SECONDS = 120
+_LOOPBACK = "lo"
+_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
+
+
+def is_rank() -> bool:
+    """Whether somebody (torchrun, a SLURM script) has started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_not_a_slurm_task() -> None:
+    """Raises:
+    ValueError: srun started this command several times, and each of them would start all ranks.
+    """
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1 and not is_rank():
+        raise ValueError(
+            f"srun started {num_tasks} tasks of this command, each of which would start all ranks; use srun --ntasks=1 on "
+            "one node, or one task per node with cluster.num_nodes=$SLURM_NNODES cluster.rendezvous=HOST:PORT"
+        )
+
+
+def launch(
+    module: str, arguments: Sequence[str], *, num_ranks: int, threads_per_rank: int, nodes: Nodes | None = None
+) -> Outcome:
+    """Runs `python -m module arguments` on `num_ranks` ranks of this machine and waits for them.
+
+    The outcome has the first failure's code and message, and the run folder of rank 0. With `nodes` other machines do the
+    same; where all went well, only the one with rank 0 has a message.
+
+    Raises:
+        ValueError: the ranks could not meet, for this machine has no free port.
+    """
+    check_a_port_is_free()
+    folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
+    _prepare_environment(folder, threads_per_rank)
+    if nodes is None:
+        _stay_on_this_machine()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_second_signal_ends(folder))
+            stack.enter_context(remains_ended(folder))
+            if nodes is not None:
+                stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
+            killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
+        outcome = sum_up(collect(folder), killed_by, run_dir_of(folder))
+        is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
+        return replace(outcome, message="") if is_silent else outcome
+    except NotMet as error:
+        return Outcome(0, Exit.FAILED, str(error))
+    except StoppedEarly as error:
+        return Outcome(0, Exit.STOPPED, str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 1 would make streams wait for each other
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _stay_on_this_machine() -> None:
+    """Ranks of one machine need no other interface than the loopback; torchrun's own store listens on all whatever is set."""
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
+def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
+    """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
+
+    Raises:
+        NotMet: the machines did not find each other.
+    """
+    import torch.distributed as dist
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    _silence("torch.distributed.elastic")
+    where = ["--standalone", "--local-addr=127.0.0.1", _SIGNALS] if nodes is None else nodes.torchrun_options()
+    options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
+    try:
+        torchrun.main([*options, *arguments])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return max(-failure.exitcode, 0)
+    except SignalException:
+        pass  # the ranks were told and have left their outcome
+    except (RendezvousError, dist.DistError, TimeoutError) as error:
+        if nodes is None:
+            raise
+        raise NotMet(nodes.did_not_meet(error)) from error
+    return 0
+
+
+def _silence(package: str) -> None:
+    """torchrun tells of signals and exit codes in long tables; ranks say what happened in their outcome."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(package):  # each of its modules has set a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _second_signal_ends(folder: Path) -> Iterator[None]:
+    """Kills all ranks when a second request comes, while torchrun waits for them because of the first.
+
+    torchrun's handlers stay as they are: Python's wake-up descriptor tells a thread of each signal besides.
+    """
+    seen, told = socket.socketpair()
+    told.setblocking(False)
+
+    def watch() -> None:
+        first = None
+        while signals := seen.recv(1):
+            now = time.monotonic()
+            if signals[0] not in SIGNALS:
+                continue
+            if first is not None and now - first > ONE_REQUEST_SECONDS:
+                end_at_once(folder)
+            first = first or now
+
+    thread = threading.Thread(target=watch, name="second-signal", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+        thread.join()
+        seen.close()
+
+
+def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> Outcome:
+    """One outcome for the run: its first failure, else that a rank was killed by a signal, else how all ranks ended."""
+    failed = [outcome for outcome in outcomes if outcome.code not in (Exit.DONE, Exit.STOPPED)]
+    if failed:
+        return Outcome(failed[0].rank, failed[0].code, failed[0].message, run_dir)
+    if killed_by:
+        message = f"a rank was killed by {signal.Signals(killed_by).name}; out of memory is a frequent cause"
+        return Outcome(0, Exit.FAILED, message, run_dir)
+    if not outcomes:
+        return Outcome(0, Exit.FAILED, "the ranks were ended before they could write a report", run_dir)
+    return Outcome(outcomes[0].rank, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)

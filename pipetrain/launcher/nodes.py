@@ -1,0 +1,99 @@
+"""Several machines that run one training: where they meet, and what torchrun has to know of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from pipetrain.launcher.stop import SIGNALS
+
+# What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
+SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
+
+
+class NotMet(Exception):
+    """Machines that did not find each other; the message is for the user."""
+
+
+class StoppedEarly(Exception):
+    """A request to stop came before the ranks were there; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`num_nodes` machines, on each of which the same command is started. They meet at `rendezvous` (HOST:PORT)."""
+
+    num_nodes: int
+    rendezvous: str
+    node_rank: int | None  # which of them this is; None: they agree on that when they meet
+    timeout_seconds: float  # how long one waits for the others
+
+    def torchrun_options(self) -> list[str]:
+        """What torchrun gets instead of `--standalone`."""
+        wait = int(self.timeout_seconds)
+        common = [
+            f"--nnodes={self.num_nodes}",
+            f"--rdzv-endpoint={self.rendezvous}",
+            "--rdzv-id=pipetrain",
+            f"--signals-to-handle={SIGNALS_OF_TORCHRUN}",
+        ]
+        if self.node_rank is None:
+            # Before the first machine is up there is nothing to connect to, which counts as reading.
+            waits = f"--rdzv-conf=join_timeout={wait},read_timeout={wait}"
+            return [*common, "--rdzv-backend=c10d", waits]
+        return [*common, "--rdzv-backend=static", f"--node-rank={self.node_rank}", f"--rdzv-conf=timeout={wait}"]
+
+    def did_not_meet(self, reason: BaseException) -> str:
+        """What to tell when torchrun could not bring the machines together."""
+        text = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
+        this = "this machine" if self.node_rank is None else f"machine {self.node_rank + 1}"
+        return (
+            f"{this} of {self.num_nodes} did not meet the others at cluster.rendezvous={self.rendezvous} "
+            f"({text}): is the command running on all of them, does that name lead to "
+            "the first, and is the port free there and open between them?"
+        )
+
+
+def node_rank_in_slurm(num_nodes: int) -> int | None:
+    """The number of this task where srun has started one per machine; None where it has not.
+
+    Raises:
+        ValueError: srun started another number of tasks, and each of them would start ranks.
+    """
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    if num_tasks is None:
+        return None
+    if int(num_tasks) != num_nodes:
+        raise ValueError(
+            f"cluster.num_nodes={num_nodes}, but srun started {num_tasks} tasks of this command, each of which starts the "
+            "ranks of a whole machine; use srun --ntasks-per-node=1 and cluster.num_nodes=$SLURM_NNODES"
+        )
+    return int(os.environ["SLURM_PROCID"])
+
+
+@contextlib.contextmanager
+def passing_signals_on(ranks: Callable[[], list[int]], num_ranks: int) -> Iterator[None]:
+    """A request to stop goes to the ranks of this machine and to nobody else: they tell those of the others.
+
+    Raises:
+        StoppedEarly: not all of them have announced themselves, so there is nothing to save; torchrun ends those that run.
+    """
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        started = ranks()
+        if len(started) < num_ranks:
+            raise StoppedEarly(f"stopped by {signal.Signals(signum).name} before the ranks of this machine were there")
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signum)
+
+    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,104 @@
+"""How each rank ended, left in files for the launcher: torchrun itself knows only that something was not 0."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipetrain.launcher.stuck import watch_torchrun
+
+FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
+LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
+_RUN_DIR = "run-dir"
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every command."""
+
+    DONE = 0
+    FAILED = 1
+    WRONG_INPUT = 2  # wrong config or input, before any process starts
+    DIFFERENT = 3  # `verify` found a difference
+    STOPPED = 75  # stopped on request
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank, or the whole run, ended. `message` is for the user."""
+
+    rank: int
+    code: int
+    message: str = ""
+    run_dir: str | None = None
+
+
+def has_launcher() -> bool:
+    """Whether `pipetrain train` started this process and reads outcomes."""
+    return FOLDER_VARIABLE in os.environ
+
+
+def announce(rank: int) -> None:
+    """Tells the launcher which process `rank` is, so that it can end it at once."""
+    if has_launcher():
+        (Path(os.environ[FOLDER_VARIABLE]) / f"process-{rank:04d}").write_text(str(os.getpid()))
+
+
+def announce_run_dir(path: str) -> None:
+    """Tells the launcher the run folder, which is there even if the run fails."""
+    if has_launcher():
+        (Path(os.environ[FOLDER_VARIABLE]) / _RUN_DIR).write_text(path)
+
+
+def run_dir_of(folder: Path) -> str | None:
+    """The run folder that rank 0 has announced in `folder`."""
+    file = folder / _RUN_DIR
+    return file.read_text() if file.is_file() else None
+
+
+def processes(folder: Path) -> list[int]:
+    """The process ids that ranks have announced in `folder`."""
+    return [int(file.read_text()) for file in sorted(folder.glob("process-*"))]
+
+
+def leave(outcome: Outcome) -> None:
+    """Writes the outcome where a launcher waits for it. The first one of a rank stays."""
+    if has_launcher():
+        path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{outcome.rank:04d}.json"
+        if not path.exists():
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(asdict(outcome)))
+            draft.rename(path)
+
+
+def end(outcome: Outcome) -> int:
+    """Ends a rank: its outcome goes to the launcher, or to the user where there is none; what all ranks say once a machine.
+    Returns the exit code.
+
+    Under a launcher a run that was stopped ends with 0: anything else makes torchrun end the ranks that still write.
+    """
+    if outcome.code == Exit.FAILED:
+        watch_torchrun(outcome.message if has_launcher() else "")
+    if has_launcher():
+        leave(outcome)
+        return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code
+    is_first_here = outcome.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+    return tell(outcome) if is_first_here or outcome.code == Exit.FAILED else outcome.code
+
+
+def tell(outcome: Outcome, *, quiet: bool = False) -> int:
+    """Says how the run ended, the run folder as the last line of stdout unless `quiet`; returns the exit code."""
+    if outcome.run_dir is not None and not quiet:
+        print(f"run folder: {outcome.run_dir}", flush=True)
+    if outcome.message:
+        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def collect(folder: Path) -> list[Outcome]:
+    """The outcomes that ranks have left in `folder`, the earliest first."""
+    files = sorted(folder.glob("rank-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    return [Outcome(**json.loads(file.read_text())) for file in files]

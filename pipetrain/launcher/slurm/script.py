@@ -1,0 +1,73 @@
+"""The job script of a run: what SLURM is asked for, the settings of launch/slurm.sbatch, and that script."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipetrain.config.records import ClusterConfig, RunConfig
+
+BODY = "slurm.sbatch"
+# What the job script decides itself, anew at each start.
+_OF_THE_JOB = ("run_dir", "resume", "cluster.rendezvous")
+
+
+def launch_dir() -> Path:
+    """`launch/`: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    return next(folder for folder in (package / "launch", package.parent / "launch") if folder.is_dir())
+
+
+def job_script(
+    config: RunConfig, overrides: Sequence[str], *, run_dir: Path, ranks_per_node: int, python: str, name: str
+) -> str:
+    """The text that sbatch gets. The same run folder at each start, so that the run goes on in it."""
+    cluster = config.cluster
+    cpus_per_rank = cluster.cpus_per_rank or config.threads_per_rank
+    directives = _directives(cluster, run_dir, ranks_per_node, ranks_per_node * cpus_per_rank, name)
+    kept = [text for text in overrides if text.partition("=")[0] not in _OF_THE_JOB]
+    command = ["exec", "bash", str(launch_dir() / BODY), *kept]
+    settings = {
+        "PYTHON": python,
+        "LAUNCH": str(launch_dir()),
+        "RUN_DIR": str(run_dir),
+        "RANKS_PER_NODE": str(ranks_per_node),
+        "MAX_RESTARTS": str(cluster.max_restarts if cluster.requeue else -1),
+        "INTERFACE": cluster.interface or "",
+        "DEVICE": cluster.device,
+    }
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH {directive}" for directive in directives),
+        "# Written by `pipetrain train cluster=slurm`; what each setting does is said in the script that comes last.",
+        *(f"export {key}={shlex.quote(value)}" for key, value in settings.items()),
+        " ".join(map(shlex.quote, command)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directives(cluster: ClusterConfig, run_dir: Path, ranks_per_node: int, cpus_per_node: int, name: str) -> list[str]:
+    asked = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "time": cluster.time_limit,
+        "gres": f"gpu:{ranks_per_node}" if cluster.device == "gpu" else None,
+    }
+    return [
+        f"--job-name={name}",
+        f"--nodes={cluster.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus_per_node}",
+        *(f"--{key}={value}" for key, value in asked.items() if value is not None),
+        f"--signal=B:USR1@{cluster.signal_seconds}",
+        "--requeue" if cluster.requeue else "--no-requeue",
+        "--open-mode=append",
+        f"--output={_quoted(run_dir / 'job-%j.log')}",
+        *cluster.options,
+    ]
+
+
+def _quoted(path: Path) -> str:
+    """A path as sbatch reads it in a script, where a space would end it."""
+    return f'"{path}"' if " " in str(path) else str(path)

@@ -1,0 +1,55 @@
+"""What `pipetrain show` prints and writes: one schedule, or two of them beside each other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipetrain.observe.output import write_text
+from pipetrain.schedule.csv_file import write_csv
+from pipetrain.timeline.draw.chrome_trace import chrome_trace
+from pipetrain.timeline.draw.page import html
+from pipetrain.timeline.draw.rank_table import comparison, ranks_table
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.terminal import legend, staircase
+from pipetrain.timeline.shown import Shown
+
+
+def draw(shown: Sequence[Shown], width: int | None = None) -> str:
+    """For each schedule its staircase and a line per rank, then all in one table; in colours on a terminal."""
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    colour = sys.stdout.isatty()
+    pictures = [_picture(one, columns, colour) for one in shown]
+    return "\n\n".join([*pictures, legend(colour=colour), "seconds\n" + comparison(*shown)])
+
+
+def _picture(one: Shown, width: int, colour: bool) -> str:
+    steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
+    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown)}"
+
+
+def write_drawing(shown: Sequence[Shown], path: Path) -> None:
+    """The schedules in the format that the name of `path` asks for.
+
+    Raises:
+        ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
+    """
+    ending = next((ending for ending in _FORMATS if path.name.endswith(ending)), None)
+    if ending is None:
+        raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
+        raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
+    write_text(path, _FORMATS[ending](*shown))
+
+
+_FORMATS: dict[str, Callable[..., str]] = {
+    ".svg": svg,
+    ".html": html,
+    ".csv": lambda one: write_csv(one.schedule),
+    ".trace.json": lambda one: chrome_trace(one.timeline),
+    ".json": lambda one: json.dumps(one.as_json(), indent=2) + "\n",
+}
+_FORMATS_FOR_SEVERAL = (".svg", ".html")

@@ -1,0 +1,211 @@
+"""Whether pipelines on this machine compute what one process computes: every schedule and mode, bit for bit.
+
+Each case trains some steps as a pipeline over gloo ranks and with `reference_step`, and compares losses, gradients and
+weights. Dropout, microbatches of different sizes and clipping are part of every case.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.loss import next_token_loss
+from pipetrain.model.transformer import transformer_layers
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.families import FAMILIES
+from pipetrain.schedule.policy import Mode
+from pipetrain.stage.seeding import seed_generators, weight_seed
+
+SEED = 3
+NUM_STEPS = 3
+NUM_MICROBATCHES = 3
+NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
+RANKS = (1, 2, 3)
+QUICK_RANKS = (2,)
+
+Layers = list[Callable[[], nn.Module]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline to compare."""
+
+    model: str
+    num_ranks: int
+    schedule: str
+    mode: str
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what came out: the first tensor that differs, and the largest difference of any."""
+
+    case: Case
+    differs: str | None
+    largest_difference: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.differs is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, the case's own first."""
+        return {**asdict(self.case), "differs": self.differs, "largest_difference": self.largest_difference}
+
+
+def verify(*, quick: bool = False) -> list[Row]:
+    """Runs all cases, the ranks of a case as processes of this machine.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    return [row for num_ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(num_ranks)]
+
+
+def as_table(rows: list[Row]) -> str:
+    """A line per case and a verdict."""
+    lines = [f"{'model':<12} {'ranks':>5}  {'schedule':<12} {'recompute':<9}  result"]
+    for row in rows:
+        case = row.case
+        result = "equal" if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
+        lines.append(f"{case.model:<12} {case.num_ranks:>5}  {case.schedule:<12} {case.mode:<9}  {result}")
+    wrong = sum(not row.is_equal for row in rows)
+    lines += ["", f"{len(rows)} cases, {wrong} differ" if wrong else f"{len(rows)} cases, all equal bit for bit"]
+    return "\n".join(lines)
+
+
+def cases(num_ranks: int) -> Iterator[Case]:
+    """All models, trainable schedules and modes."""
+    for model in _MODELS:
+        for schedule in FAMILIES:
+            if schedule != "inference":
+                for mode in Mode:
+                    yield Case(model, num_ranks, schedule, mode.value)
+
+
+def _on_ranks(num_ranks: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="pipetrain-verify-") as folder:
+        spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        found = json.loads((Path(folder) / "rows.json").read_text())
+    return [Row(case, *result) for case, result in zip(cases(num_ranks), found)]
+
+
+def _rank(rank: int, num_ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    found = []
+    for case in cases(num_ranks):
+        everywhere: list[Any] = [None] * num_ranks
+        dist.all_gather_object(everywhere, list(_differences(case)))
+        differences = [difference for here in everywhere for difference in here]
+        largest = max((size for _, size in differences), default=0.0)
+        found.append((differences[0][0] if differences else None, largest))
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _differences(case: Case) -> Iterator[tuple[str, float]]:
+    """The tensors of this rank that differ, each with its largest difference."""
+    layers, loss_fn, batch = _MODELS[case.model]()
+    whole = nn.Sequential(*_seeded(layers))
+    by_name = dict(whole.named_parameters())
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with Pipeline(
+        layers,
+        loss_fn,
+        num_microbatches=NUM_MICROBATCHES,
+        schedule=case.schedule,
+        stages_per_rank=case.stages_per_rank,
+        recompute=case.mode,
+        seed=SEED,
+    ) as pipeline:
+        ours = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for step in range(NUM_STEPS):
+            inputs, targets = batch(step)
+            loss = pipeline.step(inputs, targets)
+            expected = reference_step(
+                whole, loss_fn, inputs, targets, num_microbatches=NUM_MICROBATCHES, seed=SEED, step=step
+            )
+            yield from _compare(f"loss of step {step}", loss, expected)
+            for name, parameter in pipeline.named_parameters():
+                yield from _compare(f"gradient of {name} in step {step}", parameter.grad, by_name[name].grad)
+            pipeline.clip_grad_norm_(0.1)
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in pipeline.named_parameters():
+            yield from _compare(f"{name} after {NUM_STEPS} steps", parameter, by_name[name])
+
+
+def _compare(what: str, ours: Tensor | None, theirs: Tensor | None) -> Iterator[tuple[str, float]]:
+    if ours is None or theirs is None:
+        if ours is not theirs:
+            yield what, float("inf")
+    elif not torch.equal(ours, theirs):
+        yield what, float((ours - theirs).abs().max())
+
+
+def _seeded(layers: Layers) -> Iterator[nn.Module]:
+    """The layers of the whole model, with the weights that any split of it gets."""
+    for index, layer in enumerate(layers):
+        seed_generators(weight_seed(SEED, index), torch.device("cpu"))
+        yield layer()
+
+
+class _Dense(nn.Module):
+    """`[rows, features]` to the same."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dropout(self.linear(x)))
+
+
+BatchOf = Callable[[int], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def _dense() -> tuple[Layers, LossFunction, BatchOf]:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator)
+
+    return [lambda: _Dense(8)] * 7, nn.functional.mse_loss, batch
+
+
+def _transformer() -> tuple[Layers, LossFunction, BatchOf]:
+    config = ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1)
+    vocabulary_size = 32
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(vocabulary_size, (NUM_ROWS, 9), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return transformer_layers(config, vocabulary_size), next_token_loss, batch
+
+
+_MODELS: dict[str, Callable[[], tuple[Layers, LossFunction, BatchOf]]] = {
+    "dense": _dense,
+    "transformer": _transformer,
+}

@@ -1,0 +1,157 @@
+"""Where the time of a step went, rank by rank; for simulated and for measured timelines alike."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.messages import local_source, receive_of
+from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.memory import sets_over_time
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RankBreakdown:
+    """The step of one rank in seconds. Busy and the six kinds of bubble add up to the step.
+
+    `fill` is the bubble before the rank's first op and `drain` that after its last. Between them a rank may wait for
+    an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
+    because the busiest rank has that much more work. `other` is what is left: everything was there, nothing ran.
+
+    `recompute_exposed` is the part of R's time in which no F or B ran although the next one had all its inputs (R not
+    counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank.
+    """
+
+    rank: int
+    busy_seconds: float
+    fill_seconds: float
+    drain_seconds: float
+    wait_activation_seconds: float
+    wait_gradient_seconds: float
+    imbalance_seconds: float
+    other_seconds: float
+    recompute_hidden_seconds: float
+    recompute_exposed_seconds: float
+    peak_sets: int
+
+    @property
+    def bubble_seconds(self) -> float:
+        waits = self.wait_activation_seconds + self.wait_gradient_seconds + self.imbalance_seconds
+        return self.fill_seconds + self.drain_seconds + waits + self.other_seconds
+
+
+def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:
+    """One record per rank, in rank order."""
+    of_rank: list[list[OpEvent]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        of_rank[event.rank].append(event)
+    busy = [merged(_interval(event) for event in events if event.op.kind.computes) for events in of_rank]
+    most = max(map(length, busy), default=0.0)
+    step = (timeline.start, timeline.end)
+    return tuple(_of_rank(schedule, rank, of_rank[rank], busy[rank], step, most) for rank in range(timeline.num_ranks))
+
+
+def bubble_fraction(breakdown: Sequence[RankBreakdown]) -> float:
+    """Bubble of all ranks over the time of all ranks; 0 for a step of no length."""
+    bubble = sum(rank.bubble_seconds for rank in breakdown)
+    total = bubble + sum(rank.busy_seconds for rank in breakdown)
+    return bubble / total if total > 0 else 0.0
+
+
+def _of_rank(
+    schedule: Schedule, rank: int, events: Sequence[OpEvent], busy: Sequence[Interval], step: Interval, most: float
+) -> RankBreakdown:
+    first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
+    activation, gradient, other = _waits(schedule, events, busy, first)
+    waits = activation + gradient
+    imbalance = min(waits, most - length(busy))
+    rest = 1 - imbalance / waits if waits > 0 else 0.0
+    recompute = length(merged(_interval(event) for event in events if event.op.kind is Kind.R))
+    exposed = length(exposed_intervals(schedule, events))
+    return RankBreakdown(
+        rank=rank,
+        busy_seconds=length(busy),
+        fill_seconds=first - step[0],
+        drain_seconds=step[1] - last,
+        wait_activation_seconds=activation * rest,
+        wait_gradient_seconds=gradient * rest,
+        imbalance_seconds=imbalance,
+        other_seconds=other,
+        recompute_hidden_seconds=recompute - exposed,
+        recompute_exposed_seconds=exposed,
+        peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
+    )
+
+
+def _waits(
+    schedule: Schedule, events: Sequence[OpEvent], busy: Sequence[Interval], first: float
+) -> tuple[float, float, float]:
+    """Idle seconds between the first and the last op: waiting for an activation, for a gradient, and the rest."""
+    ends = {event.op: event.end for event in events}
+    waited = {Kind.F: 0.0, Kind.B: 0.0}
+    other, before = 0.0, first
+    for event in sorted((one for one in events if one.op.kind in waited), key=lambda one: one.start):
+        ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
+        waited[event.op.kind] += _idle(busy, (before, ready))
+        other += _idle(busy, (ready, event.start))
+        before = max(before, event.end)
+    last = busy[-1][1] if busy else first
+    return waited[Kind.F], waited[Kind.B], other + _idle(busy, (before, last))
+
+
+def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:
+    """When the R of one rank was exposed; `events` are all of that rank's, messages included."""
+    known = list(events)
+    ends = {event.op: event.end for event in known}
+    recompute = merged(_interval(event) for event in known if event.op.kind is Kind.R)
+    steps = sorted((event for event in known if event.op.kind in (Kind.F, Kind.B)), key=lambda event: event.start)
+    exposed: list[Interval] = []
+    before = float("-inf")
+    for event in steps:
+        ready = _ready(schedule, event.op, ends, before)
+        exposed += clipped(recompute, (max(before, ready), event.start))
+        before = max(before, event.end)
+    return exposed
+
+
+def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float) -> float:
+    """When F or B `op` had its activation or gradient (its set does not count)."""
+    source = receive_of(schedule, op) or local_source(schedule, op)
+    return default if source is None else ends.get(source, default)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals, as intervals in order that do not touch."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum((end - start for start, end in intervals), 0.0)
+
+
+def clipped(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
+    """The parts of `window` that lie in the intervals, which are in order and do not touch."""
+    if window[1] <= window[0]:
+        return []
+    first = bisect.bisect_right(intervals, window[0], key=lambda interval: interval[1])
+    last = bisect.bisect_left(intervals, window[1], key=lambda interval: interval[0])
+    return [(max(start, window[0]), min(end, window[1])) for start, end in intervals[first:last]]
+
+
+def _idle(busy: Sequence[Interval], window: Interval) -> float:
+    return max(0.0, window[1] - window[0] - length(clipped(busy, window)))
+
+
+def _interval(event: OpEvent) -> Interval:
+    return event.start, event.end

@@ -1,0 +1,136 @@
+"""Everything there is to know about a schedule before it runs: what `pipetrain show` draws and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.families import Generator
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
+from pipetrain.timeline.memory import bytes_over_time
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A schedule with its simulated step. Times in seconds."""
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    bound_seconds: float
+    breakdown: tuple[RankBreakdown, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def bubble_fraction(self) -> float:
+        return bubble_fraction(self.breakdown)
+
+    @property
+    def title(self) -> str:
+        """For example `gpipe, overlap: 4 stages x 8 microbatches`."""
+        schedule = self.schedule
+        ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
+        size = (
+            f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
+        )
+        return f"{schedule.family}, {_policy(schedule.policy)}: {size}"
+
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
+        if not self.costs.set_bytes or not self.costs.input_bytes:
+            return None
+        ranks = range(self.schedule.num_ranks)
+        curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
+        return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
+
+    def exposed(self, rank: int) -> list[tuple[float, float]]:
+        """When the recomputation of `rank` kept the next op from running."""
+        return exposed_intervals(self.schedule, self.timeline.of_rank(rank))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, under the names that scripts rely on; per rank means a list in rank order."""
+        return {
+            "step_seconds": self.step_seconds,
+            "bound_seconds": self.bound_seconds,
+            "bubble_fraction": self.bubble_fraction,
+            "recompute_hidden_seconds": [rank.recompute_hidden_seconds for rank in self.breakdown],
+            "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
+            "peak_sets": [rank.peak_sets for rank in self.breakdown],
+            "ops": [
+                {
+                    "rank": event.rank,
+                    "lane": event.lane.value,
+                    "op": str(event.op),
+                    "start": event.start,
+                    "end": event.end,
+                }
+                for event in self.timeline.events
+            ],
+        }
+
+
+def _policy(policy: RecomputePolicy) -> str:
+    """The mode, and what differs from the default."""
+    words = [policy.mode.value]
+    words += [
+        f"{key} {value}"
+        for key, value, usual in (("ahead", policy.ahead, 1), ("keep", policy.keep, 0))
+        if value != usual
+    ]
+    words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
+    return ", ".join(words)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def show(
+    family: str | Generator = "gpipe",
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int | None = None,
+    recompute: str | RecomputePolicy = "overlap",
+    warmup: int | Sequence[int] | None = None,
+    costs: Costs | None = None,
+    first_backward: int = 0,
+    transport_ahead: int = 2,
+) -> Shown:
+    """Makes, checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop.
+
+    Raises:
+        ValueError: as `make_schedule`, `check` and `simulate` do.
+    """
+    known = costs or Costs.spread(num_stages)
+    schedule = make_schedule(
+        family,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_ranks=num_ranks,
+        recompute=recompute,
+        warmup=warmup,
+        costs=known,
+        first_backward=first_backward,
+        transport_ahead=transport_ahead,
+    )
+    return show_schedule(schedule, known)
+
+
+def show_schedule(schedule: Schedule, costs: Costs) -> Shown:
+    """Checks and simulates a schedule that there is already."""
+    check(schedule)
+    timeline = simulate(schedule, costs)
+    return Shown(schedule, costs, timeline, bound_of(schedule, costs), break_down(schedule, timeline))
