@@ -338,7 +338,7 @@ def _report(arguments: Arguments) -> int:
 
 def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     """What can be read is told; a run that cannot is named, and then the exit code is not 0."""
-    from pipetrain.observe.compare import as_table, check_format, compare, write_plot
+    from pipetrain.observe.compare import check_format, compare, runs_table, write_plot
 
     if arguments.out is not None:
         check_format(Path(arguments.out))
@@ -346,7 +346,7 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     if arguments.json is not None:
         write_json([run.as_json() for run in runs], arguments.json)
     if runs and arguments.json != STDOUT:
-        print(as_table(runs))
+        print(runs_table(runs))
     if runs and arguments.out is not None:
         write_plot(runs, Path(arguments.out))
     for problem in problems:

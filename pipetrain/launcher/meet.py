@@ -17,7 +17,7 @@ from pipetrain.group.address import Unreachable, check_can_listen, is_own, parse
 from pipetrain.launcher.outcome import Exit
 
 
-def check(address: str, timeout_seconds: float, *, listen: bool = False) -> None:
+def check_can_meet(address: str, timeout_seconds: float, *, listen: bool = False) -> None:
     """Check `HOST:PORT` from this machine, which is HOST where `listen` says so.
 
     Raises:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
-        check(chosen.address, chosen.timeout, listen=chosen.listen)
+        check_can_meet(chosen.address, chosen.timeout, listen=chosen.listen)
     except ValueError as error:
         print(f"pipetrain: {error}", file=sys.stderr)
         return Exit.WRONG_INPUT

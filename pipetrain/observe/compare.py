@@ -64,7 +64,7 @@ def compare(folders: Sequence[RunFolder]) -> tuple[list[ComparedRun], list[str]]
     return runs, problems
 
 
-def as_table(runs: Sequence[ComparedRun]) -> str:
+def runs_table(runs: Sequence[ComparedRun]) -> str:
     """A line per run."""
     head = (
         *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
@@ -88,7 +88,7 @@ def write_plot(runs: Sequence[ComparedRun], path: Path) -> None:
     if path.suffix == ".html":
         picture = drawn.decode()
         picture = picture[picture.index("<svg") :]  # without the head of an XML file
-        drawn = page("Runs compared", ["Loss of each step, in nats per token."], picture, as_table(runs)).encode()
+        drawn = page("Runs compared", ["Loss of each step, in nats per token."], picture, runs_table(runs)).encode()
     try:
         path.write_bytes(drawn)
     except OSError as error:

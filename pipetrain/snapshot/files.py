@@ -28,7 +28,7 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def draft_of(folder: Path, step: int, token: int) -> Path:
+def draft_path(folder: Path, step: int, token: int) -> Path:
     """Where it is written. The token keeps two attempts apart."""
     return folder / f"step-{step:08d}.partial-{token:08x}"
 
@@ -78,15 +78,15 @@ def create_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_durable_json(path: Path, value: Mapping[str, Any]) -> None:
     """A new file with `value`, on the disk when this returns."""
     with os.fdopen(create_file(path), "wb") as file:
-        file.write(as_json(value))
+        file.write(canonical_json(value))
         file.flush()
         os.fsync(file.fileno())
 
 
-def as_json(value: Mapping[str, Any]) -> bytes:
+def canonical_json(value: Mapping[str, Any]) -> bytes:
     """The one spelling of `value`, so that each byte of a file counts."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 

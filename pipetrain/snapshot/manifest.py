@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipetrain.snapshot.files import as_json, write_json
+from pipetrain.snapshot.files import canonical_json, write_durable_json
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -45,7 +45,7 @@ class Manifest:
 def write_manifest(folder: Path, step: int, files: Iterable[FileRecord]) -> None:
     """The last file of a snapshot."""
     document = {"format_version": FORMAT_VERSION, "step": step, "files": [asdict(file) for file in files]}
-    write_json(folder / NAME, {**document, "sha256": _digest(document)})
+    write_durable_json(folder / NAME, {**document, "sha256": _digest(document)})
 
 
 def check_whole(folder: Path) -> Manifest:
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end") from error
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({_first_line(error)})") from error
-    if digest != _digest(document) or as_json({**document, "sha256": digest}) != data:
+    if digest != _digest(document) or canonical_json({**document, "sha256": digest}) != data:
         raise SnapshotDamaged(f"{path} has changed since it was written (SHA-256 differs)")
     if document.get("format_version") != FORMAT_VERSION:
         raise SnapshotDamaged(
@@ -135,7 +135,7 @@ def _check_size(folder: Path, file: FileRecord) -> None:
 
 
 def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(as_json(document)).hexdigest()
+    return hashlib.sha256(canonical_json(document)).hexdigest()
 
 
 def _first_line(error: Exception) -> str:

@@ -118,7 +118,7 @@ class Saver:
         token = self._agree(self._open_draft(state.step) if self._rank == 0 else 0)
         if token == 0:
             return
-        draft = folders.draft_of(self._folder, state.step, token)
+        draft = folders.draft_path(self._folder, state.step, token)
         copied, streams = threading.Event(), _copy_streams(tensors)
 
         def write() -> None:
@@ -169,7 +169,7 @@ class Saver:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
         token = secrets.randbits(31) | 1
         try:
-            draft = folders.draft_of(self._folder, step, token)
+            draft = folders.draft_path(self._folder, step, token)
             self._folder.mkdir(mode=folders.FOLDER_MODE, parents=True, exist_ok=True)
             for path in (draft, *(draft / part for part in Part)):
                 path.mkdir(mode=folders.FOLDER_MODE)
@@ -222,7 +222,7 @@ def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
 def _write_files(draft: Path, rank: int, images: Mapping[Part, Image]) -> None:
     """One rank's files, and last a list of them for rank 0."""
     records = [image.write(draft, rank_path(part, rank)) for part, image in images.items()]
-    folders.write_json(_list_of(draft, rank), {"files": [asdict(record) for record in records]})
+    folders.write_durable_json(_list_of(draft, rank), {"files": [asdict(record) for record in records]})
 
 
 def _write_manifest(draft: Path, state: RunState) -> None:
@@ -232,7 +232,7 @@ def _write_manifest(draft: Path, state: RunState) -> None:
         path = _list_of(draft, rank)
         files += [FileRecord(**record) for record in json.loads(path.read_bytes())["files"]]
         path.unlink()
-    folders.write_json(draft / STATE, asdict(state))
+    folders.write_durable_json(draft / STATE, asdict(state))
     for part in Part:
         folders.sync_folder(draft / part)
     write_manifest(draft, state.step, [record_of(draft, STATE), *files])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from saved import CPU, save, trained
 
 from pipetrain.proof.damage import flip, places
-from pipetrain.snapshot.files import as_json
+from pipetrain.snapshot.files import canonical_json
 from pipetrain.snapshot.find import find, newest_whole
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
 from pipetrain.snapshot.reader import Snapshot
@@ -108,8 +108,8 @@ def rewrite(snapshot: pathlib.Path, change: Callable[[dict], None]) -> None:
     document = json.loads((snapshot / NAME).read_text())
     del document["sha256"]
     change(document)
-    digest = hashlib.sha256(as_json(document)).hexdigest()
-    (snapshot / NAME).write_bytes(as_json({**document, "sha256": digest}))
+    digest = hashlib.sha256(canonical_json(document)).hexdigest()
+    (snapshot / NAME).write_bytes(canonical_json({**document, "sha256": digest}))
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "weights/../../secret", "link/secret", "", "a\\..\\b"])

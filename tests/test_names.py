@@ -1,0 +1,42 @@
+"""Whoever searches for a name finds one thing: no two files of the package share a name, nor do two public classes or functions."""
+
+import ast
+import collections
+import pathlib
+
+ROOT = pathlib.Path(__file__).parent.parent / "pipetrain"
+EVERYWHERE = {"__init__.py", "main"}  # a package's file, and what `python -m` runs
+# Two things each until their rooms are merged.
+KNOWN = {"World", "as_table", "cut", "explain", "join"}
+
+
+def shared(places: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names that are in more than one place, with their places."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for name, place in places:
+        found[name].append(place)
+    return {name: where for name, where in found.items() if len(where) > 1 and name not in EVERYWHERE | KNOWN}
+
+
+def public_names(path: pathlib.Path) -> list[str]:
+    """Classes and functions at the top of a file."""
+    definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.parse(path.read_text()).body
+    return [node.name for node in nodes if isinstance(node, definitions) and not node.name.startswith("_")]
+
+
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def test_no_two_files_share_a_name() -> None:
+    assert shared([(path.name, place) for place, path in FILES.items()]) == {}
+
+
+def test_no_two_public_classes_or_functions_share_a_name() -> None:
+    assert shared([(name, place) for place, path in FILES.items() for name in public_names(path)]) == {}
+
+
+def test_a_shared_name_is_seen() -> None:
+    assert shared([("check", "a.py"), ("check", "b.py"), ("main", "a.py"), ("main", "b.py")]) == {
+        "check": ["a.py", "b.py"]
+    }
