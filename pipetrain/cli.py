@@ -185,8 +185,8 @@ def _report_of(run_dir: str) -> Any:
 def _sweep(arguments: Arguments) -> int:
     from dataclasses import asdict
 
-    from pipetrain.observe.table import table
     from pipetrain.sweep import sweep
+    from pipetrain.timeline.draw.table import Table
 
     folder, jobs = sweep(arguments.overrides, _check_train)
     if arguments.json is not None:
@@ -196,7 +196,7 @@ def _sweep(arguments: Arguments) -> int:
         shared = set.intersection(*(set(job.overrides) for job in jobs))
         swept = [" ".join(text for text in job.overrides if text not in shared) for job in jobs]
         rows = [(str(job.number), words, str(job.code), job.run_dir or "-") for job, words in zip(jobs, swept)]
-        print(table(("job", "overrides", "exit code", "run folder"), rows))
+        print(Table(("job", "overrides", "exit code", "run folder"), rows).as_markdown())
         print(f"sweep folder: {folder}", flush=True)
     bad = [job for job in jobs if job.code not in (Exit.DONE, Exit.STOPPED)]
     for job in bad:
@@ -346,7 +346,7 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     if arguments.json is not None:
         write_json([run.as_json() for run in runs], arguments.json)
     if runs and arguments.json != STDOUT:
-        print(runs_table(runs))
+        print(runs_table(runs).as_markdown())
     if runs and arguments.out is not None:
         write_plot(runs, Path(arguments.out))
     for problem in problems:

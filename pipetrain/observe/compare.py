@@ -13,9 +13,9 @@ from pipetrain.config.load import read
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.picture import Curve, loss_plot
 from pipetrain.observe.report import RunReport, read_report
-from pipetrain.observe.table import number, size, table
 from pipetrain.observe.trackers.jsonl import read_lines
-from pipetrain.timeline.draw.plain_page import page
+from pipetrain.timeline.draw.page import framed, heading, page, paragraph
+from pipetrain.timeline.draw.table import Table, number, size
 
 FORMATS = (".svg", ".png", ".html")
 # They say where a run is and how it was watched, not what it did.
@@ -64,13 +64,13 @@ def compare(folders: Sequence[RunFolder]) -> tuple[list[ComparedRun], list[str]]
     return runs, problems
 
 
-def runs_table(runs: Sequence[ComparedRun]) -> str:
+def runs_table(runs: Sequence[ComparedRun]) -> Table:
     """A line per run."""
     head = (
         *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
         *("bubble", "exposed R", "peak activations"),
     )
-    return table(head, [_row(run) for run in runs])
+    return Table(head, [_row(run) for run in runs])
 
 
 def write_plot(runs: Sequence[ComparedRun], path: Path) -> None:
@@ -88,11 +88,16 @@ def write_plot(runs: Sequence[ComparedRun], path: Path) -> None:
     if path.suffix == ".html":
         picture = drawn.decode()
         picture = picture[picture.index("<svg") :]  # without the head of an XML file
-        drawn = page("Runs compared", ["Loss of each step, in nats per token."], picture, runs_table(runs)).encode()
+        drawn = _page(runs, picture).encode()
     try:
         path.write_bytes(drawn)
     except OSError as error:
         raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
+
+
+def _page(runs: Sequence[ComparedRun], picture: str) -> str:
+    title, caption = "Runs compared", "Loss of each step, in nats per token."
+    return page(title, heading(title, level=1), paragraph(caption), picture, framed(runs_table(runs)))
 
 
 def check_format(path: Path) -> None:

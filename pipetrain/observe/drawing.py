@@ -12,7 +12,7 @@ from pipetrain.observe.output import write_text
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
 from pipetrain.timeline.draw.page import html
-from pipetrain.timeline.draw.rank_table import comparison, ranks_table
+from pipetrain.timeline.draw.rank_table import ranks_table, schedules_table
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import legend, staircase
 from pipetrain.timeline.shown import Shown
@@ -23,12 +23,13 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     columns = width or shutil.get_terminal_size((100, 24)).columns
     colour = sys.stdout.isatty()
     pictures = [_picture(one, columns, colour) for one in shown]
-    return "\n\n".join([*pictures, legend(colour=colour), "seconds\n" + comparison(*shown)])
+    kinds = [event.op.kind for one in shown for event in one.timeline.events]
+    return "\n\n".join([*pictures, legend(kinds, colour=colour), "seconds\n" + schedules_table(shown).as_text()])
 
 
 def _picture(one: Shown, width: int, colour: bool) -> str:
     steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
-    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown)}"
+    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}"
 
 
 def write_drawing(shown: Sequence[Shown], path: Path) -> None:

@@ -6,14 +6,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipetrain.timeline.draw.palette import FILL
+from pipetrain.timeline.draw.palette import looks_of
 from pipetrain.timeline.shown import Shown
 
 Curve = tuple[Sequence[int], Sequence[float]]  # steps, losses
 
 
 def timeline_png(pictures: Sequence[Shown]) -> bytes:
-    """Schedules below each other on one time scale: a row per rank, a box per F, R and B."""
+    """Schedules below each other on one time scale: a row per rank, a box per op."""
     figure = _figure(12.0, sum(0.6 + 0.35 * one.schedule.num_ranks for one in pictures) + 0.5)
     axes = figure.subplots(len(pictures), 1, squeeze=False)[:, 0]
     for one, axis in zip(pictures, axes):
@@ -41,7 +41,7 @@ def _draw(one: Shown, axis: Any) -> None:
     for rank in range(one.schedule.num_ranks):
         events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
         spans = [(event.start - start, event.end - event.start) for event in events]
-        axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=[FILL[event.op.kind] for event in events])
+        axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=[looks_of(event.op.kind).fill for event in events])
     axis.set_yticks(range(one.schedule.num_ranks), [f"rank {rank}" for rank in range(one.schedule.num_ranks)])
     axis.invert_yaxis()
     axis.set_title(f"{one.title}: step {one.step_seconds:.4g} s, bubble {one.bubble_fraction:.0%}", loc="left", size=10)

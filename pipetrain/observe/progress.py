@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.table import number
+from pipetrain.timeline.draw.table import number
 
 SECONDS_BETWEEN_LINES = 5.0
 

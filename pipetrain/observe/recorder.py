@@ -9,17 +9,15 @@ from dataclasses import asdict
 
 from pipetrain.config.records import RunConfig
 from pipetrain.observe.event_file import EventFile
-from pipetrain.observe.explain import explanation
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, write_report
+from pipetrain.observe.run_page import run_page
 from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.tracker import Ending, Trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.timeline.draw.plain_page import page
-from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.shown import Shown
 
 
@@ -84,19 +82,15 @@ class Recorder:
         self, report: RunReport, measured: Shown | None, predicted: Shown | None, clock_error_seconds: float | None
     ) -> None:
         """What was predicted, and what was done. Without `measured` there is nothing to draw, and no timeline.html."""
-        text = as_markdown(report)
         write_report(self._folder.report, report)
-        self._folder.report_text.write_text(text)
+        self._folder.report_text.write_text(as_markdown(report))
         if measured is None or clock_error_seconds is None:
             return
-        first, last = self._keep.start, self._keep.stop - 1
-        captions = [f"Predicted from the op times of steps {first} to {last}."] if predicted is not None else []
-        captions.append(f"Measured: step {report.steps}, the last.")
-        captions = [f"{place} {caption}" for place, caption in zip(("Above:", "Below:"), captions)]
-        pictures = [measured] if predicted is None else [predicted, measured]
-        below = text + "\n" + explanation(measured, predicted, clock_error_seconds)
-        drawn = page(report.experiment, captions, svg(*pictures), below)
+        drawn = run_page(
+            report, measured, predicted, predicted_from=self._keep, clock_error_seconds=clock_error_seconds
+        )
         self._folder.timeline.write_text(drawn)
+        pictures = [measured] if predicted is None else [predicted, measured]
         self._trackers.finish(Ending(report, pictures, drawn))
 
     def close(self) -> None:

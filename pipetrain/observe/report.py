@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipetrain.observe.table import number, size, table
+from pipetrain.timeline.draw.table import Table, number, size
 from pipetrain.timeline.stragglers import Straggler
 
 FORMAT_VERSION = 1
@@ -75,38 +75,44 @@ def read_report(path: Path) -> RunReport:
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
-    layers = ", ".join(map(str, report.balance))
-    num_ranks = len(report.peak_activation_bytes)
+    notes = remarks(report)
     lines = [
         f"# {report.experiment}: {report.steps} steps{stopped}",
         "",
-        f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers.",
+        in_a_line(report),
         "",
-        table(("", "run"), _totals(report)),
+        totals(report).as_markdown(),
         "",
-        table(("", *(f"rank {rank}" for rank in range(num_ranks))), _ranks(report)),
-        *_remarks(report),
+        rank_totals(report).as_markdown(),
+        *(["", *notes] if notes else []),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _remarks(report: RunReport) -> list[str]:
+def in_a_line(report: RunReport) -> str:
+    """How the model was split and its activations were kept."""
+    layers = ", ".join(map(str, report.balance))
+    return f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers."
+
+
+def remarks(report: RunReport) -> list[str]:
     """What did not go as it should, a sentence each; nothing where all is well."""
-    remarks = []
+    found = []
     if report.skipped_steps:
-        remarks.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
+        found.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
     if report.rollbacks:
-        remarks.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
+        found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
     for one in report.stragglers:
         than = "as at the start" if one.against == "start" else "as on ranks with equal work"
-        remarks.append(
+        found.append(
             f"Rank {one.rank} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
         )
-    return ["", *remarks] if remarks else []
+    return found
 
 
-def _totals(report: RunReport) -> list[tuple[str, ...]]:
-    return [
+def totals(report: RunReport) -> Table:
+    """The run in a column of numbers."""
+    rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
@@ -114,15 +120,18 @@ def _totals(report: RunReport) -> list[tuple[str, ...]]:
         ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
         ("bubble", number(report.bubble_fraction, "{:.1%}")),
     ]
+    return Table(("", "run"), rows)
 
 
-def _ranks(report: RunReport) -> list[tuple[str, ...]]:
-    return [
+def rank_totals(report: RunReport) -> Table:
+    """Recomputation and memory, a column per rank."""
+    rows = [
         ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
         ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
         ("peak activations", *map(size, report.peak_activation_bytes)),
         ("without recomputation", *map(size, report.peak_activation_bytes_never)),
     ]
+    return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
 
 
 def _difference(report: RunReport) -> str:

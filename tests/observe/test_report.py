@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from pipetrain.observe.report import RunReport, as_markdown, read_report, write_report
-from pipetrain.observe.table import size, table
+from pipetrain.timeline.draw.table import Table, size
 
 REPORT = RunReport(
     experiment="quickstart",
@@ -61,7 +61,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 
 def test_columns_line_up() -> None:
-    lines = table(("", "a"), [("row", "1"), ("longer row", "1000000")]).splitlines()
+    lines = Table(("", "a"), [("row", "1"), ("longer row", "1000000")]).as_markdown().splitlines()
     assert len({len(line) for line in lines}) == 1
 
 

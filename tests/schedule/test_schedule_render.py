@@ -1,5 +1,6 @@
 """Pictures and files of a schedule: width, colours, well-formedness, and that all ops are in them."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -10,11 +11,12 @@ import pytest
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.timeline.breakdown import break_down
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
 from pipetrain.timeline.draw.page import html
-from pipetrain.timeline.draw.rank_table import comparison, ranks_table
+from pipetrain.timeline.draw.palette import LOOKS, drawn_kinds, looks_of
+from pipetrain.timeline.draw.rank_table import ranks_table, schedules_table
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import legend, staircase
 from pipetrain.timeline.shown import Shown, show
@@ -52,11 +54,25 @@ def test_every_op_is_named_where_there_is_room(width: int) -> None:
 
 
 def test_colours_are_only_there_when_asked() -> None:
-    assert "\x1b" not in staircase(SHOWN.timeline) + legend()
+    assert "\x1b" not in staircase(SHOWN.timeline) + legend(Kind)
     assert staircase(SHOWN.timeline, colour=True).count("\x1b[0m") == sum(
         event.op.kind.computes for event in SHOWN.timeline.events
     )
-    assert "\x1b" in legend(colour=True)
+    assert "\x1b" in legend(Kind, colour=True)
+
+
+def test_every_kind_that_computes_looks_different() -> None:
+    kinds = [kind for kind in Kind if kind.computes]
+    for of_one in ("word", "fill", "character", "ansi"):
+        assert len({getattr(looks_of(kind), of_one) for kind in kinds}) == len(kinds)
+    assert list(drawn_kinds(Kind)) == sorted(kinds, key=lambda kind: list(LOOKS.values()).index(looks_of(kind)))
+
+
+def test_a_legend_explains_what_is_drawn() -> None:
+    assert legend([Kind.R, Kind.F, Kind.SEND_F]) == "F- forward  R~ recompute  . idle"
+    picture = svg(show(num_stages=2, num_microbatches=2, recompute="never"))
+    assert "B backward" in picture
+    assert "recompute" not in picture[picture.rindex('<g class="still">') :]
 
 
 def test_r_beside_b_has_a_row_of_its_own() -> None:
@@ -111,6 +127,13 @@ def test_html_is_one_self_contained_page() -> None:
     assert "addEventListener('pointerenter'" in page
 
 
+def test_memory_is_in_bytes_where_their_sizes_are_known() -> None:
+    costs = dataclasses.replace(Costs.spread(4), set_bytes=(16e6,) * 4, input_bytes=(2e6,) * 4)
+    page = html(show(num_stages=4, num_microbatches=8, costs=costs))
+    assert "bytes of sets and stashed inputs" in page
+    assert "max 30 MB" in page  # rank 0: a set, and the inputs of the seven other microbatches
+
+
 def test_two_staircases_share_a_time_scale() -> None:
     inline = show(num_stages=4, num_microbatches=8, recompute="inline")
     long = staircase(inline.timeline, width=120)
@@ -144,9 +167,9 @@ def test_json_has_the_names_that_scripts_rely_on() -> None:
 
 def test_tables() -> None:
     inline = show(num_stages=4, num_microbatches=8, recompute="inline")
-    assert comparison(SHOWN, inline) == (
+    assert schedules_table([SHOWN, inline]).as_text() == (
         "schedule                                   step s  bound s  bubble  R hidden s  R exposed s  peak sets\n"
         "gpipe, overlap: 4 stages x 8 microbatches      38       38   21.1%          16            8          1\n"
         "gpipe, inline: 4 stages x 8 microbatches       40       38   25.0%           0           24          1"
     )
-    assert len(ranks_table(SHOWN.breakdown).splitlines()) == 5
+    assert len(ranks_table(SHOWN.breakdown).as_text().splitlines()) == 5

@@ -1,98 +1,110 @@
-"""A timeline as one self-contained page: the picture with hover, the memory of each rank below, the numbers."""
+"""Pages that open anywhere: one file each, nothing loaded from elsewhere.
+
+`page` is their frame; `pictures`, `recomputation` and `rank_numbers` are what a page about steps is made of, and `html` is
+such a page, of schedules before they run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
-from pipetrain.timeline.draw.palette import THEME
-from pipetrain.timeline.draw.rank_table import comparison, ranks_table
-from pipetrain.timeline.draw.svg import LEFT, RIGHT, svg
-from pipetrain.timeline.memory import Curve, bytes_over_time, sets_over_time
+from pipetrain.timeline.draw.memory_curves import held_words, memory_curves
+from pipetrain.timeline.draw.page_looks import SCRIPT, STYLE
+from pipetrain.timeline.draw.rank_table import causes, ranks_table, schedules_table
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
-_CURVE_HEIGHT = 46
-
-_STYLE = """
-  :root { color-scheme: light dark; font: 14px ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif }
-  body { max-width: 1200px; margin: 24px auto; padding: 0 16px }
-  svg { width: 100%; height: auto; display: block } pre { overflow-x: auto } h2 { font-size: 16px; margin: 24px 0 4px }
-  .op.faded { opacity: .18 } .curve { fill: #f0a830; fill-opacity: .55; stroke: #b87400; stroke-width: 1 }
-  #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
-         pointer-events: none; white-space: pre }
-"""
-
-# Shows the op under the pointer and fades all that belongs to other microbatches.
-_SCRIPT = """
-  const tip = document.getElementById('tip'), ops = [...document.querySelectorAll('.op')];
-  for (const op of ops) {
-    const words = op.querySelector('title').textContent; op.querySelector('title').remove();
-    op.addEventListener('pointerenter', () => {
-      tip.textContent = words; tip.style.display = 'block';
-      for (const one of ops) one.classList.toggle('faded', one.dataset.microbatch !== op.dataset.microbatch);
-    });
-    op.addEventListener('pointermove', move => {
-      tip.style.left = Math.min(move.clientX + 14, innerWidth - tip.offsetWidth - 8) + 'px';
-      tip.style.top = move.clientY + 16 + 'px';
-    });
-    op.addEventListener('pointerleave', () => {
-      tip.style.display = 'none'; for (const one of ops) one.classList.remove('faded');
-    });
-  }
-"""
+_WIDTH = 1160  # pixels; where there is another width, the script stretches the time axis to it
 
 
-def html(*shown: Shown, width: int = 1160) -> str:
-    """The page for one schedule, or for several on one time scale."""
-    longest = max(one.step_seconds for one in shown)
-    title = escape("; ".join(one.title for one in shown))
-    memory = "\n".join(_memory(one, width, longest) for one in shown)
-    numbers = "\n".join(f"<h2>{escape(one.title)}</h2><pre>{ranks_table(one.breakdown)}</pre>" for one in shown)
+def page(title: str, *parts: str) -> str:
+    """The frame: `parts` are HTML, below each other."""
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{_STYLE}{THEME}</style></head><body>
-{svg(*shown, width=width)}
-{memory}
-<h2>Numbers</h2><pre>{escape(comparison(*shown))}</pre>
-{numbers}
-<div id="tip"></div><script>{_SCRIPT}</script></body></html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
+{chr(10).join(parts)}
+<div id="tip"></div><script>{SCRIPT}</script></body></html>
 """
 
 
-def _memory(one: Shown, width: int, longest: float) -> str:
-    """A curve per rank: bytes held where their sizes are known, else sets alive."""
-    known = one.peak_bytes() is not None
-    curves = [_curve(one, rank, known) for rank in range(one.schedule.num_ranks)]
-    highest = max((held for curve in curves for _, held in curve), default=0.0) or 1.0
-    scale = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
-    pieces = []
-    for rank, curve in enumerate(curves):
-        base = (rank + 1) * _CURVE_HEIGHT
-        points = _steps(curve, one.timeline.start, scale, base, (_CURVE_HEIGHT - 10) / highest)
-        most = max((held for _, held in curve), default=0.0)
-        pieces.append(f'<text class="text" x="16" y="{base - 14}">rank {rank}</text>')
-        pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most:.3g}</text>')
-        pieces.append(f'<line class="line" x1="{LEFT}" x2="{width - RIGHT}" y1="{base}" y2="{base}"/>')
-        pieces.append(f'<polygon class="curve" points="{points}"/>')
-    height = one.schedule.num_ranks * _CURVE_HEIGHT + 8
-    what = "Bytes of sets and stashed inputs" if known else "Sets alive"
-    return (
-        f"<h2>{what}: {escape(one.title)}</h2>"
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13">{"".join(pieces)}</svg>'
+def html(*shown: Shown) -> str:
+    """The page for one schedule, or for several on one time scale."""
+    names = [one.title for one in shown]
+    return page(
+        "; ".join(names),
+        pictures(shown, names),
+        recomputation(shown, names),
+        heading("Numbers"),
+        framed(schedules_table(shown)),
+        rank_numbers(shown, names),
     )
 
 
-def _curve(one: Shown, rank: int, known: bool) -> Curve:
-    events = one.timeline.of_rank(rank)
-    if known:
-        return bytes_over_time(one.schedule, events, one.costs)
-    return [(time, float(count)) for time, count in sets_over_time(one.schedule, events)]
+def heading(text: str, level: int = 2) -> str:
+    return f"<h{level}>{escape(text)}</h{level}>"
 
 
-def _steps(curve: Curve, start: float, across: float, base: float, up: float) -> str:
-    points, level = [(float(LEFT), base)], 0.0
-    for time, held in curve:
-        x = LEFT + (time - start) * across
-        points += [(x, base - level * up), (x, base - held * up)]
-        level = held
-    points.append((points[-1][0], base))
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def framed(table: Table) -> str:
+    """A table that scrolls where the window is narrower."""
+    return f'<div class="table">{table.as_html()}</div>'
+
+
+def pictures(shown: Sequence[Shown], names: Sequence[str]) -> str:
+    """The steps on one time scale, and below them what the ranks held on the same."""
+    longest = max(one.step_seconds for one in shown)
+    curves = [
+        heading(f"{name} · {held_words(one)}") + memory_curves(one, width=_WIDTH, longest=longest)
+        for one, name in zip(shown, names, strict=True)
+    ]
+    zoom = '<label id="zoom">Stretch the time axis <input type="range" min="0" value="0" step="any"></label>'
+    return "\n".join([zoom, '<div class="scroll">', svg(*shown, width=_WIDTH, names=names), *curves, "</div>"])
+
+
+def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
+    """Where the recomputation of each step went, in a sentence or three."""
+    meanings = [(name, recompute_words(one)) for one, name in zip(shown, names, strict=True)]
+    return heading("Where the recomputation went") + _list(meanings)
+
+
+def recompute_words(one: Shown) -> str:
+    """How much of the recomputation was hidden, how much exposed, and on which rank most; seconds summed over ranks."""
+    exposed = [rank.recompute_exposed_seconds for rank in one.breakdown]
+    hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
+    total = hidden + sum(exposed)
+    if total <= 0:
+        return "Nothing was recomputed."
+    words = (
+        f"Recomputation took {number(total)} s of all ranks. Hidden: {number(hidden)} s ({hidden / total:.0%}), in which the "
+        f"rank would have waited. Exposed: {number(sum(exposed))} s ({sum(exposed) / total:.0%})"
+    )
+    if sum(exposed) <= 0:
+        return f"{words}: no op had to wait for it."
+    worst = max(range(len(exposed)), key=exposed.__getitem__)
+    return f"{words}, in which the next op had all its inputs and could not run yet; most on rank {worst}, {number(exposed[worst])} s."
+
+
+def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
+    """For each step a table with a line per rank, and what its columns mean."""
+    tables = [
+        heading(f"{name} · seconds per rank") + framed(ranks_table(one.breakdown))
+        for one, name in zip(shown, names, strict=True)
+    ]
+    meanings = {
+        "busy": "the rank computed; all columns up to unexplained add up to the step",
+        **causes(),
+        "R hidden": "recomputation that cost no time: the rank would have waited",
+        "R exposed": "recomputation for which the next op had to wait",
+        "peak sets": "sets of activations alive at once",
+    }
+    return "\n".join([*tables, _list(meanings.items())])
+
+
+def _list(meanings: Iterable[tuple[str, str]]) -> str:
+    entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in meanings)
+    return f"<dl>{entries}</dl>"

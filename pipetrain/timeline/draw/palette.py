@@ -1,16 +1,37 @@
-"""The colours of F, B and R: one choice for every picture.
+"""How each kind of op looks, in every picture: one table, keyed by the name in the kind's row.
 
-Blue, green and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart; each also differs in
-lightness and is named in its box, so that a picture survives grey print.
+Blue, green and orange of Okabe and Ito's palette for F, B and R; I is a light tone of B's green, W a dark purple. Any two
+differ also in lightness or stay apart for eyes that lack a kind of cone (distances in CIELAB of at least 14), and each box
+is named, so that a picture survives grey print.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from pipetrain.schedule.op import Kind
 
-FILL = {Kind.F: "#4a90c4", Kind.B: "#1b7f67", Kind.R: "#f0a830"}
-INK = {Kind.F: "#ffffff", Kind.B: "#ffffff", Kind.R: "#3d2600"}
-WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.R: "recompute"}
+
+@dataclass(frozen=True)
+class Looks:
+    """`fill` of a box and `ink` of its name; in the terminal the character that fills a box, and its colours."""
+
+    word: str
+    fill: str
+    ink: str
+    character: str
+    ansi: str  # foreground and background, of the 256 colours
+
+
+LOOKS = {
+    "forward": Looks("forward", "#4a90c4", "#ffffff", "-", "38;5;231;48;5;25"),
+    "backward": Looks("backward", "#1b7f67", "#ffffff", "=", "38;5;16;48;5;36"),
+    "input gradient": Looks("backward, input", "#7ccfb0", "#0b3b2f", "<", "38;5;16;48;5;115"),
+    "weight gradient": Looks("backward, weights", "#7b3f7d", "#ffffff", "+", "38;5;231;48;5;90"),
+    "recompute": Looks("recompute", "#f0a830", "#3d2600", "~", "38;5;16;48;5;214"),
+}
+_OF_KIND = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Text and lines, for a light and a dark page.
 THEME = """
@@ -19,3 +40,14 @@ THEME = """
     .text { fill: #e6edf3 } .faint { fill: #8d96a0 }
   }
 """
+
+
+def looks_of(kind: Kind) -> Looks:
+    """How an op of `kind` is drawn."""
+    return LOOKS[_OF_KIND[kind.value]]
+
+
+def drawn_kinds(kinds: Iterable[Kind]) -> dict[Kind, Looks]:
+    """Those of `kinds` that occupy a rank, each with its looks: what a legend explains, in the order of the table."""
+    found = {kind: looks_of(kind) for kind in set(kinds) if kind.computes}
+    return dict(sorted(found.items(), key=lambda entry: list(LOOKS.values()).index(entry[1])))

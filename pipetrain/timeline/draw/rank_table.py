@@ -1,74 +1,66 @@
-"""Schedules beside each other in numbers: time, bubble, recomputation, sets and bytes."""
+"""Steps in numbers: schedules beside each other, and where the time of each rank went."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipetrain.timeline.breakdown import RankBreakdown
+from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
+# Head of a column -> the field of the breakdown below it, and what it counts.
 _CAUSES = {
-    "fill": "fill_seconds",
-    "drain": "drain_seconds",
-    "wait F": "wait_activation_seconds",
-    "wait B": "wait_gradient_seconds",
-    "imbalance": "imbalance_seconds",
-    "unexplained": "other_seconds",
+    "fill": ("fill_seconds", "before the rank's first op"),
+    "drain": ("drain_seconds", "after its last op"),
+    "wait F": ("wait_activation_seconds", "for an activation from the stage before"),
+    "wait B": ("wait_gradient_seconds", "for a gradient from the stage after"),
+    "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
+    "unexplained": ("other_seconds", "an op had all that it waits for, and nothing ran"),
 }
 
 
-def comparison(*shown: Shown) -> str:
-    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets and bytes."""
+def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
+    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets and bytes.
+
+    `names`: what to call them, if not by their titles.
+    """
     head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets", "peak bytes"]
-    rows = [[one.title, *_facts(one)] for one in shown]
+    rows = [[name, *_facts(one)] for name, one in zip(names or [one.title for one in shown], shown)]
     if all(one.peak_bytes() is None for one in shown):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return aligned([head, *rows])
+    return Table(head, rows)
 
 
 def _facts(one: Shown) -> list[str]:
-    hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-    exposed = sum(rank.recompute_exposed_seconds for rank in one.breakdown)
     held = one.peak_bytes()
     return [
-        _seconds(one.step_seconds),
-        _seconds(one.bound_seconds),
-        f"{one.bubble_fraction:.1%}",
-        _seconds(hidden),
-        _seconds(exposed),
+        number(one.step_seconds),
+        number(one.bound_seconds),
+        number(one.bubble_fraction, "{:.1%}"),
+        number(sum(rank.recompute_hidden_seconds for rank in one.breakdown)),
+        number(sum(rank.recompute_exposed_seconds for rank in one.breakdown)),
         str(max(rank.peak_sets for rank in one.breakdown)),
-        "-" if held is None else f"{max(held):.3g}",
+        number(None if held is None else max(held), "{:.3g}"),
     ]
 
 
-def ranks_table(breakdown: Sequence[RankBreakdown]) -> str:
+def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
     head = ["rank", "busy", *_CAUSES, "R hidden", "R exposed", "peak sets"]
     rows = [
         [
             str(rank.rank),
-            _seconds(rank.busy_seconds),
-            *(_seconds(getattr(rank, name)) for name in _CAUSES.values()),
-            _seconds(rank.recompute_hidden_seconds),
-            _seconds(rank.recompute_exposed_seconds),
+            number(rank.busy_seconds),
+            *(number(getattr(rank, field)) for field, _ in _CAUSES.values()),
+            number(rank.recompute_hidden_seconds),
+            number(rank.recompute_exposed_seconds),
             str(rank.peak_sets),
         ]
         for rank in breakdown
     ]
-    return aligned([head, *rows])
+    return Table(head, rows)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.4g}"
+def causes() -> dict[str, str]:
+    """What the columns between `busy` and `R hidden` count: the bubble, by why nothing ran."""
+    return {head: words for head, (_, words) in _CAUSES.items()}

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from pipetrain.schedule.events import OpEvent, ran_beside
-from pipetrain.schedule.op import Kind
-from pipetrain.timeline.draw.palette import FILL, INK, THEME, WORDS
+from pipetrain.schedule.op import Lane
+from pipetrain.timeline.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
+from pipetrain.timeline.draw.table import number
 from pipetrain.timeline.shown import Shown
 
 _MARGIN = 16
 LEFT, RIGHT = 74, 16  # beside the time axis
+CHARACTER, SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
 
 _ROW, _GAP = 30, 7
 _HEAD = 62
@@ -21,12 +23,16 @@ _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userS
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
-def svg(*shown: Shown, width: int = 960) -> str:
-    """One picture of one schedule, or of several below each other on one time scale."""
+def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
+    """One picture of one schedule, or of several below each other on one time scale.
+
+    `names`: what stands above them, if not their titles. What lies on the time axis is in groups of class `time`, which a
+    page may stretch; what does not is in groups of class `still`.
+    """
     longest = max(one.step_seconds for one in shown)
     pieces, top = [], _MARGIN
-    for one in shown:
-        pieces.append(_panel(one, top, width, longest))
+    for one, name in zip(shown, names or [one.title for one in shown], strict=True):
+        pieces.append(_panel(one, name, top, width, longest))
         top += _panel_height(one) + 18
     height = top + 12
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -37,7 +43,7 @@ def svg(*shown: Shown, width: int = 960) -> str:
             f"<style>{THEME}</style>",
             _HATCH,
             *pieces,
-            _legend(width, height - 14),
+            f'<g class="still">{_legend(shown, height - 14)}</g>',
             "</svg>\n",
         ]
     )
@@ -61,75 +67,93 @@ class _Row:
         return LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
 
 
-def _panel(one: Shown, top: int, width: int, longest: float) -> str:
+def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
     scale = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
-    lines = [_heading(one, top)]
-    for rank in range(one.schedule.num_ranks):
-        row = _Row(one.timeline.start, scale, top + _HEAD + rank * (_ROW + _GAP))
+    ranks = range(one.schedule.num_ranks)
+    rows = [_Row(one.timeline.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
+    bottom = top + _HEAD + len(rows) * (_ROW + _GAP)
+    in_time = [_axis(one, bottom, scale)]
+    for rank, row in enumerate(rows):
         x, length = row.across(one.timeline.start, one.timeline.end)
-        lines.append(f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
-        lines.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
-        lines += _boxes(one, rank, row, several)
-    lines.append(_axis(one, top + _HEAD + one.schedule.num_ranks * (_ROW + _GAP), scale))
-    return "\n".join(lines)
+        in_time.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
+        in_time += _boxes(one, rank, row, several)
+    labels = [
+        f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">rank {rank}</text>'
+        for rank, row in enumerate(rows)
+    ]
+    still = [_heading(one, name, top), margin(top + _HEAD - _GAP, bottom - top - _HEAD), *labels]
+    return "\n".join(['<g class="time">', *in_time, "</g>", '<g class="still">', *still, "</g>"])
+
+
+def margin(y: float, height: float) -> str:
+    """What hides, on a page, boxes that move to the left under the names of the ranks."""
+    return f'<rect class="margin" x="0" y="{y}" width="{LEFT - 2}" height="{height}" fill="none"/>'
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
     """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row."""
     events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
-    rows = dict.fromkeys(WORDS, row)
+    rows = dict.fromkeys(Lane, row)
+    exposed = row
     if ran_beside(events):
         upper = round(_ROW * 0.6)
-        rows = dict.fromkeys(WORDS, replace(row, height=upper - 1))
-        rows[Kind.R] = replace(row, y=row.y + upper, height=_ROW - upper)
+        rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
+        rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
     return [
-        *(_box(event, rows[event.op.kind]) for event in events),
-        *(_hatch(begin, end, rows[Kind.R]) for begin, end in one.exposed(rank)),
-        *(_name(event, rows[event.op.kind], several) for event in events),
+        *(_box(event, rows[event.lane], several) for event in events),
+        *(_hatch(begin, end, exposed) for begin, end in one.exposed(rank)),
+        *(_name(event, rows[event.lane], several) for event in events),
     ]
 
 
-def _heading(one: Shown, top: int) -> str:
-    facts = [f"step {_number(one.step_seconds)}", f"bound {_number(one.bound_seconds)}"]
+def _heading(one: Shown, name: str, top: int) -> str:
+    facts = [f"step {number(one.step_seconds)} s", f"bound {number(one.bound_seconds)} s"]
     facts.append(f"bubble {one.bubble_fraction:.0%}")
     recompute = sum(rank.recompute_hidden_seconds + rank.recompute_exposed_seconds for rank in one.breakdown)
     if recompute > 0:
         hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-        facts.append(f"recompute hidden {_number(hidden)} of {_number(recompute)}")
+        facts.append(f"recompute hidden {number(hidden)} of {number(recompute)} s")
     facts.append(f"sets alive per rank {' '.join(str(rank.peak_sets) for rank in one.breakdown)}")
     return (
-        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(one.title)}</text>'
+        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
         f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _box(event: OpEvent, row: _Row) -> str:
+def _box(event: OpEvent, row: _Row, several: bool) -> str:
     x, width = row.across(event.start, event.end)
     inset = min(0.75, width / 8)
+    looks = looks_of(event.op.kind)
     return (
-        f'<rect class="op" data-microbatch="{event.op.microbatch}" x="{x + inset:.2f}" y="{row.y}"'
-        f' width="{width - 2 * inset:.2f}" height="{row.height}" rx="3" fill="{FILL[event.op.kind]}">'
-        f"<title>{event.op}  {_number(event.start)} to {_number(event.end)}</title></rect>"
+        f'<rect class="op" data-microbatch="{event.op.microbatch}" data-name="{_names(event, several)[0]}"'
+        f' data-ink="{looks.ink}" x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
+        f' rx="3" fill="{looks.fill}">'
+        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
     )
+
+
+def _words(event: OpEvent, start: float) -> str:
+    """For example `backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
+    times = f"{number(event.start - start)} to {number(event.end - start)} s"
+    return f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+
+
+def _names(event: OpEvent, several: bool) -> list[str]:
+    """What an op may be called, the longest first."""
+    kind = event.op.kind.value
+    return [*([str(event.op)] if several else []), f"{kind}{event.op.microbatch}", kind]
 
 
 def _name(event: OpEvent, row: _Row, several: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
     x, width = row.across(event.start, event.end)
-    kind = event.op.kind
-    names = [f"{kind.value}{event.op.microbatch}", kind.value]
-    names = [str(event.op), *names] if several else names
-    name = next((name for name in names if 6.6 * len(name) + 3 <= width), None)
+    name = next((name for name in _names(event, several) if CHARACTER * len(name) + SPARE <= width), None)
     if name is None:
         return ""
     return (
-        f'<text x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{INK[kind]}" font-size="12"'
-        f' text-anchor="middle" pointer-events="none">{name}</text>'
+        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{looks_of(event.op.kind).ink}"'
+        f' font-size="12" text-anchor="middle" pointer-events="none">{name}</text>'
     )
 
 
@@ -137,7 +161,7 @@ def _hatch(begin: float, end: float, row: _Row) -> str:
     """Marks recomputation for which the next op had to wait."""
     x, width = row.across(begin, end)
     return (
-        f'<rect x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" rx="3" fill="url(#exposed)"'
+        f'<rect class="hatch" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" rx="3" fill="url(#exposed)"'
         ' pointer-events="none"/>'
     )
 
@@ -148,7 +172,7 @@ def _axis(one: Shown, y: float, scale: float) -> str:
         x = LEFT + mark * scale
         marks.append(f'<line class="line" x1="{x:.2f}" y1="{y - 3}" x2="{x:.2f}" y2="{y + 3}"/>')
         marks.append(
-            f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{_number(mark)}</text>'
+            f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{number(mark)} s</text>'
         )
     return "".join(marks)
 
@@ -163,20 +187,21 @@ def _ticks(step_seconds: float) -> Sequence[float]:
     while size * 10 <= step_seconds:
         size *= 10
     step = next(part * size / 10 for part in (1, 2, 5, 10) if step_seconds / (part * size / 10) <= 10)
-    return [number * step for number in range(int(step_seconds / step + 1e-9) + 1)]
+    return [count * step for count in range(int(step_seconds / step + 1e-9) + 1)]
 
 
-def _legend(width: int, y: float) -> str:
+def _legend(shown: Sequence[Shown], y: float) -> str:
+    """The kinds that are in the picture, exposed recomputation where there is some, and the bubble."""
+    kinds = drawn_kinds(event.op.kind for one in shown for event in one.timeline.events)
+    entries = [(f'fill="{looks.fill}"', f"{kind.value} {looks.word}") for kind, looks in kinds.items()]
+    if any(rank.recompute_exposed_seconds > 0 for one in shown for rank in one.breakdown):
+        entries.append(('fill="url(#exposed)"', "exposed: the next op waits for it"))
+    entries.append(('class="idle"', "bubble: nothing runs"))
     pieces, x = [], float(LEFT)
-    for kind, word in WORDS.items():
-        pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="{FILL[kind]}"/>')
-        pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{kind} {word}</text>')
-        x += 34 + 7 * len(word) + 14
-    pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="{FILL[Kind.R]}"/>')
-    pieces.append(f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2" fill="url(#exposed)"/>')
-    pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">exposed: the next op waits for it</text>')
-    x += 232
-    pieces.append(f'<rect class="idle" x="{x:g}" y="{y - 10}" width="14" height="12" rx="2"/>')
-    pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">bubble</text>')
-    pieces.append(f'<text class="faint" x="{width - _MARGIN}" y="{y}" font-size="12" text-anchor="end">seconds</text>')
+    for looks, words in entries:
+        sample = f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2"'
+        under = f'{sample} fill="{LOOKS["recompute"].fill}"/>' if "exposed" in looks else ""
+        pieces.append(f"{under}{sample} {looks}/>")
+        pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
+        x += 40 + 6.1 * len(words)
     return "".join(pieces)

@@ -7,14 +7,12 @@ rank 2 ....F0B0==F1B1==F2B2==
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
 from pipetrain.schedule.op import Kind, Lane
+from pipetrain.timeline.draw.palette import Looks, drawn_kinds, looks_of
 
-_FILL = {Kind.F: "-", Kind.B: "=", Kind.R: "~"}
-# Foreground and background of the 256 colours: blue, green and orange of Okabe and Ito's palette for all eyes.
-_COLOURS = {Kind.F: "38;5;231;48;5;25", Kind.B: "38;5;16;48;5;36", Kind.R: "38;5;16;48;5;214"}
 _LABEL_COLUMNS = 3  # an op gets this many columns if there is room: "F0" and a gap of its own kind
 
 
@@ -26,11 +24,11 @@ def staircase(
     num_stages: int | None = None,
     seconds: float | None = None,
 ) -> str:
-    """The F, R and B of a timeline, never wider than `width` columns.
+    """The computing ops of a timeline, never wider than `width` columns.
 
     `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble. With
     `colour`, in ANSI colours. `seconds` is what the width stands for, if not this step: the longest of several steps puts
-    them on one time scale. A rank whose R ran beside its F and B, as on a GPU, has a second row for R.
+    them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R.
     """
     computing = [event for event in timeline.events if event.op.kind.computes]
     names_stage = (num_stages or 0) > timeline.num_ranks or _several_stages(computing)
@@ -47,12 +45,13 @@ def staircase(
     return "\n".join(lines)
 
 
-def legend(*, colour: bool = False) -> str:
-    """What the letters stand for, in one line."""
-    words = {Kind.F: "forward", Kind.B: "backward", Kind.R: "recompute"}
-    return "  ".join(
-        [f"{_painted(kind + _FILL[kind], kind, colour)} {word}" for kind, word in words.items()] + [". idle"]
-    )
+def legend(kinds: Iterable[Kind], *, colour: bool = False) -> str:
+    """What the letters of `kinds` stand for, in one line."""
+    words = [
+        f"{_painted(kind.value + looks.character, looks, colour)} {looks.word}"
+        for kind, looks in drawn_kinds(kinds).items()
+    ]
+    return "  ".join([*words, ". idle"])
 
 
 def _several_stages(events: Sequence[OpEvent]) -> bool:
@@ -115,12 +114,13 @@ def _block(event: OpEvent, columns: int, names_stage: bool, colour: bool) -> str
     kind, name = event.op.kind, _name(event, names_stage)
     if len(name) > columns:
         name = kind.value
-    return _painted(name.ljust(columns, " " if colour else _FILL[kind]), kind, colour)
+    looks = looks_of(kind)
+    return _painted(name.ljust(columns, " " if colour else looks.character), looks, colour)
 
 
 def _name(event: OpEvent, names_stage: bool) -> str:
     return str(event.op) if names_stage else f"{event.op.kind.value}{event.op.microbatch}"
 
 
-def _painted(text: str, kind: Kind, colour: bool) -> str:
-    return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colour else text
+def _painted(text: str, looks: Looks, colour: bool) -> str:
+    return f"\x1b[{looks.ansi}m{text}\x1b[0m" if colour else text
