@@ -7,11 +7,13 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from pipetrain.timeline.draw.table import Table as Columns
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def as_text(self) -> str:
-        """Columns in line; the first to the left, numbers to the right."""
-        lines = [self.headers, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.headers))]
-
-        def aligned(line: Sequence[str]) -> str:
-            cells = [
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths))
-            ]
-            return "  ".join(cells).rstrip()
-
-        ruler = "  ".join("-" * width for width in widths)
-        return "\n".join([self.title, "", aligned(self.headers), ruler, *map(aligned, self.rows)])
+        """The title above columns in line; the first to the left, numbers to the right."""
+        return f"{self.title}\n\n{Columns(self.headers, self.rows).as_text(ruled=True)}"
 
 
 @dataclass(frozen=True)

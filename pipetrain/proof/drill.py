@@ -24,6 +24,7 @@ from typing import Any
 from pipetrain.launcher.outcome import Exit
 from pipetrain.proof.damage import cut, flip
 from pipetrain.runtime.faults import VARIABLE
+from pipetrain.timeline.draw.table import Table
 
 STEPS = 8
 TIMEOUT_SECONDS = 4
@@ -103,19 +104,24 @@ def _verdict(result: Result) -> str:
 
 def as_table(results: list[Result]) -> str:
     """A line per drill with its verdict, what the user would have read below it, and a last line that sums up."""
-    lines = [f"{'fault':<34} {'ranks':>5} {'exit':>5} {'seconds':>8}  {'verdict':<12} resume"]
-    for result in results:
-        code = "" if result.exit_code is None else str(result.exit_code)
-        seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
-        shown = f"{result.fault:<34} {result.num_ranks:>5} {code:>5} {seconds:>8}"
-        lines.append(f"{shown}  {_verdict(result):<12} {result.resume}")
-        lines += [f"    {text}" for text in (result.message, result.problem) if text]
+    head = ("fault", "ranks", "exit", "seconds", "verdict", "resume")
+    table = Table(head, [_cells(result) for result in results], left=frozenset({0, 4, 5}))
+    first, *rows = table.as_text().splitlines()
+    lines = [first]
+    for row, result in zip(rows, results, strict=True):
+        lines += [row, *(f"    {text}" for text in (result.message, result.problem) if text)]
     wrong = sum(result.problem is not None for result in results)
     skipped = sum(result.skipped for result in results)
     verdict = f"{wrong} not handled as promised" if wrong else "all handled as promised"
     return "\n".join(
         [*lines, "", f"{len(results) - skipped} faults, {verdict}" + f"; {skipped} skipped" * bool(skipped)]
     )
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    code = "" if result.exit_code is None else str(result.exit_code)
+    seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
+    return result.fault, str(result.num_ranks), code, seconds, _verdict(result), result.resume
 
 
 class _Ground:

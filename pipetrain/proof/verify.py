@@ -26,6 +26,7 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import FAMILIES
 from pipetrain.schedule.policy import Mode
 from pipetrain.stage.seeding import seed_generators, weight_seed
+from pipetrain.timeline.draw.table import Table
 
 SEED = 3
 NUM_STEPS = 3
@@ -79,14 +80,15 @@ def verify(*, quick: bool = False) -> list[Row]:
 
 def as_table(rows: list[Row]) -> str:
     """A line per case and a verdict."""
-    lines = [f"{'model':<12} {'ranks':>5}  {'schedule':<12} {'recompute':<9}  result"]
-    for row in rows:
-        case = row.case
-        result = "equal" if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
-        lines.append(f"{case.model:<12} {case.num_ranks:>5}  {case.schedule:<12} {case.mode:<9}  {result}")
+    cells = [(row.case.model, str(row.case.num_ranks), row.case.schedule, row.case.mode, _result(row)) for row in rows]
+    table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
     wrong = sum(not row.is_equal for row in rows)
-    lines += ["", f"{len(rows)} cases, {wrong} differ" if wrong else f"{len(rows)} cases, all equal bit for bit"]
-    return "\n".join(lines)
+    verdict = f"{len(rows)} cases, {wrong} differ" if wrong else f"{len(rows)} cases, all equal bit for bit"
+    return f"{table.as_text()}\n\n{verdict}"
+
+
+def _result(row: Row) -> str:
+    return "equal" if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
 
 
 def cases(num_ranks: int) -> Iterator[Case]:
