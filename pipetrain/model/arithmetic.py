@@ -42,15 +42,23 @@ def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:
     return sum(parameters_per_layer(config, vocabulary_size))
 
 
+def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
+    """Floating-point operations of one token's forward in each layer, in order, in a sample of `sequence_length` tokens.
+
+    Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two
+    products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
+    """
+    block = 2.0 * _matrices_of_block(config) + 4.0 * config.hidden_size * sequence_length
+    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * config.hidden_size]
+
+
 def flops_per_token(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> float:
     """Floating-point operations of forward and backward, per token of a sample of `sequence_length` tokens.
 
-    `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B): N weights that multiply (the embedding is looked up,
-    so it is not one), L blocks, H heads of Q numbers, T tokens. The causal mask is not subtracted and recomputation is not added:
-    what is divided by this is model FLOPs utilisation.
+    A backward takes two forwards, which makes this the `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B).
+    Recomputation is not added: what is divided by this is model FLOPs utilisation.
     """
-    weights = config.num_blocks * _matrices_of_block(config) + vocabulary_size * config.hidden_size
-    return 6.0 * weights + 12.0 * config.num_blocks * config.hidden_size * sequence_length
+    return 3.0 * sum(forward_flops_per_layer(config, vocabulary_size, sequence_length))
 
 
 def _matrices_of_block(config: ModelConfig) -> int:
