@@ -1,8 +1,9 @@
-"""Sizes, parameters and floating-point operations of a model, from its config alone. Without torch."""
+"""Sizes, parameters and floating-point operations of the transformer, from its config alone. Without torch."""
 
 from __future__ import annotations
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.model.size import ModelSize
 from pipetrain.model.style import Style
 
 
@@ -22,6 +23,19 @@ def mlp_size(config: ModelConfig) -> int:
     if config.name == Style.GPT2:
         return 4 * config.hidden_size
     return -(-8 * config.hidden_size // 24) * 8  # 8/3 of hidden_size, rounded up to a multiple of 8
+
+
+def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:
+    """The layers of `transformer.py` in numbers; operations and parameters where the vocabulary is known."""
+    kinds = ("embedding", *["block"] * config.num_blocks, "head")
+    if vocabulary_size is None:
+        return ModelSize(len(kinds), kinds)
+    return ModelSize(
+        len(kinds),
+        kinds,
+        flops_per_layer=tuple(forward_flops_per_layer(config, vocabulary_size, sequence_length)),
+        parameters_per_layer=tuple(parameters_per_layer(config, vocabulary_size)),
+    )
 
 
 def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
