@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipetrain.model.spec import ModelSpec
     from pipetrain.plan.plan import Plan, make_plan
     from pipetrain.runtime.cut import Whole
     from pipetrain.runtime.pipeline import Pipeline
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Pipeline": "pipetrain.runtime.pipeline",
+    "ModelSpec": "pipetrain.model.spec",
     "RecomputePolicy": "pipetrain.schedule.policy",
     "Schedule": "pipetrain.schedule.schedule",
     "Op": "pipetrain.schedule.op",
@@ -39,6 +41,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ModelSpec",
     "Op",
     "Pipeline",
     "Plan",

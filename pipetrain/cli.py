@@ -393,24 +393,24 @@ def _add_verify(parser: Parser) -> None:
 def _verify(arguments: Arguments) -> int:
     if arguments.faults:
         return _verify_faults(arguments)
-    from pipetrain.proof.verify import as_table, verify
+    from pipetrain.proof.verify import parity_table, verify
 
     rows = verify(quick=arguments.quick)
     if arguments.json is not None:
         write_json([row.as_json() for row in rows], arguments.json)
     if arguments.json != STDOUT:
-        print(as_table(rows))
+        print(parity_table(rows))
     return Exit.DONE if all(row.is_equal for row in rows) else Exit.DIFFERENT
 
 
 def _verify_faults(arguments: Arguments) -> int:
-    from pipetrain.proof.drill import as_json, as_table, drill
+    from pipetrain.proof.drill import drill, drill_records, drill_table
 
     results = drill(quick=arguments.quick, say=lambda text: print(f"pipetrain: {text}", file=sys.stderr, flush=True))
     if arguments.json is not None:
-        write_json(as_json(results), arguments.json)
+        write_json(drill_records(results), arguments.json)
     if arguments.json != STDOUT:
-        print(as_table(results))
+        print(drill_table(results))
     return Exit.DONE if all(result.problem is None for result in results) else Exit.DIFFERENT
 
 

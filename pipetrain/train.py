@@ -20,9 +20,10 @@ import torch
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
+from pipetrain.data.batch import Batch
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
-from pipetrain.engine.engine import Batch, Engine, StepFigures, StepResult
+from pipetrain.engine.engine import Engine, StepFigures, StepResult
 from pipetrain.engine.which import make_engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.run_group import World
@@ -30,6 +31,8 @@ from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
+from pipetrain.model.size import ModelSize
+from pipetrain.model.spec import make_spec
 from pipetrain.model.style import check_model
 from pipetrain.observe.folder import RunFolder, choose_folder, sees
 from pipetrain.observe.metrics import StepMetrics
@@ -72,18 +75,12 @@ def train(config: RunConfig) -> Outcome:
         keep = range(first - 1 + MEASURED_STEPS.start, first - 1 + MEASURED_STEPS.stop)
         recorder = stack.enter_context(closing(Recorder(folder, world.rank, config, keep, first)))
         recorder.start(as_yaml(config), plan)
-        engine = make_engine(
-            config,
-            plan,
-            schedule,
-            vocabulary_size=data.vocabulary_size,
-            device=world.device,
-            on_event=recorder.on_event,
-        )
+        spec = make_spec(config.model, data.vocabulary_size)
+        engine = make_engine(config, spec, plan, schedule, device=world.device, on_event=recorder.on_event)
         stack.enter_context(closing(engine))
         guard = Guard(config.guard)
         snapshots.attach(engine.model, engine.optimizer, guard)
-        watch = StragglerWatch(_equal_work(plan))
+        watch = StragglerWatch(_equal_work(plan, spec.size))
 
         run = _Run(config, data, engine, recorder, snapshots, guard, watch, folder)
         signum = _run_steps(run, world, stop)
@@ -101,7 +98,7 @@ def train(config: RunConfig) -> Outcome:
             recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
         weights = engine.weights()
         if weights is not None:
-            save_weights(folder.weights, weights)
+            save_weights(folder.weights, weights, spec)
         snapshots.finish()
         world.largest(0)  # nobody leaves before everything is written
     code = Exit.STOPPED if signum else Exit.DONE
@@ -201,14 +198,13 @@ def _respond(run: _Run, incident: Incident, batch: Batch) -> int | None:
     return state.step + 1
 
 
-def _equal_work(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Layers of each rank, for ranks without the first and last stage: embedding and head are not like other layers."""
-    ends = {0, plan.num_stages - 1}
-    stages_of = {rank: tuple(plan.stages_of(rank)) for rank in range(plan.num_ranks)}
+def _equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """What each rank has to do, stage by stage; empty where it is not known."""
+    if size.kinds is None:
+        return {}
     return {
-        rank: tuple(plan.balance[stage] for stage in stages)
-        for rank, stages in stages_of.items()
-        if not ends & set(stages)
+        rank: tuple(size.kinds[layers.start : layers.stop] for layers in map(plan.layers_of, plan.stages_of(rank)))
+        for rank in range(plan.num_ranks)
     }
 
 

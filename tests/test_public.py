@@ -12,6 +12,7 @@ from torch import nn
 import pipetrain
 
 NAMES = {
+    "ModelSpec",
     "Op",
     "Pipeline",
     "Plan",
@@ -52,6 +53,7 @@ SIGNATURES = {
         "first_backward=0 transport_ahead=2"
     ),
     "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'>",
+    "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",
     "Whole": "value",
 }
@@ -84,7 +86,7 @@ def test_names() -> None:
 
 
 def test_an_unknown_name_lists_the_public_ones() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Pipelines'; public are Op, Pipeline"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Pipelines'; public are ModelSpec, Op"):
         _ = pipetrain.Pipelines
 
 

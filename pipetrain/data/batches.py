@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
+from pipetrain.data.batch import Batch
 
 
 def windows_of(tokens: Tensor, sequence_length: int) -> Tensor:
@@ -103,4 +103,4 @@ class HeldoutBatches:
 
 def _inputs_and_targets(windows: Tensor) -> Batch:
     wide = windows.to(torch.int64)
-    return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+    return Batch(inputs=wide[:, :-1].contiguous(), targets=wide[:, 1:].contiguous())

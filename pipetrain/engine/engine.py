@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipetrain.data.batch import Batch
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.timeline.step_report import Report
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, `[batch, sequence]`
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
 Accepts = Callable[[int, float, float | None], bool]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from pipetrain.config.records import RunConfig
-from pipetrain.engine.engine import Accepts, Batch, StepFigures, StepResult
+from pipetrain.config.records import OptimConfig
+from pipetrain.data.batch import Batch
+from pipetrain.engine.engine import Accepts, StepFigures, StepResult
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
-from pipetrain.model.loss import count_tokens, next_token_loss
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.runtime.faults import faults_of_environment, inject
@@ -23,37 +23,52 @@ from pipetrain.schedule.schedule import Schedule
 
 
 class NativeEngine:
-    """Trains the transformer of `config.model` over the ranks of torch.distributed."""
+    """Trains a model over the ranks of torch.distributed.
+
+    Args:
+        spec: the model, with its loss.
+        plan: where its layers are.
+        schedule: the order of all ops of that plan.
+        optim: the optimizer, the learning rate and the clip.
+        num_steps: steps of the whole run, over which the learning rate falls.
+        device: where this rank computes.
+        seed: of weights and dropout.
+        timeout_seconds: longest wait for another rank.
+        on_event: is given every `OpEvent`, after its step.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: ModelSpec,
         plan: Plan,
         schedule: Schedule,
+        optim: OptimConfig,
         *,
-        vocabulary_size: int,
+        num_steps: int,
         device: torch.device,
+        seed: int = 0,
+        timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
-        self._config = config
+        self._spec = spec
+        self._optim = optim
+        self._num_steps = num_steps
         self._device = device
         self._pipeline = Pipeline(
-            transformer_layers(config.model, vocabulary_size),
-            next_token_loss,
+            spec,
             num_microbatches=plan.num_microbatches,
             schedule=schedule,
             recompute=schedule.policy,
             balance=list(plan.balance),
             num_stages=plan.num_stages,
-            stages_per_rank=config.pipeline.stages_per_rank,
+            stages_per_rank=plan.num_stages // plan.num_ranks,
             device=device,
-            seed=config.seed,
-            count_fn=count_tokens,
-            timeout_seconds=config.timeout_seconds,
+            seed=seed,
+            timeout_seconds=timeout_seconds,
             on_event=on_event,
         )
         inject(self._pipeline, faults_of_environment())
-        self._optimizer = make_optimizer(config.optim, self._pipeline.parameters())
+        self._optimizer = make_optimizer(optim, self._pipeline.parameters())
 
     @property
     def model(self) -> Pipeline:
@@ -67,7 +82,7 @@ class NativeEngine:
         self._pipeline.step_index = step - 1
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        rate = learning_rate(self._config.optim, step, self._config.steps)
+        rate = learning_rate(self._optim, step, self._num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         loss, norm = self._backward(batch)
@@ -79,10 +94,10 @@ class NativeEngine:
 
     def _backward(self, batch: Batch) -> tuple[float, float | None]:
         """Loss and gradient norm; clips. The norm is taken where nothing is clipped, too: it shows whether a gradient is finite."""
-        clip_norm = self._config.optim.clip_norm
+        clip_norm = self._optim.clip_norm
         try:
             with self._autocast():
-                loss = self._pipeline.step(*self._here(batch))
+                loss = self._pipeline.step(batch.inputs, batch.targets)
         except LossNotFinite as error:
             return error.loss, None
         norm = self._pipeline.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
@@ -90,17 +105,17 @@ class NativeEngine:
 
     def diagnose(self, batch: Batch) -> Diagnosis:
         with self._autocast():
-            return self._pipeline.find_not_finite(*self._here(batch))
+            return self._pipeline.find_not_finite(batch.inputs, batch.targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
-        total, num_tokens = 0.0, 0
-        for inputs, targets in batches:
+        total = num_counted = 0.0
+        for batch in batches:
             with self._autocast():
-                loss = self._pipeline.evaluate(*self._here((inputs, targets)))
-            tokens = count_tokens(targets)
-            total += float(loss) * tokens
-            num_tokens += tokens
-        return total / num_tokens if num_tokens else None
+                loss = self._pipeline.evaluate(batch.inputs, batch.targets)
+            count = self._spec.count(batch.targets)
+            total += float(loss) * count
+            num_counted += count
+        return total / num_counted if num_counted else None
 
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()
@@ -111,14 +126,6 @@ class NativeEngine:
 
     def close(self) -> None:
         self._pipeline.close()
-
-    def _here(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Inputs where the first stage needs them and targets where the last does, on this rank's device."""
-        inputs, targets = batch
-        return (
-            inputs.to(self._device, non_blocking=True) if self._pipeline.is_first else None,
-            targets.to(self._device, non_blocking=True) if self._pipeline.is_last else None,
-        )
 
     def _autocast(self) -> torch.autocast:
         """bfloat16 on a GPU, full precision on the CPU."""

@@ -10,6 +10,7 @@ from pipetrain.config.engines import DEEPSPEED
 from pipetrain.config.records import RunConfig
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
+from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
@@ -17,18 +18,46 @@ from pipetrain.schedule.schedule import Schedule
 
 def make_engine(
     config: RunConfig,
+    spec: ModelSpec,
     plan: Plan,
     schedule: Schedule,
     *,
-    vocabulary_size: int,
     device: torch.device,
     on_event: Callable[[OpEvent], None],
 ) -> Engine:
-    """An engine with the weights of `config.seed`. DeepSpeed's tells of no ops, so `on_event` hears nothing from it."""
-    if config.engine.name == DEEPSPEED:
-        from pipetrain.engine.deepspeed.engine_deepspeed import (
-            DeepSpeedEngine,
-        )  # takes seconds to import, and may not be installed
+    """An engine that trains the model of `spec` by this plan, with the weights of `config.seed`.
 
-        return DeepSpeedEngine(config, plan, vocabulary_size=vocabulary_size, device=device)
-    return NativeEngine(config, plan, schedule, vocabulary_size=vocabulary_size, device=device, on_event=on_event)
+    DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
+
+    Raises:
+        ValueError: a model without a loss.
+    """
+    if spec.loss_fn is None:
+        raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
+    if config.engine.name == DEEPSPEED:
+        # Imported here: it takes seconds, and may not be installed.
+        from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            spec,
+            plan,
+            schedule.policy,
+            config.optim,
+            batch_size=config.data.batch_size,
+            zero=config.parallel.zero,
+            num_steps=config.steps,
+            device=device,
+            seed=config.seed,
+            timeout_seconds=config.timeout_seconds,
+        )
+    return NativeEngine(
+        spec,
+        plan,
+        schedule,
+        config.optim,
+        num_steps=config.steps,
+        device=device,
+        seed=config.seed,
+        timeout_seconds=config.timeout_seconds,
+        on_event=on_event,
+    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipetrain.config.records import RunConfig
 from pipetrain.data.tokenizer import make_tokenizer
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.model.spec import make_spec
 from pipetrain.snapshot.weights import load_weights
 
 
@@ -29,8 +29,9 @@ def generate(
     if num_tokens < 1 or temperature < 0.0:
         raise ValueError(f"--tokens={num_tokens} --temperature={temperature}: at least 1 token, temperature 0 or more")
     tokenizer = make_tokenizer(config.data.tokenizer)
-    model = nn.Sequential(*(make() for make in transformer_layers(config.model, tokenizer.vocabulary_size)))
-    load_weights(weights, model)
+    spec = make_spec(config.model, tokenizer.vocabulary_size)
+    model = nn.Sequential(*spec.build(0, spec.num_layers))
+    load_weights(weights, model, spec)
     start = tokenizer.encode(prompt.encode()).to(torch.int64)
     drawn = _draw(model.eval(), start, num_tokens, temperature, seed, config.data.sequence_length)
     return prompt + tokenizer.decode(drawn)

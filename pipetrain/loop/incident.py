@@ -1,7 +1,7 @@
 """What is left of a step that was refused: its batch, and where the trouble began.
 
 inspect/step-00000137/
-  batch.safetensors   inputs and targets of the whole batch, `[batch, sequence]`
+  batch.safetensors   inputs and targets of the whole batch: a tensor for each leaf of their trees, `inputs`, `inputs['mask']`
   incident.json       step, microbatch, rank, stage, layer, cause, seed, what was done
 """
 
@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from pipetrain.engine.engine import Batch
+from pipetrain.data.batch import Batch
 from pipetrain.loop.guard import Incident
+from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.diagnosis import Diagnosis
 
 _FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no business here
@@ -36,7 +39,8 @@ def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis | None
     """
     for path in (folder.parent, folder):
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-    save_file({"inputs": batch[0].contiguous(), "targets": batch[1].contiguous()}, folder / "batch.safetensors")
+    tensors, values = _leaves_of(batch)
+    save_file(tensors, folder / "batch.safetensors", metadata=values)
     (folder / "incident.json").write_text(json.dumps(_record(incident, diagnosis, seed), indent=2) + "\n")
 
 
@@ -69,6 +73,19 @@ def _where(incident: Incident, diagnosis: Diagnosis | None) -> str:
     if incident.grad_norm is not None and not math.isfinite(incident.grad_norm):
         return "every gradient is finite, their norm overflows"
     return "the sum over the microbatches overflows, each of which is finite"
+
+
+def _leaves_of(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of both trees by their place in them, and what else there is, as text."""
+    tensors, values = {}, {}
+    for part, tree in batch._asdict().items():
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            name, value = part + pytree.keystr(path), leaf.value if isinstance(leaf, Whole) else leaf
+            if isinstance(value, Tensor):
+                tensors[name] = value.contiguous().clone()  # the format refuses tensors that share memory
+            else:
+                values[name] = repr(value)
+    return tensors, values
 
 
 def _largest(losses: Mapping[int, float | None]) -> int | None:

@@ -1,8 +1,9 @@
-"""Sizes, parameters and floating-point operations of a model, from its config alone. Without torch."""
+"""Sizes, parameters and floating-point operations of the transformer, from its config alone. Without torch."""
 
 from __future__ import annotations
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.model.size import ModelSize
 from pipetrain.model.style import Style
 
 
@@ -24,6 +25,19 @@ def mlp_size(config: ModelConfig) -> int:
     return -(-8 * config.hidden_size // 24) * 8  # 8/3 of hidden_size, rounded up to a multiple of 8
 
 
+def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:
+    """The layers of `transformer.py` in numbers; operations and parameters where the vocabulary is known."""
+    kinds = ("embedding", *["block"] * config.num_blocks, "head")
+    if vocabulary_size is None:
+        return ModelSize(len(kinds), kinds)
+    return ModelSize(
+        len(kinds),
+        kinds,
+        flops_per_layer=tuple(forward_flops_per_layer(config, vocabulary_size, sequence_length)),
+        parameters_per_layer=tuple(parameters_per_layer(config, vocabulary_size)),
+    )
+
+
 def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
     """Parameters of each of the num_blocks + 2 layers, in order."""
     hidden, biased = config.hidden_size, config.name == Style.GPT2
@@ -42,15 +56,23 @@ def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:
     return sum(parameters_per_layer(config, vocabulary_size))
 
 
+def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
+    """Floating-point operations of one token's forward in each layer, in order, in a sample of `sequence_length` tokens.
+
+    Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two
+    products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
+    """
+    block = 2.0 * _matrices_of_block(config) + 4.0 * config.hidden_size * sequence_length
+    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * config.hidden_size]
+
+
 def flops_per_token(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> float:
     """Floating-point operations of forward and backward, per token of a sample of `sequence_length` tokens.
 
-    `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B): N weights that multiply (the embedding is looked up,
-    so it is not one), L blocks, H heads of Q numbers, T tokens. The causal mask is not subtracted and recomputation is not added:
-    what is divided by this is model FLOPs utilisation.
+    A backward takes two forwards, which makes this the `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B).
+    Recomputation is not added: what is divided by this is model FLOPs utilisation.
     """
-    weights = config.num_blocks * _matrices_of_block(config) + vocabulary_size * config.hidden_size
-    return 6.0 * weights + 12.0 * config.num_blocks * config.hidden_size * sequence_length
+    return 3.0 * sum(forward_flops_per_layer(config, vocabulary_size, sequence_length))
 
 
 def _matrices_of_block(config: ModelConfig) -> int:

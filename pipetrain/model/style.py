@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from enum import StrEnum
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.model.registry import family_of, load_function
 
 
 class Style(StrEnum):
-    """The kinds of transformer block that `model.name` chooses from."""
+    """The kinds of transformer block."""
 
     LLAMA = "llama"
     GPT2 = "gpt2"
@@ -20,16 +20,14 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
 
     `vocabulary_size` is the tokenizer's, `sequence_length` the data's; None: not compared.
     """
-    if config.name not in list(Style):
-        nearest = Style(difflib.get_close_matches(config.name, list(Style), n=1, cutoff=0.0)[0])
-        raise ValueError(f"model.name={config.name!r}: allowed are {', '.join(Style)}; did you mean {nearest.value!r}?")
+    family = family_of(config)
     if config.path is not None:
         raise ValueError(
             f"model.path={config.path}: a saved Hugging Face model cannot be the start of a run yet; "
             "allowed is a model built from the config: type model.path=null"
         )
     _check_ranges(config)
-    _check_heads(config)
+    load_function(family.check)(config)
     if sequence_length is not None and sequence_length > config.max_sequence_length:
         raise ValueError(
             f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
@@ -63,7 +61,8 @@ def _check_ranges(config: ModelConfig) -> None:
             raise ValueError(f"model.{key}={getattr(config, key)} must be greater than 0")
 
 
-def _check_heads(config: ModelConfig) -> None:
+def check_heads(config: ModelConfig) -> None:
+    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width."""
     hidden, heads = config.hidden_size, config.num_heads
     if hidden % heads:
         raise ValueError(

@@ -11,16 +11,41 @@ Each layer takes what the one before returned and nothing else, so any of the ga
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.model.arithmetic import mlp_size, num_kv_heads
 from pipetrain.model.attention import Attention
 from pipetrain.model.linear import embedding, linear
+from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.mlp import GeluMLP, SwiGLU
+from pipetrain.model.size import size_of
+from pipetrain.model.spec import ModelSpec, one_by_one
 from pipetrain.model.style import Style, check_model
+
+
+def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
+    """The decoder-only transformer that `config` describes, trained to tell the next token.
+
+    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    """
+    layers = transformer_layers(config, vocabulary_size)
+    return ModelSpec(
+        size=size_of(config, vocabulary_size=vocabulary_size),
+        build_layers=one_by_one(layers),
+        loss_fn=next_token_loss,
+        count_fn=count_tokens,
+        fingerprint={
+            **{key: value for key, value in asdict(config).items() if key != "path"},
+            "vocabulary_size": config.vocabulary_size or vocabulary_size,
+            "num_kv_heads": num_kv_heads(config),
+            "mlp_size": mlp_size(config),
+        },
+    )
 
 
 def transformer_layers(config: ModelConfig, vocabulary_size: int) -> list[Callable[[], nn.Module]]:

@@ -16,7 +16,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path, length: int) -> None:
+def truncate(path: Path, length: int) -> None:
     """Keep the first `length` bytes."""
     os.truncate(path, length)
 

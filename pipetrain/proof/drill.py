@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipetrain.launcher.outcome import Exit
-from pipetrain.proof.damage import cut, flip
+from pipetrain.proof.damage import flip, truncate
 from pipetrain.runtime.faults import VARIABLE
 from pipetrain.timeline.draw.table import Table
 
@@ -102,7 +102,7 @@ def _verdict(result: Result) -> str:
     return "skipped" if result.skipped else "as promised" if result.problem is None else "NOT HANDLED"
 
 
-def as_table(results: list[Result]) -> str:
+def drill_table(results: list[Result]) -> str:
     """A line per drill with its verdict, what the user would have read below it, and a last line that sums up."""
     head = ("fault", "ranks", "exit", "seconds", "verdict", "resume")
     table = Table(head, [_cells(result) for result in results], left=frozenset({0, 4, 5}))
@@ -232,7 +232,7 @@ def _flipped_data(ground: _Ground) -> Result:
 
 def _cut_manifest(ground: _Ground) -> Result:
     """the manifest of the newest snapshot is cut"""
-    return _harmed(ground, "a manifest is cut", "cut", lambda path: cut(path / "manifest.json", 100))
+    return _harmed(ground, "a manifest is cut", "cut", lambda path: truncate(path / "manifest.json", 100))
 
 
 def _harmed(ground: _Ground, name: str, run: str, harm: Callable[[Path], None]) -> Result:
@@ -252,7 +252,7 @@ def _all_damaged(ground: _Ground) -> Result:
     """all snapshots are damaged"""
     snapshots = _four_steps(ground, "damaged")
     for step in (_NEWEST, _BEFORE):
-        cut(snapshots / step / "optimizer/rank-0000.safetensors", 500)
+        truncate(snapshots / step / "optimizer/rank-0000.safetensors", 500)
     done, _ = ground.train("damaged", 2, "resume=auto")
     message = _last_line(done.stderr)
     good = done.returncode == Exit.WRONG_INPUT and "is whole: remove them to start from step 1" in message
@@ -322,5 +322,5 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def as_json(results: list[Result]) -> list[dict[str, Any]]:
+def drill_records(results: list[Result]) -> list[dict[str, Any]]:
     return [asdict(result) for result in results]

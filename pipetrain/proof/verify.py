@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.loss import next_token_loss
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.data.batch import Batch
+from pipetrain.model.spec import ModelSpec, make_spec, spec_of
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import FAMILIES
 from pipetrain.schedule.policy import Mode
-from pipetrain.stage.seeding import seed_generators, weight_seed
 from pipetrain.timeline.draw.table import Table
 
 SEED = 3
@@ -34,8 +33,6 @@ NUM_MICROBATCHES = 3
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
 RANKS = (1, 2, 3)
 QUICK_RANKS = (2,)
-
-Layers = list[Callable[[], nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def verify(*, quick: bool = False) -> list[Row]:
     return [row for num_ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(num_ranks)]
 
 
-def as_table(rows: list[Row]) -> str:
+def parity_table(rows: list[Row]) -> str:
     """A line per case and a verdict."""
     cells = [(row.case.model, str(row.case.num_ranks), row.case.schedule, row.case.mode, _result(row)) for row in rows]
     table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
@@ -124,13 +121,13 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
 
 def _differences(case: Case) -> Iterator[tuple[str, float]]:
     """The tensors of this rank that differ, each with its largest difference."""
-    layers, loss_fn, batch = _MODELS[case.model]()
-    whole = nn.Sequential(*_seeded(layers))
+    spec, batch_of = _MODELS[case.model]()
+    whole = nn.Sequential(*spec.build(0, spec.num_layers, seed=SEED))
+    assert spec.loss_fn is not None
     by_name = dict(whole.named_parameters())
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
     with Pipeline(
-        layers,
-        loss_fn,
+        spec,
         num_microbatches=NUM_MICROBATCHES,
         schedule=case.schedule,
         stages_per_rank=case.stages_per_rank,
@@ -139,10 +136,17 @@ def _differences(case: Case) -> Iterator[tuple[str, float]]:
     ) as pipeline:
         ours = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         for step in range(NUM_STEPS):
-            inputs, targets = batch(step)
-            loss = pipeline.step(inputs, targets)
+            batch = batch_of(step)
+            loss = pipeline.step(batch.inputs, batch.targets)
             expected = reference_step(
-                whole, loss_fn, inputs, targets, num_microbatches=NUM_MICROBATCHES, seed=SEED, step=step
+                whole,
+                spec.loss_fn,
+                batch.inputs,
+                batch.targets,
+                num_microbatches=NUM_MICROBATCHES,
+                seed=SEED,
+                step=step,
+                count_fn=spec.count_fn,
             )
             yield from _compare(f"loss of step {step}", loss, expected)
             for name, parameter in pipeline.named_parameters():
@@ -164,13 +168,6 @@ def _compare(what: str, ours: Tensor | None, theirs: Tensor | None) -> Iterator[
         yield what, float((ours - theirs).abs().max())
 
 
-def _seeded(layers: Layers) -> Iterator[nn.Module]:
-    """The layers of the whole model, with the weights that any split of it gets."""
-    for index, layer in enumerate(layers):
-        seed_generators(weight_seed(SEED, index), torch.device("cpu"))
-        yield layer()
-
-
 class _Dense(nn.Module):
     """`[rows, features]` to the same."""
 
@@ -183,31 +180,29 @@ class _Dense(nn.Module):
         return torch.tanh(self.dropout(self.linear(x)))
 
 
-BatchOf = Callable[[int], tuple[Tensor, Tensor]]
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+BatchOf = Callable[[int], Batch]
 
 
-def _dense() -> tuple[Layers, LossFunction, BatchOf]:
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+def _dense() -> tuple[ModelSpec, BatchOf]:
+    def batch(step: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
-        return torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator)
+        return Batch(torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator))
 
-    return [lambda: _Dense(8)] * 7, nn.functional.mse_loss, batch
+    return replace(spec_of([lambda: _Dense(8)] * 7), loss_fn=nn.functional.mse_loss), batch
 
 
-def _transformer() -> tuple[Layers, LossFunction, BatchOf]:
-    config = ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1)
+def _transformer() -> tuple[ModelSpec, BatchOf]:
     vocabulary_size = 32
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch(step: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(vocabulary_size, (NUM_ROWS, 9), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
+        return Batch(tokens[:, :-1], tokens[:, 1:])
 
-    return transformer_layers(config, vocabulary_size), next_token_loss, batch
+    return make_spec(ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1), vocabulary_size), batch
 
 
-_MODELS: dict[str, Callable[[], tuple[Layers, LossFunction, BatchOf]]] = {
+_MODELS: dict[str, Callable[[], tuple[ModelSpec, BatchOf]]] = {
     "dense": _dense,
     "transformer": _transformer,
 }

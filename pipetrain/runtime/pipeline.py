@@ -14,12 +14,13 @@ from pipetrain.group.asking import Waits
 from pipetrain.group.chain import Chain
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.world import join as join_world
+from pipetrain.model.spec import ModelSpec, check_sharing, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import losses
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import Call, Introduction, Programs, Signatures, introduce
-from pipetrain.runtime.build import build_stage_layers, check_sharing, layers_of
+from pipetrain.runtime.build import build_stage_layers
 from pipetrain.runtime.cut import cut, cut_targets, join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Executor, Step
@@ -41,9 +42,10 @@ class Pipeline:
     """A model cut into stages over the ranks of torch.distributed, trained microbatch by microbatch.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, or a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)). Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor.
+        model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
+            called, each after seeding with (seed, layer index)), or a `ModelSpec`. Layer i gets what layer i - 1 returned, as one
+            argument.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, or a `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
@@ -86,20 +88,22 @@ class Pipeline:
     ) -> None:
         if num_replicas != 1:
             raise ValueError(f"parallel.num_replicas={num_replicas}: only one replica is supported so far")
-        layers = layers_of(model)
+        spec = spec_of(model)
         self._world = world = join_world(group, device, timeout_seconds)
         self.plan = make_plan(
-            len(layers),
+            spec.num_layers,
             num_ranks=world.num_ranks,
             num_stages=num_stages,
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
             balance=balance,
         )
-        check_sharing(layers, self.plan)
+        check_sharing(spec, [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)])
         self._policy = RecomputePolicy.of(recompute)
         self._programs = Programs(schedule, self._policy, self.plan, world.rank)
         self.step_index = 0
+        if loss_fn is None:
+            loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self._loss_fn = loss_fn
         self._seed = seed
         self._count_fn = count_fn
@@ -116,20 +120,20 @@ class Pipeline:
         self._clock = self._chain.align_clocks()
         self._lanes = make_lanes(world.rank, world.device)
         self._signatures = Signatures()
-        self._stages = self._build(layers, checked=balance == "auto")
+        self._stages = self._build(spec, checked=balance == "auto")
         edges = None if world.store is None else make_edges(world.store, self._lanes, self._monitor, world.device)
         self._transport = Transport(self.plan.stage_ranks, world.rank, edges, self._monitor, self._meter, world.device)
         self._gatherer = weights.Gatherer(world.store, world.rank, world.num_ranks, self._monitor)
         self._executor = Executor(world.rank, self._stages, self._transport, self._lanes, self._monitor, self._board)
         self._monitor.on_failure = self._abort
 
-    def _build(self, layers: Sequence[Any], *, checked: bool) -> dict[int, Stage]:
+    def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, Stage]:
         """This rank's stages. What is wrong on one rank is raised on all."""
         stages: dict[int, Stage] = {}
         problem = None
         try:
             for index in self.plan.stages_of(self._world.rank):
-                built = build_stage_layers(layers, self.plan, index, self._seed, self._world.device, checked=checked)
+                built = build_stage_layers(spec, self.plan, index, self._seed, self._world.device, checked=checked)
                 stages[index] = Stage(
                     index,
                     built,

@@ -1,4 +1,4 @@
-"""The trained weights as one safetensors file, under the names of the whole model."""
+"""The trained weights as one safetensors file, under the names that the model's spec has for files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipetrain.model.spec import ModelSpec
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes all tensors; the file is there whole or not at all."""
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Writes the whole model's tensors; the file is there whole or not at all."""
     draft = path.with_suffix(".draft")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, draft)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in spec.to_file(weights).items()}, draft)
     draft.replace(path)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module, spec: ModelSpec) -> None:
     """Fills `model` from a file that `save_weights` wrote.
 
     Raises:
@@ -25,6 +27,6 @@ def load_weights(path: Path, model: nn.Module) -> None:
     if not path.is_file():
         raise ValueError(f"{path}: there are no weights; the run is still going on, or it failed")
     try:
-        model.load_state_dict(load_file(path))
+        model.load_state_dict(spec.from_file(load_file(path)))
     except RuntimeError as error:
         raise ValueError(f"{path}: these weights are of another model ({error})") from error

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from pipetrain.config.load import load
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
+from pipetrain.data.batch import Batch
 from pipetrain.data.dataset import make_data
-from pipetrain.engine.engine import Batch, Engine
+from pipetrain.engine.engine import Engine
 from pipetrain.engine.which import make_engine
+from pipetrain.model.spec import make_spec
 from pipetrain.plan.from_config import choose_plan, choose_schedule
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 
@@ -53,9 +55,9 @@ def engine_of(config: RunConfig, vocabulary_size: int = VOCABULARY) -> Engine:
     size = dist.get_world_size()
     return make_engine(
         config,
+        make_spec(config.model, vocabulary_size),
         choose_plan(config, size),
         choose_schedule(config, size),
-        vocabulary_size=vocabulary_size,
         device=CPU,
         on_event=lambda event: None,
     )
@@ -66,13 +68,13 @@ def batch_of(config: RunConfig, step: int) -> Batch:
     tokens = torch.randint(VOCABULARY, (config.data.batch_size, config.data.sequence_length + 1), generator=generator)
     # every position is worth the same, so that there is something to learn: a token and the one after are related
     tokens = (tokens.cumsum(1) // 4) % VOCABULARY
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def heldout_of(config: RunConfig) -> list[Batch]:
     """A whole batch and one that is no multiple of a microbatch."""
     inputs, targets = batch_of(config, 1000)
-    return [(inputs, targets), (inputs[:3], targets[:3])]
+    return [Batch(inputs, targets), Batch(inputs[:3], targets[:3])]
 
 
 def train(config: RunConfig) -> Run:

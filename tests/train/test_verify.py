@@ -7,7 +7,7 @@ import torch
 
 from pipetrain.cli import main
 from pipetrain.proof import verify
-from pipetrain.proof.verify import Case, Row, as_table, cases
+from pipetrain.proof.verify import Case, Row, cases, parity_table
 
 CASE = Case("dense", 2, "gpipe", "overlap")
 
@@ -28,7 +28,7 @@ def test_a_difference_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert json.loads(capsys.readouterr().out)[1]["differs"] == "gradient of 3.weight in step 1"
     rows.pop()
     assert main(["verify", "--quick"]) == 0
-    assert capsys.readouterr().out == as_table(rows) + "\n"
+    assert capsys.readouterr().out == parity_table(rows) + "\n"
 
 
 def test_the_last_bit_counts() -> None:

@@ -19,17 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import OptimConfig
+from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
-from pipetrain.engine.engine import Accepts, Batch, StepFigures, StepResult
+from pipetrain.engine.engine import Accepts, StepFigures, StepResult
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.group.failure import PipelineError
-from pipetrain.model.loss import IGNORED, count_tokens
+from pipetrain.model.loss import IGNORED
+from pipetrain.model.spec import ModelSpec
 from pipetrain.model.trained import Model, Optimizer
-from pipetrain.model.transformer import transformer_layers
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.measure import peak_memory_bytes
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.seeding import generators_restored
 
 _T = TypeVar("_T")
@@ -45,19 +47,48 @@ _NEIGHBOUR = {
 
 
 class DeepSpeedEngine:
-    """Trains the transformer of `config.model` with a stage on each rank of torch.distributed."""
+    """Trains a model with a stage on each rank of torch.distributed.
 
-    def __init__(self, config: RunConfig, plan: Plan, *, vocabulary_size: int, device: torch.device) -> None:
-        self._config = config
+    Args:
+        spec: the model, with its loss; a batch of it is a tensor of inputs and one of targets.
+        plan: where its layers are.
+        policy: whether stages recompute.
+        optim: the optimizer, the learning rate and the clip.
+        batch_size: samples of a step.
+        zero: ZeRO stage of the optimizer state, 0 or 1.
+        num_steps: steps of the whole run, over which the learning rate falls.
+        device: where this rank computes.
+        seed: of weights and dropout.
+        timeout_seconds: longest wait for another rank.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        policy: RecomputePolicy,
+        optim: OptimConfig,
+        *,
+        batch_size: int,
+        zero: int,
+        num_steps: int,
+        device: torch.device,
+        seed: int = 0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._spec = spec
         self._plan = plan
+        self._optim = optim
+        self._num_steps = num_steps
         self._device = device
+        self._timeout_seconds = timeout_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._rows = config.data.batch_size // plan.num_microbatches
+        self._rows = batch_size // plan.num_microbatches
         self._accepts: Accepts | None = None
         self._result = StepResult(0.0, 0.0, None)
         self._started = self._step_seconds = 0.0
         self._step = 0
-        timeout = timedelta(seconds=config.timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds)
         deepspeed = import_deepspeed(device)
         self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures and weights, on the host
         with quiet_stdout(), generators_restored(device):
@@ -65,17 +96,18 @@ class DeepSpeedEngine:
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
             from pipetrain.engine.deepspeed.stages import Seeds, StagedModule, StageModel
 
-            self._seeds = Seeds(config.seed, device)
-            layers = transformer_layers(config.model, vocabulary_size)
-            self._module = StagedModule(layers, plan, config, self._seeds)
-            optimizer = make_optimizer(config.optim, self._module.parameters())
+            self._seeds = Seeds(seed, device)
+            self._module = StagedModule(spec, plan, policy, seed, self._seeds)
+            optimizer = make_optimizer(optim, self._module.parameters())
             with self._naming_a_loss():
                 self._engine, *_ = deepspeed.initialize(
-                    model=self._module, optimizer=optimizer, config=_settings(config, self._rows, device)
+                    model=self._module,
+                    optimizer=optimizer,
+                    config=_settings(self._rows, plan.num_microbatches, zero, device),
                 )
         self._optimizer: Optimizer = optimizer
         on_load = None
-        if config.parallel.zero:
+        if zero:
             self._optimizer = ShardedAdamW(self._engine.optimizer)
             on_load = self._engine.optimizer.refresh_fp32_params  # else its own copy would overwrite what was loaded
         self._model = StageModel(self._module.layers, on_load)
@@ -93,7 +125,7 @@ class DeepSpeedEngine:
         """Nothing to do: `step` is told its number."""
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        rate = learning_rate(self._config.optim, step, self._config.steps)
+        rate = learning_rate(self._optim, step, self._num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         self._step, self._seeds.step, self._accepts = step, step - 1, accepts
@@ -107,15 +139,15 @@ class DeepSpeedEngine:
         """DeepSpeed has no way to watch a step."""
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
-        total, num_tokens = 0.0, 0
+        total = num_counted = 0.0
         for batch in batches:
             microbatches = self._cut(batch)
             with self._naming_a_loss():
                 loss = self._engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
-            tokens = count_tokens(batch[1])
-            total += float(loss) * tokens
-            num_tokens += tokens
-        return total / num_tokens if num_tokens else None
+            count = self._spec.count(batch.targets)
+            total += float(loss) * count
+            num_counted += count
+        return total / num_counted if num_counted else None
 
     def gather_report(self) -> StepFigures | None:
         """Time of rank 0, whose F0 is the first op of a 1F1B step and whose last B is the last."""
@@ -142,7 +174,7 @@ class DeepSpeedEngine:
         loss = self._of_all(0.0 if total is None else float(total) / self._plan.num_microbatches)[-1]
         norm = None
         if math.isfinite(loss):
-            clip_norm = self._config.optim.clip_norm
+            clip_norm = self._optim.clip_norm
             parameters = {self._rank: [parameter for _, parameter in self._model.named_parameters()]}
             limit = math.inf if clip_norm is None else clip_norm
             norm = float(clip_grad_norm(parameters, limit, self._of_all, self._device))
@@ -158,15 +190,26 @@ class DeepSpeedEngine:
         return values
 
     def _cut(self, batch: Batch) -> list[_Microbatch]:
-        """Microbatches of one size, which DeepSpeed's buffers have: the last of an evaluation is filled up with what does not count."""
+        """Microbatches of one size, which DeepSpeed's buffers have: the last of an evaluation is filled up with what does not count.
+
+        Raises:
+            ValueError: inputs or targets that are no tensor.
+        """
         inputs, targets = batch
+        for name, tree in batch._asdict().items():
+            if not isinstance(tree, Tensor):
+                raise ValueError(
+                    f"engine=deepspeed: the {name} of a batch are a {type(tree).__name__}, and its pipeline takes one tensor; "
+                    "use engine=native"
+                )
         missing = -len(inputs) % self._rows
         if missing:
             inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
             targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         pieces = list(zip(torch.split(inputs, self._rows), torch.split(targets, self._rows)))
-        share = len(pieces) / max(count_tokens(targets), 1)
-        return [(piece, (labels, torch.tensor(count_tokens(labels) * share))) for piece, labels in pieces]
+        count = self._spec.count
+        share = len(pieces) / max(count(targets), 1)
+        return [(piece, (labels, torch.tensor(count(labels) * share))) for piece, labels in pieces]
 
     @contextlib.contextmanager
     def _naming_a_loss(self) -> Iterator[None]:
@@ -188,7 +231,7 @@ class DeepSpeedEngine:
         where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
         if "timed out" in reason.lower() or "timeout" in reason.lower():
             return (
-                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._config.timeout_seconds:g} s "
+                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._timeout_seconds:g} s "
                 "(timeout_seconds): that rank hangs, is stopped, or needs longer for a step than that"
             )
         line = reason.strip().splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0][:160]
@@ -198,18 +241,18 @@ class DeepSpeedEngine:
         )
 
 
-def _settings(config: RunConfig, rows: int, device: torch.device) -> dict[str, Any]:
+def _settings(rows: int, num_microbatches: int, zero: int, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's own configuration."""
     return {
         "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": config.pipeline.num_microbatches,
+        "gradient_accumulation_steps": num_microbatches,
         "gradient_clipping": 0.0,  # its default is 1.0
         "steps_per_print": 10**9,
         "zero_optimization": {
-            "stage": config.parallel.zero,
+            "stage": zero,
             "overlap_comm": False,
             # With ZeRO its own norm hangs where stages differ in their number of parameter groups. Ours is taken.
-            "compute_grad_norm": config.parallel.zero == 0,
+            "compute_grad_norm": zero == 0,
             "contiguous_gradients": False,  # with a pipeline it would take a buffer of 2 GB for nothing
         },
         # Weights stay float32 and layers run in bfloat16, as with the native engine. Its `bf16` mode without ZeRO saves what it cannot load.

@@ -1,13 +1,15 @@
-"""The transformer as DeepSpeed's `PipelineModule`: our layers on our stages, from our seeds.
+"""A model as DeepSpeed's `PipelineModule`: our layers on our stages, from our seeds.
 
 DeepSpeed calls `seed_fn(base_seed + layer)` before it builds a layer, and `seed_fn(base_seed * n + layer)` before it runs one,
 n counting the forwards of the stage from 2, in F and again when it recomputes. So base_seed only has to be larger than any
-layer's number, and both numbers can be read back: the weights and the dropout masks are then those of the native engine.
+layer's number, and both numbers can be read back: the dropout masks are then those of the native engine. The weights are, because the
+model's spec seeds for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,30 +17,33 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
-from pipetrain.config.records import RunConfig
-from pipetrain.model.loss import next_token_loss
+from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import whole_state as weights
-from pipetrain.stage.seeding import layer_seed, seed_generators, weight_seed
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.stage.seeding import layer_seed, seed_generators
+from pipetrain.stage.stage import LossFn
 
 _BASE_SEED = 1 << 20
-_BUILDING = 1  # what stands where a forward has its number
-_FIRST_FORWARD = 2
+_FIRST_FORWARD = 2  # where a layer is built, 1 stands instead
 
 
 class _Layer(LayerSpec):  # type: ignore[misc]
     """A layer that only the rank of its stage builds."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, spec: ModelSpec, number: int, seed: int) -> None:
         super().__init__(nn.Module)
-        self._make = make
+        self._spec = spec
+        self._number = number
+        self._seed = seed
 
     def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002, the signature is DeepSpeed's
-        return self._make()
+        (layer,) = self._spec.build(self._number, self._number + 1, seed=self._seed)
+        return layer
 
 
 class Seeds:
-    """The seed of each layer's weights, and of its dropout in the step that runs."""
+    """The seed of each layer's dropout in the step that runs."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.step = 0  # from 0, as a Pipeline counts
@@ -47,28 +52,27 @@ class Seeds:
 
     def __call__(self, number: int) -> None:
         call, layer = divmod(number, _BASE_SEED)
-        if call == _BUILDING:
-            torch.default_generator.manual_seed(weight_seed(self._seed, layer))
-        else:
+        if call >= _FIRST_FORWARD:
             seed_generators(layer_seed(self._seed, self.step, call - _FIRST_FORWARD, layer), self._device)
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
     """The layers, cut as the plan says. With recompute, each stage is one checkpointed region."""
 
-    def __init__(self, layers: Sequence[Callable[[], nn.Module]], plan: Plan, config: RunConfig, seeds: Seeds) -> None:
+    def __init__(self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, seed: int, seeds: Seeds) -> None:
+        assert spec.loss_fn is not None, "make_engine refuses a model without a loss"
         self._plan = plan
         super().__init__(
-            [_Layer(make) for make in layers],
+            [_Layer(spec, number, seed) for number in range(spec.num_layers)],
             num_stages=plan.num_stages,
-            loss_fn=weighted_loss,
+            loss_fn=partial(weighted_loss, spec.loss_fn),
             seed_layers=True,
             seed_fn=seeds,
             base_seed=_BASE_SEED,
             # The reentrant default recomputes nothing on the first stage, whose input needs no gradient.
             activation_checkpoint_func=non_reentrant_checkpoint,
         )
-        self.activation_checkpoint_interval = self._interval(config)
+        self.activation_checkpoint_interval = self._interval(policy)
 
     def _partition_layers(self, method: str = "") -> None:  # noqa: ARG002, the signature is DeepSpeed's
         """DeepSpeed's own methods know equal numbers and balanced weights, and no list."""
@@ -77,10 +81,10 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         ]
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def _interval(self, config: RunConfig) -> int:
+    def _interval(self, policy: RecomputePolicy) -> int:
         """Layers per checkpointed region on this rank; 0: nothing is recomputed."""
         is_last = self.stage_id == self._plan.num_stages - 1
-        if config.recompute.mode == "never" or (is_last and config.recompute.last_stage == "auto"):
+        if policy.mode is Mode.NEVER or (is_last and policy.last_stage is LastStage.AUTO):
             return 0
         return self._plan.balance[self.stage_id]
 
@@ -113,10 +117,10 @@ class StageModel:
             self._on_load()
 
 
-def weighted_loss(output: Tensor, label: tuple[Tensor, Tensor]) -> Tensor:
+def weighted_loss(loss_fn: LossFn, output: Tensor, label: tuple[Tensor, Tensor]) -> Tensor:
     """The loss of a microbatch times its weight: DeepSpeed takes the plain mean over microbatches.
 
-    `label` is the targets and a 0-dim weight: this microbatch's share of the tokens that count, times the number of microbatches.
+    `label` is the targets and a 0-dim weight: this microbatch's share of what counts, times the number of microbatches.
     """
     targets, weight = label
-    return next_token_loss(output, targets) * weight
+    return loss_fn(output, targets) * weight

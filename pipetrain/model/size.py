@@ -1,0 +1,47 @@
+"""How large a model is, as far as its config tells. Without torch, for whoever plans a run before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.registry import family_of, load_function
+from pipetrain.model.style import check_model
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The layers of a model in numbers, an entry per layer, in order. What is not known is None.
+
+    Layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
+    """
+
+    num_layers: int
+    kinds: tuple[str, ...] | None = None
+    flops_per_layer: tuple[float, ...] | None = (
+        None  # of one token's forward; a multiplication with its addition are two
+    )
+    parameters_per_layer: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kinds", "flops_per_layer", "parameters_per_layer"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.num_layers:
+                raise ValueError(f"{name} has {len(entries)} entries for {self.num_layers} layers: give one per layer")
+
+
+def size_of(
+    config: ModelConfig, *, vocabulary_size: int | None = None, sequence_length: int | None = None
+) -> ModelSize:
+    """The size of the model that `config` describes.
+
+    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set, and where neither is, operations and parameters
+    are not known. `sequence_length`: tokens of a sample, on which attention depends; None: the longest that the model takes.
+
+    Raises:
+        ValueError: `config` describes no model.
+    """
+    check_model(config)
+    length = config.max_sequence_length if sequence_length is None else sequence_length
+    size: ModelSize = load_function(family_of(config).size)(config, config.vocabulary_size or vocabulary_size, length)
+    return size

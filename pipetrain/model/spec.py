@@ -1,0 +1,170 @@
+"""Everything that the rest of pipetrain needs to know of a model, in one bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.registry import family_of, load_function
+from pipetrain.model.size import ModelSize
+from pipetrain.stage.seeding import generators_restored, weight_seed
+from pipetrain.stage.stage import LossFn
+
+Layer = nn.Module | Callable[[], nn.Module]
+TensorMapping = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+class BuildLayers(Protocol):
+    """Gives the layers `first` to `last - 1` of a model, on `device`.
+
+    Weights that are drawn and not loaded depend on `seed` and the global index of their layer alone, never on `first` and `last`. The
+    whole range is asked for at once, so that a model that is on disk can be read in one go.
+    """
+
+    def __call__(self, first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model: how its layers are built, what it is trained on, and what it is called in files.
+
+    Layer i gets what layer i - 1 returned, as one argument: a tensor or a (nested) tuple or dict. Its tensors are called as in
+    `nn.Sequential(*layers)`: `3.attention.query.weight`.
+    """
+
+    size: ModelSize
+    build_layers: BuildLayers
+    loss_fn: LossFn | None = None  # (output, targets) of a microbatch -> 0-dim, a mean over what counts
+    count_fn: Callable[[Any], int | float] | None = None  # targets -> how much of them counts; None: their rows
+    tied: tuple[tuple[str, str], ...] = ()  # pairs of names of parameters that are one tensor
+    fingerprint: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # as JSON has it: what a run that goes on must not change
+    to_file: TensorMapping = dict  # from the names (and layout) in the model to those in a file of weights
+    from_file: TensorMapping = dict  # and back
+
+    @property
+    def num_layers(self) -> int:
+        return self.size.num_layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each layer is called: the beginning of its tensors' names."""
+        return tuple(map(str, range(self.num_layers)))
+
+    def build(self, first: int, last: int, *, seed: int = 0, device: torch.device | str = "cpu") -> list[nn.Module]:
+        """The layers `first` to `last - 1` on `device`, with the weights that they have in the whole model of this `seed`.
+
+        The random numbers of the caller are left as they were.
+
+        Raises:
+            ValueError: the model has no such layers.
+            TypeError: what was built is no layer.
+        """
+        if not 0 <= first < last <= self.num_layers:
+            raise ValueError(f"layers {first} to {last - 1} were asked for, the model has 0 to {self.num_layers - 1}")
+        with generators_restored(torch.device("cpu")):
+            layers = list(self.build_layers(first, last, seed=seed, device=torch.device(device)))
+        assert len(layers) == last - first, f"{len(layers)} layers were built, not {last - first}"
+        return layers
+
+    def count(self, targets: Any) -> int | float:
+        """How much counts in the loss of `targets`, a batch or a microbatch: by `count_fn`, else the rows."""
+        if self.count_fn is not None:
+            return self.count_fn(targets)
+        return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
+
+
+def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
+    """The model of the family that `model.name` names. `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set.
+
+    Raises:
+        ValueError: `config` describes no model.
+    """
+    spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
+    return spec
+
+
+def spec_of(model: Any) -> ModelSpec:
+    """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, or a list of layers or of callables that return one each.
+
+    Raises:
+        TypeError: not a model that can be cut.
+    """
+    if isinstance(model, ModelSpec):
+        return model
+    layers = _layers_of(model)
+    return ModelSpec(
+        size=ModelSize(len(layers)),
+        build_layers=one_by_one(layers),
+        tied=_tied(layers),
+        fingerprint={"num_layers": len(layers)},
+    )
+
+
+def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
+    """Builds a model from its layers: modules are taken as they are, callables called, each after seeding with (seed, index)."""
+
+    def build(first: int, last: int, *, seed: int, device: torch.device) -> list[nn.Module]:
+        built = []
+        for number in range(first, last):
+            layer = layers[number]
+            if not isinstance(layer, nn.Module):
+                torch.default_generator.manual_seed(weight_seed(seed, number))
+                layer = layer()
+                if not isinstance(layer, nn.Module):
+                    raise TypeError(
+                        f"the callable for layer {number} returned a {type(layer).__name__}, not an nn.Module"
+                    )
+            built.append(layer.to(device))
+        return built
+
+    return build
+
+
+def check_sharing(spec: ModelSpec, stages: Sequence[range]) -> None:
+    """Refuse a parameter that two stages share; `stages` are the layers of each.
+
+    Raises:
+        ValueError: with the names of the parameter in both stages.
+    """
+    stage_of = {spec.names[number]: stage for stage, numbers in enumerate(stages) for number in numbers}
+    for where, name in spec.tied:
+        other, stage = (stage_of[parameter.split(".", 1)[0]] for parameter in (where, name))
+        if other != stage:
+            raise ValueError(
+                f"parameter {where} of stage {other} is {name} of stage {stage} as well: a parameter that "
+                "two stages share is not supported; choose a balance that puts both layers on one stage, or untie them"
+            )
+
+
+def _layers_of(model: Any) -> list[Layer]:
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    if isinstance(model, Iterable) and not isinstance(model, (str, bytes, dict)):
+        layers = list(model)
+        if layers and all(callable(layer) for layer in layers):
+            return layers
+    raise TypeError(
+        f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
+        "callables without arguments that return a layer each, or a ModelSpec"
+    )
+
+
+def _tied(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
+    """The parameters that two layers share: where each is first, and where it is again."""
+    found: list[tuple[str, str]] = []
+    first: dict[int, str] = {}
+    for number, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            for name, parameter in layer.named_parameters():
+                where = first.setdefault(id(parameter), here := f"{number}.{name}")
+                if where != here:
+                    found.append((where, here))
+    return tuple(found)
