@@ -26,7 +26,7 @@ from pipetrain.engine.available import check_available
 from pipetrain.engine.engine import Engine, StepFigures, StepResult
 from pipetrain.engine.which import make_engine
 from pipetrain.group.failure import PipelineError
-from pipetrain.group.run_group import World
+from pipetrain.group.group import Group, join_group
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.guard import Action, Guard, Incident
@@ -65,7 +65,7 @@ def train(config: RunConfig) -> Outcome:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         with ending_with_the_launcher():
-            world = stack.enter_context(World(config.timeout_seconds))
+            world = stack.enter_context(join_group(timeout_seconds=config.timeout_seconds, starts_alone=True))
         plan, schedule = choose_plan(config, world.size), choose_schedule(config, world.size)
         data = make_data(config.data, config.seed)
         _check_same_data(data, world)
@@ -128,7 +128,7 @@ class _Run:
     folder: RunFolder
 
 
-def _run_steps(run: _Run, world: World, stop: StopRequest) -> int:
+def _run_steps(run: _Run, world: Group, stop: StopRequest) -> int:
     """All steps, or as many as there were before a rank was asked to stop; returns the signal, or 0."""
     config, engine, guard = run.config, run.engine, run.guard
     every = config.observe.evaluate_every_steps
@@ -291,7 +291,7 @@ def _sum_up(
     )
 
 
-def _check_same_data(data: Data, world: World) -> None:
+def _check_same_data(data: Data, world: Group) -> None:
     """Each rank reads for itself: on several machines, inputs and targets might be of different text.
 
     Raises:
@@ -310,7 +310,7 @@ def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None
     return sum_up(known) if known else None
 
 
-def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
+def _agree_on_folder(config: RunConfig, world: Group) -> RunFolder:
     """Rank 0 chooses and makes it; the others are told, also what went wrong."""
     chosen, problem = "", ""
     if world.rank == 0:
@@ -329,7 +329,7 @@ def _agree_on_folder(config: RunConfig, world: World) -> RunFolder:
     return RunFolder(Path(chosen))
 
 
-def _check_shared(run_dir: Path, world: World) -> None:
+def _check_shared(run_dir: Path, world: Group) -> None:
     """Ranks of several machines write into one run folder, and go on from its snapshots.
 
     Raises:

@@ -50,7 +50,7 @@ def wait_for(host: str, port: int, timeout_seconds: float) -> float:
                 return time.monotonic() - start
         except OSError as error:
             if time.monotonic() - start + _RETRY_SECONDS >= timeout_seconds:
-                raise Unreachable(explain(host, port, time.monotonic() - start, error)) from error
+                raise Unreachable(explain_unreachable(host, port, time.monotonic() - start, error)) from error
         time.sleep(_RETRY_SECONDS)
 
 
@@ -99,7 +99,7 @@ def is_own(host: str) -> bool:
     return True
 
 
-def explain(host: str, port: int, seconds: float, error: OSError) -> str:
+def explain_unreachable(host: str, port: int, seconds: float, error: OSError) -> str:
     """Why nobody could be reached at the address."""
     if isinstance(error, socket.gaierror):
         return (

@@ -10,10 +10,8 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from pipetrain.group.courier import Courier, finish
@@ -25,8 +23,13 @@ from pipetrain.group.pair import Pair, break_off, make_pair
 _FRAME_BYTES = 1024
 _HEAD = struct.Struct("<QH")  # bytes of data, bytes of the label
 _TIME = struct.Struct("<d")
+_STAMPS = struct.Struct("<dddd")  # when a message passed a rank, up and down, and its clock: offset and error
 _TAG = 0
 _CLOCK_TRIPS = 8
+# Of one neighbour: a rank that runs ahead of the others waits, and does not pile up messages.
+_MOST_UNSENT = 4
+
+HandOn = Callable[[bytes | None], bytes]
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,19 @@ class _Neighbour:
         self._monitor = monitor
         self._out = Courier(f"to rank {peer}", f"rank {peer}", monitor)
         self._in = Courier(f"from rank {peer}", f"rank {peer}", monitor)
+        self._num_given = self._num_sent = 0  # each counted by one thread alone
 
     def send(self, data: bytes, what: str) -> None:
-        """Does not wait. `what` travels along, so that two ranks that call different methods find out."""
+        """Waits only where the neighbour has not taken some earlier messages yet. `what` travels along, so that two ranks that
+        call different methods find out.
+
+        Raises:
+            PipelineError: the neighbour is gone, or did not take them.
+        """
+        self._monitor.wait(
+            lambda: self._num_given - self._num_sent < _MOST_UNSENT,
+            lambda: f"rank {self._rank} waits for rank {self._peer} to take {what}",
+        )
         label = what.encode()
         head = _HEAD.pack(len(data), len(label)) + label
         room = _FRAME_BYTES - len(head)
@@ -80,10 +93,14 @@ class _Neighbour:
 
     def _send(self, data: bytes, what: str) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._num_given += 1
+
+        def sent() -> None:
+            self._num_sent += 1
 
         def job() -> Callable[[], None]:
             finish(self._pair.send([tensor], self._other, _TAG))
-            return lambda: None
+            return sent
 
         self._out.submit(what, job)
 
@@ -99,24 +116,6 @@ class _Neighbour:
         self._monitor.wait(lambda: bool(arrived), lambda: f"rank {self._rank} waits for {what} from rank {self._peer}")
         return tensor.numpy().tobytes()
 
-    def compare_clocks(self) -> tuple[float, float]:
-        """Seconds that the neighbour's clock is ahead of this rank's, and by how much that may be wrong."""
-        trips = []
-        for _ in range(_CLOCK_TRIPS):
-            start = time.perf_counter()
-            self.send(b"", "the clock")
-            (theirs,) = _TIME.unpack(self.receive("the clock"))
-            end = time.perf_counter()
-            trips.append(((end - start) / 2, theirs - (start + end) / 2))
-        error, offset = min(trips)
-        return offset, error
-
-    def answer_clock(self) -> None:
-        """The other side of `compare_clocks`."""
-        for _ in range(_CLOCK_TRIPS):
-            self.receive("the clock")
-            self.send(_TIME.pack(time.perf_counter()), "the clock")
-
     def close(self) -> None:
         self._out.close()
         self._in.close()
@@ -126,7 +125,13 @@ class _Neighbour:
 
 
 class Chain:
-    """The ranks of one replica in order. Every method is collective: all ranks call it, in the same order."""
+    """The ranks of one replica in order. Every method is collective: all ranks call it, in the same order, as the same `what`.
+
+    Two of them carry messages, `down` from rank 0 to the last and `up` from the last to rank 0; the others are made of these.
+
+        down   rank 0 ---> rank 1 ---> rank 2       each rank hands on `hand_on(received)`;
+        up     rank 0 <--- rank 1 <--- rank 2       where it begins, nothing was received (None)
+    """
 
     def __init__(self, store: Store | None, rank: int, num_ranks: int, monitor: Monitor) -> None:
         self.rank = rank
@@ -141,82 +146,74 @@ class Chain:
         pair = make_pair(store, f"chain/{min(self.rank, peer)}", int(self.rank > peer), monitor.timeout_seconds)
         return _Neighbour(pair, self.rank, peer, monitor)
 
-    def relay(
-        self, header: dict[str, Any] | None, amend: Callable[[dict[str, Any]], None], what: str
-    ) -> dict[str, Any]:
-        """Rank 0 gives `header`; each rank receives it, may `amend` it, and hands it on. Returns it as amended here."""
-        if self._before is not None:
-            header = json.loads(self._before.receive(what))
-        assert header is not None
-        amend(header)
-        if self._after is not None:
-            self._after.send(json.dumps(header).encode(), what)
-        return header
+    def down(self, hand_on: HandOn, what: str) -> bytes:
+        """From rank 0 to the last. Returns what this rank handed on.
 
-    def from_last(self, values: Tensor, what: str) -> Tensor:
-        """The values of the last rank on every rank; `values` has the same shape and dtype everywhere."""
-        if self._after is not None:
-            values = torch.frombuffer(bytearray(self._after.receive(what)), dtype=values.dtype)
-        if self._before is not None:
-            self._before.send(values.numpy().tobytes(), what)
-        return values
+        Raises:
+            PipelineError: the rank before called something else, is gone, or did not come within the time-out.
+        """
+        return _pass_on(self._before, self._after, hand_on, what)
 
-    def text_from_last(self, text: str, what: str) -> str:
-        """The text of the last rank on every rank."""
-        if self._after is not None:
-            text = self._after.receive(what).decode()
-        if self._before is not None:
-            self._before.send(text.encode(), what)
-        return text
+    def up(self, hand_on: HandOn, what: str) -> bytes:
+        """From the last rank to rank 0. Returns what this rank handed on.
+
+        Raises:
+            PipelineError: the rank after called something else, is gone, or did not come within the time-out.
+        """
+        return _pass_on(self._after, self._before, hand_on, what)
+
+    def broadcast(self, value: bytes, root: int, what: str) -> bytes:
+        """The `value` of rank `root` on every rank: one way where it is an end of the chain, else up and down."""
+        if root > 0:
+            value = self.bring(value if self.rank == root else None, what)
+        if root < self.num_ranks - 1:
+            value = self.down(lambda received: value if received is None else received, what)
+        return value
+
+    def bring(self, value: bytes | None, what: str) -> bytes:
+        """To rank 0 the value of the one rank that gives one, the others give None. Elsewhere it returns what was handed on."""
+        return self.up(lambda received: (received or b"") if value is None else value, what)
 
     def largest(self, value: int, what: str) -> int:
         """The largest `value` of any rank, on every rank."""
-        if self._before is not None:
-            value = max(value, int(self._before.receive(what)))
-        if self._after is not None:
-            self._after.send(str(value).encode(), what)
-            value = int(self._after.receive(what))
-        if self._before is not None:
-            self._before.send(str(value).encode(), what)
-        return value
+        largest = self.down(lambda received: str(max(value, int(received or value))).encode(), what)
+        return int(self.up(lambda received: largest if received is None else received, what))
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, in rank order, on every rank."""
-        parts: list[bytes] = []
-        if self._before is not None:
-            parts = _split(self._before.receive(what))
-        parts.append(own)
-        if self._after is not None:
-            self._after.send(_pack(parts), what)
-            parts = _split(self._after.receive(what))
-        if self._before is not None:
-            self._before.send(_pack(parts), what)
-        return parts
+        parts = self.down(lambda received: _pack([*_split(received), own]), what)
+        return _split(self.up(lambda received: parts if received is None else received, what))
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, in rank order, on rank 0; None elsewhere."""
-        parts = [own]
-        if self._after is not None:
-            parts += _split(self._after.receive(what))
-        if self._before is None:
-            return parts
-        self._before.send(_pack(parts), what)
-        return None
+        parts = self.up(lambda received: _pack([own, *_split(received)]), what)
+        return _split(parts) if self.rank == 0 else None
 
     def align_clocks(self) -> Clock:
         """How this rank's clock differs from rank 0's: from neighbour to neighbour, by the quickest of some round trips
-        (Cristian 1989, *Probabilistic clock synchronization*, section 4)."""
-        offset = error = 0.0
-        if self._before is not None:
-            best_offset, best_error = self._before.compare_clocks()
-            known = json.loads(self._before.receive("the clock"))
-            # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
-            offset = known["offset"] + (best_offset if abs(best_offset) > best_error else 0.0)
-            error = known["error"] + best_error
-        if self._after is not None:
-            self._after.answer_clock()
-            self._after.send(json.dumps({"offset": offset, "error": error}).encode(), "the clock")
-        return Clock(offset, error)
+        (Cristian 1989, *Probabilistic clock synchronization*, section 4; four times per trip as in Mills 1991, *Internet time
+        synchronization*, section 3).
+
+            rank r - 1   -- passed up -------- passed down --     of this rank's round trip the neighbour has
+            rank r     passed up ----------------- passed down    had the message for the time in between
+        """
+        what, clock = "the clock", Clock(0.0, 0.0)
+        trips: list[tuple[float, float]] = []  # how wrong the neighbour's offset may be, and the offset
+        for _ in range(_CLOCK_TRIPS):
+            (passed_up,) = _TIME.unpack(self.up(lambda _: _TIME.pack(time.perf_counter()), what))
+
+            def stamp(received: bytes | None, passed_up: float = passed_up) -> bytes:
+                nonlocal clock
+                passed_down = time.perf_counter()
+                if received is not None:
+                    before_up, before_down, offset, error = _STAMPS.unpack(received)
+                    away, there = passed_down - passed_up, before_down - before_up
+                    trips.append(((away - there) / 2, (before_up + before_down - passed_up - passed_down) / 2))
+                    clock = _next_clock(Clock(offset, error), *min(trips))
+                return _STAMPS.pack(passed_up, passed_down, clock.offset_seconds, clock.error_seconds)
+
+            self.down(stamp, what)
+        return clock
 
     def close(self) -> None:
         for neighbour in (self._before, self._after):
@@ -230,12 +227,28 @@ class Chain:
                 neighbour.abort()
 
 
+def _pass_on(source: _Neighbour | None, target: _Neighbour | None, hand_on: HandOn, what: str) -> bytes:
+    value = hand_on(None if source is None else source.receive(what))
+    if target is not None:
+        target.send(value, what)
+    return value
+
+
+def _next_clock(before: Clock, error: float, offset: float) -> Clock:
+    """Of a rank whose neighbour has the clock `before` and is ahead of it by `offset`, give or take `error`."""
+    # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
+    difference = offset if abs(offset) > error else 0.0
+    return Clock(before.offset_seconds + difference, before.error_seconds + error)
+
+
 def _pack(parts: list[bytes]) -> bytes:
     sizes = json.dumps([len(part) for part in parts]).encode()
     return len(sizes).to_bytes(8, "little") + sizes + b"".join(parts)
 
 
-def _split(data: bytes) -> list[bytes]:
+def _split(data: bytes | None) -> list[bytes]:
+    if data is None:
+        return []
     end = 8 + int.from_bytes(data[:8], "little")
     parts = []
     for size in json.loads(data[8:end]):

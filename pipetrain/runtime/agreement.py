@@ -1,55 +1,67 @@
-"""What all ranks agree on before the ops of a call run: its kind, its shapes, and the schedule that follows."""
+"""What all ranks agree on when a pipeline is made: that they were given the same, and the schedules that follow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.cut import cut, num_rows
 from pipetrain.runtime.executor import Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.stage.stage import Stage
-from pipetrain.transport.forms import Form
-
-# So that a header stays within its fixed size.
-_LONGEST_ERROR = 600
 
 
-@dataclass(frozen=True)
+@dataclass
 class Introduction:
-    """What each rank tells the others when a pipeline is made."""
+    """What each rank tells the others when a pipeline is made; with a `problem` the rest says nothing."""
 
-    plan: str
-    schedule: str
     seed: int
-    problem: str | None
+    plan: str = ""
+    schedule: str = ""
+    problem: str = ""
+
+
+@contextmanager
+def introduced(chain: Chain, seed: int) -> Iterator[Introduction]:
+    """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
+
+    Raises:
+        ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something
+            else than rank 0. The same on every rank.
+    """
+    own, problem = Introduction(seed), None
+    try:
+        yield own
+    except (ValueError, TypeError) as error:
+        own.problem, problem = str(error), error
+    try:
+        introduce(own, chain)
+    except ValueError as agreed:
+        raise agreed from problem
 
 
 def introduce(own: Introduction, chain: Chain) -> None:
-    """Compare with rank 0, whose introduction goes down the chain; what the last rank then knows comes back.
+    """Compare with rank 0, whose introduction goes down the chain; what the last rank then knows comes back. Collective.
 
     Raises:
-        ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0.
+        ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same
+            on every rank.
     """
     what = "the other ranks' plans"
 
-    def compare(header: dict[str, Any]) -> None:
+    def compare(received: bytes | None) -> bytes:
+        header: dict[str, Any] = {"first": asdict(own), "error": ""} if received is None else json.loads(received)
         header["error"] = header["error"] or _mistake(chain.rank, own, Introduction(**header["first"]))
+        return json.dumps(header).encode()
 
-    header = chain.relay({"first": asdict(own), "error": ""}, compare, what)
-    error = chain.text_from_last(header["error"], what)
-    if error:
+    known = json.loads(chain.down(compare, what))
+    if error := chain.broadcast(known["error"].encode(), chain.num_ranks - 1, what).decode():
         raise ValueError(error)
 
 
@@ -61,111 +73,6 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
         if mine != theirs:
             return f"rank {rank} was given another {key} than rank 0: {mine}, not {theirs}"
     return ""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the pipeline, as this rank knows it.
-
-    `described_before` and `described_after` say whether messages over the edges to the rank before and after carry their
-    form. `first_backward` is the first stage, up to this rank's, in which something needs a gradient.
-    """
-
-    num_microbatches: int
-    rows: int
-    signature: int
-    first_backward: int
-    described_before: bool
-    described_after: bool
-    error: str | None
-
-    @staticmethod
-    def of(received: Mapping[str, Any], amended: Mapping[str, Any]) -> Call:
-        return Call(
-            num_microbatches=amended["num_microbatches"],
-            rows=amended["rows"],
-            signature=amended["signature"],
-            first_backward=amended["first_backward"],
-            described_before=received["described"],
-            described_after=amended["described"],
-            error=amended["error"],
-        )
-
-
-class Signatures:
-    """Numbers the kinds of calls whose messages have the same forms, and remembers the forms."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._forms: dict[int, dict[Op, Form]] = {}
-        self._trainable: dict[
-            int, tuple[bool, ...]
-        ] = {}  # signature -> which of this rank's parameters need a gradient
-
-    def ask(self, kind: str, inputs: Any, most_microbatches: int, training: bool) -> dict[str, Any]:
-        """What the first rank asks for; a mistake in the inputs travels in it, so that every rank raises it."""
-        asked: dict[str, Any] = {
-            "error": None,
-            "rows": 0,
-            "num_microbatches": 0,
-            "signature": 0,
-            "described": False,
-        }
-        try:
-            rows = num_rows(inputs, "inputs")
-            if not rows:
-                raise ValueError(f"{kind} was given no rows on rank 0, which holds the first stage")
-            wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
-            if rows < wanted:
-                cut(inputs, wanted)
-        except (ValueError, TypeError) as error:
-            return {**asked, "error": str(error)[:_LONGEST_ERROR]}
-        number, described = self._number_of(kind, wanted, training, inputs)
-        return {**asked, "rows": rows, "num_microbatches": wanted, "signature": number, "described": described}
-
-    def _number_of(self, kind: str, num_microbatches: int, training: bool, inputs: Any) -> tuple[int, bool]:
-        """The number of a call with these inputs, and whether it is the first of its kind."""
-        leaves, spec = pytree.tree_flatten(inputs)
-        shapes = tuple(
-            (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
-        )
-        autocast = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        )
-        key = (kind, num_microbatches, training, autocast, shapes, str(spec))
-        known = len(self._numbers)
-        number = self._numbers.setdefault(key, known)
-        return number, number == known
-
-    def amend(self, header: dict[str, Any], stages: Mapping[int, Stage], plan: Plan) -> None:
-        """Add what this rank knows: whether it needs gradients, and whether that changed since the last such call."""
-        if header["error"]:
-            return  # no messages follow, so nothing was described
-        flags = tuple(
-            parameter.requires_grad
-            for stage in stages.values()
-            for layer in stage.layers
-            for parameter in layer.parameters()
-        )
-        number = header["signature"]
-        header["described"] = header["described"] or self._trainable.get(number) != flags
-        self._trainable[number] = flags
-        header["first_backward"] = min(header["first_backward"], first_trainable(stages, plan))
-
-    def forms(self, number: int) -> dict[Op, Form]:
-        return self._forms.setdefault(number, {})
-
-
-def first_trainable(stages: Mapping[int, Stage], plan: Plan) -> int:
-    """The first of these stages in which a parameter needs a gradient; `num_stages` where there is none."""
-    return min(
-        (
-            index
-            for index, stage in stages.items()
-            if any(parameter.requires_grad for layer in stage.layers for parameter in layer.parameters())
-        ),
-        default=plan.num_stages,
-    )
 
 
 class Programs:

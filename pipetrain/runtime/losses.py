@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 import torch
@@ -28,15 +29,11 @@ class LossNotFinite(PipelineError):
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SUM = struct.Struct("<dii")  # the sum, its dtype, the first microbatch that is not finite (or -1)
 
 
-def nothing() -> Tensor:
-    """What a rank without losses hands to the one that has them, of the same shape as `summed`."""
-    return torch.zeros(3, dtype=torch.float64)
-
-
-def summed(losses: Mapping[int, Tensor]) -> Tensor:
-    """The weighted losses of the microbatches, added in order: the sum, its dtype, the first that is not finite (or -1).
+def summed(losses: Mapping[int, Tensor]) -> bytes:
+    """The weighted losses of the microbatches, added in order, for the other ranks: see `checked`.
 
     float64 holds a sum of any of the dtypes exactly. On a GPU this waits for the step.
     """
@@ -45,16 +42,16 @@ def summed(losses: Mapping[int, Tensor]) -> Tensor:
     for _, loss in ordered[1:]:
         total = total + loss
     bad = next((number for number, loss in ordered if not torch.isfinite(loss)), -1)
-    return torch.tensor([total.item(), _DTYPES.index(total.dtype), bad], dtype=torch.float64)
+    return _SUM.pack(total.item(), _DTYPES.index(total.dtype), bad)
 
 
-def checked(values: Tensor, step: int) -> Tensor:
+def checked(data: bytes, step: int) -> Tensor:
     """The loss, 0-dim, of what `summed` gave.
 
     Raises:
         LossNotFinite: the loss of a microbatch is not finite.
     """
-    total, dtype, bad = values.tolist()
+    total, dtype, bad = _SUM.unpack(data)
     if bad >= 0:
-        raise LossNotFinite(step, int(bad), total)
-    return torch.tensor(total, dtype=_DTYPES[int(dtype)])
+        raise LossNotFinite(step, bad, total)
+    return torch.tensor(total, dtype=_DTYPES[dtype])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed import Store
 
-from pipetrain.group.courier import Courier
-from pipetrain.group.failure import Monitor
-from pipetrain.group.pair import make_pair
-from pipetrain.transport.forms import Form, compact, form_of
-from pipetrain.transport.gloo import receive_message, send_message
+from pipetrain.group.chain import Chain
+from pipetrain.transport.forms import Form, TensorForm, compact, flat_bytes, form_of, unpack
+
+_PIECE_BYTES = 1 << 24
 
 Layers = Mapping[int, nn.Module]  # by global index
 
@@ -56,62 +54,47 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any]) -> None:
         layer.load_state_dict(part)
 
 
-class Gatherer:
-    """Brings every rank's tensors to rank 0, over a connection per rank that lives as long as the call."""
+def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
+    """`own` of every rank, merged, on the CPU of rank 0; None on the others. Collective.
 
-    def __init__(self, store: Store | None, rank: int, num_ranks: int, monitor: Monitor) -> None:
-        self._store = store
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._monitor = monitor
-        self._calls = itertools.count()
+    Tensors come up the chain one by one, in pieces of 16 MiB. So rank 0 needs room for the whole model on the host, and any
+    other rank for a copy of one of its own tensors (where it is on a GPU, or has gaps) and for a few pieces under way.
 
-    def gather(self, own: Mapping[str, Any]) -> dict[str, Any] | None:
-        """`own` of every rank, merged, on the CPU of rank 0; None on the others. Collective."""
-        call = next(self._calls)
-        tensors = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
-        if self._store is None:
-            return tensors
-        if self._rank > 0:
-            self._send(tensors, f"gather/{call}/{self._rank}")
-            return None
-        merged = dict(tensors)
-        for rank in range(1, self._num_ranks):
-            merged.update(self._receive(f"gather/{call}/{rank}", rank))
-        return merged
+    Raises:
+        TypeError: a value that is neither a tensor nor a number, string or None.
+        PipelineError: another rank failed meanwhile.
+    """
+    # The names travel where a message between stages has the structure of its tree.
+    manifest = Form("\n".join(own), tuple(map(_leaf_of, own.values())))
+    _, *others = [Form.from_json(text) for text in chain.concatenate(manifest.to_json(), "the names of the state")]
+    whole: dict[str, Any] = {}
+    if chain.rank == 0:
+        whole = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
+    for holder, theirs in enumerate(others, start=1):
+        for name, leaf in zip(theirs.spec.split("\n"), theirs.leaves):
+            value: Any = leaf
+            if isinstance(leaf, TensorForm):
+                value = _bring(own[name] if chain.rank == holder else None, leaf, name, chain)
+            whole[name] = value
+    return whole if chain.rank == 0 else None
 
-    def _send(self, tensors: dict[str, Any], name: str) -> None:
-        assert self._store is not None
-        pair = make_pair(self._store, name, 1, self._monitor.timeout_seconds)
-        courier = Courier(name, "rank 0", self._monitor)
-        values = list(tensors.values())
-        dense = [compact(value) if isinstance(value, Tensor) else value for value in values]
-        # The names travel where a message between stages has the structure of its tree.
-        form = form_of(values, dense, [False] * len(values), "\n".join(tensors))
-        left: list[bool] = []
 
-        def job() -> Callable[[], None]:
-            send_message(pair, 0, form, [value for value in dense if isinstance(value, Tensor)])
-            return lambda: left.append(True)
+def _leaf_of(value: Any) -> Any:
+    return form_of([value], [compact(value) if isinstance(value, Tensor) else value], [False], "").leaves[0]
 
-        courier.submit(name, job)
-        self._monitor.wait(lambda: bool(left), lambda: f"rank {self._rank} waits for rank 0 to take its state")
-        courier.close()
 
-    def _receive(self, name: str, rank: int) -> dict[str, Any]:
-        assert self._store is not None
-        pair = make_pair(self._store, name, 0, self._monitor.timeout_seconds)
-        courier = Courier(name, f"rank {rank}", self._monitor)
-        arrived: list[tuple[Form, list[Tensor]]] = []
+def _bring(own: Tensor | None, form: TensorForm, name: str, chain: Chain) -> Tensor | None:
+    """One tensor, which its holder gives as `own`, on rank 0; None elsewhere."""
+    source = None if own is None else _memory(compact(own.detach()).cpu())
+    whole = form.empty(torch.device("cpu" if chain.rank == 0 else "meta"))
+    for start in range(0, whole.nbytes, _PIECE_BYTES):
+        own_piece = None if source is None else source[start : start + _PIECE_BYTES].numpy().tobytes()
+        piece = chain.bring(own_piece, f"the state of {name}")
+        if chain.rank == 0:
+            _memory(whole)[start : start + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+    return unpack(Form("", (form,)), [whole])[0] if chain.rank == 0 else None
 
-        def job() -> Callable[[], None]:
-            message = receive_message(pair, 1)
-            return lambda: arrived.append(message)
 
-        courier.submit(name, job)
-        self._monitor.wait(lambda: bool(arrived), lambda: f"rank 0 waits for the state of rank {rank}")
-        courier.close()
-        form, tensors = arrived.pop()
-        queue = iter(tensors)
-        names = form.spec.split("\n") if form.leaves else []
-        return {name: next(queue) if hasattr(leaf, "shape") else leaf for name, leaf in zip(names, form.leaves)}
+def _memory(dense: Tensor) -> Tensor:
+    """All bytes of a tensor, in the order of its memory."""
+    return flat_bytes(dense).view(torch.uint8)

@@ -7,7 +7,7 @@ receive is posted, and a gloo transfer counts as complete only for who waits for
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -116,18 +116,3 @@ def send_form(pair: Pair, target: int, form: Form) -> None:
     text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8)
     for tensor in (torch.tensor([text.numel()]), text):
         finish(pair.send([tensor], target, _TAG))
-
-
-def send_message(pair: Pair, target: int, form: Form, tensors: Sequence[Tensor]) -> None:
-    """A form and its tensors; waits, so on the thread of a courier."""
-    send_form(pair, target, form)
-    for tensor in tensors:
-        finish(pair.send([flat_bytes(tensor)], target, _TAG))
-
-
-def receive_message(pair: Pair, source: int) -> tuple[Form, list[Tensor]]:
-    form = receive_form(pair, source)
-    tensors = [leaf.empty(CPU) for leaf in form.leaves if isinstance(leaf, TensorForm)]
-    for tensor in tensors:
-        finish(pair.recv([flat_bytes(tensor)], source, _TAG))
-    return form, tensors

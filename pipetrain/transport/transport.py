@@ -155,7 +155,7 @@ class Transport:
         if described:
             self._forms[op] = form
         elif form != self._forms[op]:
-            dense = conform(leaves, self._forms[op], form, self._device, str(op))
+            dense = conform(leaves, self._forms[op], form, self._device, f"rank {self._rank} in {op}")
         tensors = [leaf for leaf in dense if isinstance(leaf, Tensor)]
         keys = [self._meter.hold(tensor) for tensor in tensors] if op.kind is Kind.SEND_F else []
         self._unsent.add(op)

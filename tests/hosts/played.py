@@ -8,6 +8,7 @@ what they would have left in the store when all compare their versions.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing as mp
 import os
 import re
@@ -107,14 +108,14 @@ def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from pipetrain.group.run_group import World
+    from pipetrain.group.group import join_group
     from pipetrain.runtime.pipeline import Pipeline
 
     gc.collect()
     before = _resident_bytes()
-    with World(_SECONDS) as world:
-        assert (world.rank, world.size) == (own, num_ranks)
-        assert world.from_first("the run folder") == "the run folder"
+    with join_group(timeout_seconds=_SECONDS) as group:
+        assert (group.rank, group.size) == (own, num_ranks)
+        assert group.from_first("the run folder") == "the run folder"
         pipeline = Pipeline(
             _layers(num_ranks),
             nn.functional.mse_loss,
@@ -122,7 +123,7 @@ def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
             device="cpu",
             timeout_seconds=_SECONDS,
         )
-        assert world.largest(own) == num_ranks - 1
+        assert group.largest(own) == num_ranks - 1
         gc.collect()
         resident = _resident_bytes()
         connection.send(
@@ -142,7 +143,7 @@ def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipetrain.group.world import start_torch_distributed
+    from pipetrain.group.torch_distributed import start_torch_distributed
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
     before = _num_sockets()
@@ -163,7 +164,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     from pipetrain.group.chain import Chain
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
-    from pipetrain.group.world import start_torch_distributed
+    from pipetrain.group.torch_distributed import start_torch_distributed
     from pipetrain.plan.plan import make_plan
     from pipetrain.runtime.agreement import Introduction, introduce
     from pipetrain.schedule.policy import RecomputePolicy
@@ -183,14 +184,14 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
             chain._before = neighbour
         return chain
 
-    agreeing = meet("pipetrain/world-0")
-    agreeing.relay({"value": "the run folder"}, lambda _: None, "what rank 0 says")
+    agreeing = meet("pipetrain/attempt-0/group-0")
+    agreeing.broadcast(json.dumps("the run folder").encode(), 0, "what rank 0 says")
 
-    name = "pipetrain/attempt-0/pipeline-0"
+    name = "pipetrain/attempt-0/group-1"
     chain = meet(name)
     chain.align_clocks()
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
-    introduce(Introduction(repr(plan), f"gpipe {RecomputePolicy.of('overlap')}", 0, None), chain)
+    introduce(Introduction(0, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from pipetrain.group.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
 from pipetrain.group.failure import PipelineError
+from pipetrain.group.torch_distributed import store_of_this_attempt
 from pipetrain.group.versions import Versions, check_same, own_versions
-from pipetrain.group.world import store_of_this_attempt
 from pipetrain.launcher import meet as rendezvous
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from small_text import make_text
 
-from pipetrain.group.run_group import World
+from pipetrain.group.group import join_group
 from pipetrain.launcher.nodes import StoppedEarly, passing_signals_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -162,10 +162,10 @@ def agree_on(folder: str, port: int) -> None:
     meeting = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in meeting.items()}
     train._SHARED_SECONDS = 0.2  # type: ignore[misc]
-    with World(20.0) as world:
+    with join_group(timeout_seconds=20.0) as group:
         own = pathlib.Path(folder) / f"disk-of-machine-{rank // 2}"
         own.mkdir(exist_ok=True)
-        train._check_shared(own, world)
+        train._check_shared(own, group)
 
 
 def test_a_folder_that_one_machine_does_not_see(tmp_path: pathlib.Path) -> None:

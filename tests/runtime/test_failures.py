@@ -20,7 +20,7 @@ from parity_cases import mean_square, rows
 from ranks import Outcome, run_outcomes
 from torch import Tensor, nn
 
-from pipetrain.group.world import World
+from pipetrain.group.group import Group
 from pipetrain.runtime.pipeline import Pipeline
 
 M = 4
@@ -267,6 +267,6 @@ def test_a_new_pipeline_after_a_failure() -> None:
     assert [outcome.error for outcome in outcomes] == [None, None]
 
 
-def test_world_is_left_only_by_who_joined_it() -> None:
-    World(0, 1, None, torch.device("cpu"), owns_process_group=False).leave()
+def test_torch_distributed_is_ended_only_by_who_started_it() -> None:
+    Group(0, 1, torch.device("cpu"), None, 1.0).close()
     assert not dist.is_initialized()

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import run_outcomes
 from torch.distributed import TCPStore
 
-from pipetrain.group.run_group import World
-from pipetrain.group.world import store_of_this_attempt
+from pipetrain.group.group import join_group
+from pipetrain.group.torch_distributed import store_of_this_attempt
 
 
 def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +35,10 @@ def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.Monk
 
 
 def agree_with_one_that_leaves() -> None:
-    with World(20.0) as world:
+    with join_group(timeout_seconds=20.0) as group:
         if dist.get_rank() == 1:
             os._exit(0)
-        world.largest(1)
+        group.largest(1)
 
 
 def test_a_rank_that_is_lost_between_two_steps_is_said_in_one_line() -> None:

@@ -1,63 +1,27 @@
-"""The processes of a pipeline: who this one is, and the store through which all meet."""
+"""torch.distributed from torchrun's variables: the store at which all ranks meet, and a process group that connects on use."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from pipetrain.group.address import Unreachable, check_can_listen, explain, wait_for
+from pipetrain.group.address import Unreachable, check_can_listen, explain_unreachable, wait_for
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.versions import check_same
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
-# Pipelines of one process are numbered: several may live at once, made in the same order on every rank.
-_numbers = itertools.count()
 
-
-@dataclass(frozen=True)
-class World:
-    """One rank among `num_ranks`. `store` is this pipeline's own part of the store; None for a rank alone."""
-
-    rank: int
-    num_ranks: int
-    store: Store | None
-    device: torch.device
-    owns_process_group: bool  # torch.distributed was initialised here, and `leave` undoes it
-
-    def leave(self) -> None:
-        if self.owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def join(group: Any, device: torch.device | str | None, timeout_seconds: float) -> World:
-    """The world of a new pipeline: of `group`, of torch.distributed, of torchrun's variables, or of one rank."""
-    chosen = choose_device(device)
-    number = next(_numbers)
-    owns = False
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return World(0, 1, None, chosen, owns_process_group=False)
-        start_torch_distributed(chosen, timeout_seconds)
-        owns = True
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError("this process is not in `group`: make the Pipeline on the ranks of the group only")
-    members = "" if group is None else "-" + "-".join(map(str, dist.get_process_group_ranks(group)))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _on_one_node() else "0"
-    name = f"pipetrain/attempt-{attempt}/pipeline-{number}{members}"
-    own = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return World(rank, size, own if size > 1 else None, chosen, owns)
+def has_variables() -> bool:
+    """Whether somebody started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
@@ -71,7 +35,7 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float) -> Non
         PipelineError: the other ranks could not be met within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if has_variables():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = store_of_this_attempt(timeout)
         check_same(store, rank, size)
@@ -106,9 +70,12 @@ def store_of_this_attempt(timeout: timedelta) -> Store:
         PipelineError: there is no store at MASTER_ADDR and MASTER_PORT.
     """
     store = _store(timeout)
-    if not _on_one_node():
-        return store
-    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(name_of_attempt(), store) if _on_one_node() else store
+
+
+def name_of_attempt() -> str:
+    """Which start of torchrun's this is, as far as all ranks count alike."""
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if _on_one_node() else '0'}"
 
 
 def _store(timeout: timedelta) -> Store:
@@ -135,26 +102,10 @@ def _store(timeout: timedelta) -> Store:
         raise PipelineError(f"rank {os.environ['RANK']}: {error}") from error
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        told = explain(host, port, time.monotonic() - start, ConnectionError(reason))
+        told = explain_unreachable(host, port, time.monotonic() - start, ConnectionError(reason))
         raise PipelineError(f"rank {os.environ['RANK']}: {told}") from error
     return store
 
 
 def _on_one_node() -> bool:
     return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-
-
-def choose_device(device: torch.device | str | None) -> torch.device:
-    """`device`, or this rank's GPU where there are enough, or the CPU."""
-    if device is not None:
-        chosen = torch.device(device)
-    else:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        enough = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
-        chosen = torch.device("cuda", local) if enough else torch.device("cpu")
-    if chosen.type == "cuda":
-        # Before CUDA starts: with one hardware queue the streams of the lanes would wait for each other.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        chosen = torch.device("cuda", chosen.index or 0)
-        torch.cuda.set_device(chosen)
-    return chosen

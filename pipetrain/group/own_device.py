@@ -1,0 +1,23 @@
+"""The device of this process."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or this rank's GPU where each rank of this machine can have one of its own, or the CPU. A GPU is made current."""
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        enough = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        chosen = torch.device("cuda", local) if enough else torch.device("cpu")
+    if chosen.type == "cuda":
+        # Before CUDA starts: with one hardware queue the streams of the lanes would wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        chosen = torch.device("cuda", chosen.index or 0)
+        torch.cuda.set_device(chosen)
+    return chosen

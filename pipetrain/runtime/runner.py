@@ -1,0 +1,128 @@
+"""One rank's part of a call: agreed on, cut, executed; and everything is let go of where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipetrain.group.failure import PipelineError
+from pipetrain.group.group import Group
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime import losses
+from pipetrain.runtime.agreement import Programs
+from pipetrain.runtime.calls import Call, Calls
+from pipetrain.runtime.cut import cut, cut_targets
+from pipetrain.runtime.executor import Executor, Step
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.seeding import generators_restored
+from pipetrain.stage.stage import LossFn, Stage
+from pipetrain.transport.ends import make_edges
+from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.transport import Transport
+
+
+class CallRunner:
+    """Runs calls on the stages of one rank, with those of the other ranks of `group`.
+
+    Raises:
+        PipelineError: a rank that holds a neighbouring stage could not be met.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, Stage],
+        lanes: Lanes,
+        meter: ActivationMeter,
+        *,
+        loss_fn: LossFn | None,
+        count_fn: Callable[[Any], int | float] | None,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._programs = programs
+        self._stages = stages
+        self._meter = meter
+        self._loss_fn = loss_fn
+        self._count_fn = count_fn
+        self._calls = Calls(group.chain, plan, stages)
+        edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, group.monitor, meter, group.device)
+        self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
+        group.monitor.on_failure = self._abort
+
+    def run(self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool) -> Call:
+        """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
+
+        Raises:
+            ValueError: inputs that cannot be cut, before anything has run and on every rank.
+            PipelineError: another rank failed, in this call or before. What an op of this rank raises.
+        """
+        if self._group.monitor.failure is not None:
+            raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
+        call = self._calls.agree(kind, step.index, inputs, is_training=is_training)
+        try:
+            self._cut(call, step, inputs, targets)
+            self._execute(call, step)
+        except BaseException as error:
+            self._group.fail(error)
+            raise
+        return call
+
+    def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
+        """Give `step` what the first and the last stage need of the batch."""
+        m, last = call.num_microbatches, self._plan.num_stages - 1
+        if 0 in self._stages:
+            step.microbatches = cut(self._here(inputs), m)
+        if last not in self._stages:
+            return
+        if step.with_loss:
+            if self._loss_fn is None:
+                raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
+            step.targets, step.weights = cut_targets(self._here(targets), call.rows, m, self._count_fn)
+        if step.with_graph and call.first_backward > last:
+            raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
+
+    def _here(self, batch: Any) -> Any:
+        device = self._group.device
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def _execute(self, call: Call, step: Step) -> None:
+        self._meter.exclude(self._weights())
+        if step.with_graph:
+            self._meter.start_step()
+            program = self._programs.training(call.first_backward)
+        else:
+            program = self._programs.inference(call.num_microbatches)
+        self.executor.done.clear()
+        self.transport.start_step(self._calls.forms(call), described=call.described, done=self.executor.done)
+        with generators_restored(self._group.device):
+            self.executor.run(program, step)
+
+    def _weights(self) -> Iterator[Tensor]:
+        for stage in self._stages.values():
+            for layer in stage.layers:
+                yield from layer.parameters()
+                yield from layer.buffers()
+
+    def loss_of(self, step: Step) -> Tensor:
+        """The sum of the microbatches' losses, in order, on every rank. Collective.
+
+        Raises:
+            LossNotFinite: one of them is not finite.
+        """
+        root = self._plan.stage_ranks[-1]
+        own = losses.summed(step.outputs) if self._group.rank == root else b""
+        data = self._group.chain.broadcast(own, root, f"the loss of step {step.index}")
+        return losses.checked(data, step.index).to(self._group.device)
+
+    def _abort(self) -> None:
+        """Let go of everything that is held or waited for."""
+        self.executor.drop()
+        self.transport.abort()
+        self._group.chain.abort()
