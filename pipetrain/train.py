@@ -338,10 +338,12 @@ def _check_shared(run_dir: Path, world: Group) -> None:
     mark = f".seen-from-all-machines-{world.from_first(secrets.token_hex(4))}"
     if world.rank == 0:
         (run_dir / mark).touch()
-    seen = sees(run_dir, mark, _SHARED_SECONDS)
-    first_blind = world.largest(0 if seen else world.size - world.rank)
-    if world.rank == 0:
-        (run_dir / mark).unlink()
+    try:
+        seen = sees(run_dir, mark, _SHARED_SECONDS)
+        first_blind = world.largest(0 if seen else world.size - world.rank)
+    finally:
+        if world.rank == 0:
+            (run_dir / mark).unlink()
     if first_blind:
         raise ValueError(
             f"run_dir={run_dir}: the machine of rank {world.size - first_blind} does not see this folder of the first "

@@ -243,7 +243,13 @@ def try_one(tree: Path, mutant: Mutant) -> str:
 
 
 def verdict_of(tree: Path, mutant: Mutant) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATIENCE_SECONDS": "40",
+    }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *mutant.tests]
     try:
         done = subprocess.run(

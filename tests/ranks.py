@@ -1,7 +1,10 @@
 """Real gloo ranks for tests: `run_ranks(3, function, ...)` calls `function(...)` in three processes and returns what each gave.
 
 The processes come from a fork server that has torch loaded, so a start costs milliseconds. The parent hosts the store,
-so that any rank may die. Whatever is still alive at the time-out is killed and reported.
+so that any rank may die. Whatever is still alive after PATIENCE_SECONDS is killed and reported.
+
+No test asserts how long something took. A wait that a rank must not sit out has the time-out NEVER_SECONDS; one that it must
+has a clock of its own (`time_out_once`).
 """
 
 from __future__ import annotations
@@ -13,11 +16,20 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+# For what takes a second on an idle machine. With eight busy processes beside it a start alone takes ten.
+PATIENCE_SECONDS = float(os.environ.get("PATIENCE_SECONDS", "240"))
+# The time-out of what must end without it: whoever sits it out is found hanging before.
+NEVER_SECONDS = 10 * PATIENCE_SECONDS
+# What is on its way when a rank stops has arrived so much later.
+_SETTLED_SECONDS = 3.0
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
@@ -32,19 +44,18 @@ class Outcome:
     value: Any
     error: str | None
     exit_code: int
-    seconds: float
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The values that the ranks return, in rank order; fails with the text of the ranks that did not."""
-    outcomes = run_outcomes(num_ranks, function, *args, timeout=timeout)
+    outcomes = run_outcomes(num_ranks, function, *args)
     failed = [f"rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in outcomes if o.error or o.exit_code]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
 
-def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
-    """How each rank ended. A rank that has not by `timeout` fails the test, with a stack trace on its stderr."""
+def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Outcome]:
+    """How each rank ended. A rank that has not by PATIENCE_SECONDS fails the test, with a stack trace on its stderr."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -58,8 +69,8 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
         process.start()
         theirs.close()
         ranks.append((process, ours))
-    ended: dict[int, tuple[Any, str | None, float]] = {}
-    while len(ended) < num_ranks and time.monotonic() - start < timeout:
+    ended: dict[int, tuple[Any, str | None]] = {}
+    while len(ended) < num_ranks and time.monotonic() - start < PATIENCE_SECONDS:
         waiting = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in ended}
         for connection in wait(list(waiting), timeout=1.0):
             assert isinstance(connection, Connection)
@@ -67,7 +78,7 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
                 value, error = pickle.loads(connection.recv_bytes())
             except EOFError:
                 value, error = None, None
-            ended[waiting[connection]] = (value, error, time.monotonic() - start)
+            ended[waiting[connection]] = (value, error)
     hung = [rank for rank in range(num_ranks) if rank not in ended]
     for rank in hung:
         os.kill(ranks[rank][0].pid, signal.SIGABRT)
@@ -79,10 +90,38 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
             process.join()
             hung.append(rank)
         connection.close()
-        value, error, seconds = ended.get(rank, (None, "hung", timeout))
-        outcomes.append(Outcome(rank, process.pid, value, error, process.exitcode, seconds))
-    assert not hung, f"ranks {hung} hung for {timeout} s: {[(o.rank, o.error, o.exit_code) for o in outcomes]}"
+        value, error = ended.get(rank, (None, "hung"))
+        outcomes.append(Outcome(rank, process.pid, value, error, process.exitcode))
+    assert not hung, (
+        f"ranks {hung} hung for {PATIENCE_SECONDS:g} s: {[(o.rank, o.error, o.exit_code) for o in outcomes]}"
+    )
     return outcomes
+
+
+def time_out_once(struck: Callable[[], bool]) -> None:
+    """From soon after `struck()` on, all that this rank waits for has taken longer than any time-out.
+
+    What happens before that has all the time in the world. It ends with the rank's process.
+    """
+    from pipetrain.group import failure
+
+    leaps = _leaps(struck)
+    failure.time = SimpleNamespace(monotonic=lambda: time.monotonic() + next(leaps))  # type: ignore[assignment]
+
+
+def _leaps(struck: Callable[[], bool]) -> Iterator[float]:
+    while not struck():
+        yield 0.0
+    since = time.monotonic()
+    while time.monotonic() - since < _SETTLED_SECONDS:
+        yield 0.0
+    while True:
+        yield NEVER_SECONDS
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _main(
@@ -94,8 +133,8 @@ def _main(
     faulthandler.enable()
     torch.set_num_threads(1)
     if num_ranks > 1:
-        store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=PATIENCE_SECONDS))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=store.timeout)
     try:
         # Plain pickle copies a tensor; the pipe's own would share its memory with a process that ends.
         connection.send_bytes(pickle.dumps((function(*args), None)))

@@ -257,7 +257,11 @@ def as_rank(typed: str, *says: str, prepare: Prepare = lambda folder: None) -> R
 
 WEIGHTS = "weights/rank-0000.safetensors"
 SNAPSHOTS = [
-    replace(as_rank(""), typed=ANOTHER.replace("{}/new", "/proc/run"), says=("run_dir=/proc/run", "cannot be made")),
+    replace(
+        as_rank(""),
+        typed=ANOTHER.replace("{}/new", "{}/new/" + 256 * "n"),
+        says=("run_dir={}/new/nn", "cannot be made"),
+    ),
     as_rank("resume={}", "there is no snapshot"),
     as_rank("resume={}/text/a.txt", "{}/text/a.txt: there is no snapshot"),
     as_rank("init_from={}", "there is no snapshot"),
@@ -344,6 +348,10 @@ def folder() -> Iterator[pathlib.Path]:
     path = pathlib.Path(tempfile.mkdtemp(prefix="pipetrain-test-"))
     path.chmod(0o777)
     yield path
+    path.chmod(0o777)
+    for inside, folders, _ in os.walk(path):  # top-down: a row may have shut a folder
+        for name in folders:
+            (pathlib.Path(inside) / name).chmod(0o777)
     shutil.rmtree(path)
 
 

@@ -5,10 +5,12 @@ Each rank asks the store the same few things however many ranks there are:
     compare_set first     the first to come leaves its versions; the others compare theirs with them
     append others         ... and add theirs where they differ
     add come              the last to come writes the verdict, for which everybody waits
+    add read              where versions differ: nobody leaves, and takes the store with it, before all have the verdict
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,6 +18,7 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,6 +32,8 @@ _LINE = "\n"
 _SAME = "the same"
 # Ranks that have not come, by number, in the message of those that wait for them.
 _MOST_NAMED = 8
+# How long a rank that leaves stays for those that have not read why: they have all come, and an answer is all they need.
+_STAYS = timedelta(seconds=30)
 
 
 def own_versions() -> Versions:
@@ -74,13 +79,20 @@ def check_same(store: Store, rank: int, num_ranks: int, own: Versions | None = N
     if store.add("come", 1) == num_ranks:
         store.set("verdict", _verdict(store))
     try:
-        verdict = store.get(
-            "verdict"
-        ).decode()  # one answer for all who wait: whoever hosts the store may leave after it
+        verdict = store.get("verdict").decode()
     except RuntimeError as error:
         raise PipelineError(_missing(store, rank, num_ranks, timeout_seconds)) from error
     if verdict != _SAME:
+        _stay_until_all_have_read(store, num_ranks)
         raise ValueError(verdict)
+
+
+def _stay_until_all_have_read(store: Store, num_ranks: int) -> None:
+    """The store lives in rank 0, or in a torchrun that ends with its ranks, and to read is to wait and to ask: two messages."""
+    with contextlib.suppress(RuntimeError):  # a rank that is gone reads nothing; this one knows what to say
+        if store.add("read", 1) == num_ranks:
+            store.set("read by all", "")
+        store.wait(["read by all"], _STAYS)
 
 
 def _verdict(store: Store) -> str:

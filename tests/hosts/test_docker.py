@@ -67,6 +67,7 @@ def test_compose_starts_two_ranks_of_one_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.root
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="building without Docker needs root")
 @pytest.mark.skipif(

@@ -27,7 +27,7 @@ from benchmarks.links.hosts import Hosts, separate_hosts
 from benchmarks.unavailable import Unavailable
 from pipetrain.snapshot.files import steps_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(240)]
 
 TIMEOUT_SECONDS = 6
 SLOW_MEGABITS = 4.0

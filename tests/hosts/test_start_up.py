@@ -7,11 +7,13 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machines import ROOT, RUN, environment, make_text
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
+from pipetrain.group import versions
 from pipetrain.group.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.torch_distributed import store_of_this_attempt
@@ -102,21 +104,21 @@ def test_addresses() -> None:
 # Versions -------------------------------------------------------------------------------------------------------------
 
 
-def compare(versions: list[Versions], num_ranks: int, seconds: float) -> list[str]:
+def compare(found: list[Versions], num_ranks: int, seconds: float) -> list[str]:
     """What each rank is told; "" where it may go on."""
     server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    told = [""] * len(versions)
+    told = [""] * len(found)
 
     def rank(number: int) -> None:
         # torch looks the name of whoever connects up: with a slow name server that alone takes seconds.
         store = TCPStore("127.0.0.1", server.port, None, is_master=False, timeout=timedelta(seconds=60))
         store.set_timeout(timedelta(seconds=seconds))
         try:
-            check_same(store, number, num_ranks, versions[number])
+            check_same(store, number, num_ranks, found[number])
         except (ValueError, PipelineError) as error:
             told[number] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(versions))]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(found))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -146,6 +148,42 @@ def test_a_library_that_one_machine_lacks() -> None:
     told = compare([ours, {**ours, "NCCL": "2.27.7"}], 2, 20.0)
     assert "has NCCL none" in told[1]
     assert "has NCCL 2.27.7" in told[1]
+
+
+def test_who_hosts_the_store_stays_until_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that loses the message: rank 0 knows it and leaves with the store before rank 1 has asked."""
+    decided = threading.Event()  # rank 0 has left, or has said that it stays
+
+    class Ordered(PrefixStore):
+        def get(self, key: str) -> bytes:
+            if key == "verdict" and threading.current_thread() is late:
+                assert decided.wait(60.0)
+            return super().get(key)
+
+        def wait(self, *args: Any) -> None:
+            if threading.current_thread() is not late:
+                decided.set()
+            super().wait(*args)
+
+    monkeypatch.setattr(versions, "PrefixStore", Ordered)
+    stores = [TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))]
+    stores.append(TCPStore("127.0.0.1", stores[0].port, None, is_master=False, timeout=timedelta(seconds=60)))
+    told = {}
+
+    def rank(number: int) -> None:
+        try:
+            check_same(stores[number], number, 2, {"torch": str(number)})
+        except (ValueError, PipelineError) as error:
+            told[number] = f"{type(error).__name__}: {error}"
+
+    late = threading.Thread(target=rank, args=(1,))
+    late.start()
+    rank(0)
+    del stores[0]  # with it the server ends, as with rank 0's process
+    decided.set()
+    late.join()
+    assert told[0].startswith("ValueError: the machines of this run have different versions: ")
+    assert told[1] == told[0]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shlex
 import subprocess
+import sysconfig
 
 import pytest
 
@@ -141,7 +142,9 @@ def test_the_environment_of_the_ranks() -> None:
 
 
 def test_scripts_are_clean() -> None:
-    scripts = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "launch").iterdir())
-    assert len(scripts) == 5
-    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
+    shellcheck = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
+    launchers, ci = (sorted(path for path in (ROOT / name).iterdir()) for name in ("launch", ".ci"))
+    assert (len(launchers), len(ci)) == (5, 3)
+    scripts = [str(path.relative_to(ROOT)) for path in (*launchers, *ci, ROOT / "docker" / "try.sh")]
+    done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -85,7 +85,7 @@ def structures(num_ranks: int) -> list[Case]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_structures_at_the_cut(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, structures, num_ranks, timeout=100)
+    run_ranks(num_ranks, run_cases, structures, num_ranks)
 
 
 # What a step may be given ---------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def _now_and_then() -> Callable[[], Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_a_step_may_be_given(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, steps, num_ranks, timeout=100)
+    run_ranks(num_ranks, run_cases, steps, num_ranks)
 
 
 # What is trained ------------------------------------------------------------------------------------------------------
@@ -270,4 +270,4 @@ def six_linears() -> list[nn.Module]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_layers_that_need_no_gradient(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, freezing, num_ranks, timeout=100)
+    run_ranks(num_ranks, run_cases, freezing, num_ranks)

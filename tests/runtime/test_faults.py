@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_outcomes, run_ranks
+from ranks import NEVER_SECONDS, is_stopped, run_outcomes, run_ranks, time_out_once
 from torch import nn
 
 from pipetrain.group.failure import PipelineError
@@ -33,13 +33,13 @@ def two_steps(faults: list[Fault], timeout_seconds: float) -> tuple[list[float],
 
 
 def test_a_raised_fault_names_its_op() -> None:
-    failed, other = run_outcomes(2, two_steps, [fail_at(0, "0F1", step=1)], 30.0)
+    failed, other = run_outcomes(2, two_steps, [fail_at(0, "0F1", step=1)], NEVER_SECONDS)
     assert "rank 0 failed in 0F1 (compute lane, step 1)" in failed.error
     assert "rank 0 failed in 0F1" in other.error
 
 
 def test_a_killed_rank_is_named_by_the_other() -> None:
-    other, killed = run_outcomes(2, two_steps, [fail_at(1, "1F1", deed=Deed.KILL)], 30.0)
+    other, killed = run_outcomes(2, two_steps, [fail_at(1, "1F1", deed=Deed.KILL)], NEVER_SECONDS)
     assert killed.exit_code == -signal.SIGKILL
     assert "rank 1 is gone" in other.error
 
@@ -49,50 +49,51 @@ def stopped_for_a_while(folder: str) -> str | None:
     path = pathlib.Path(folder) / f"rank-{dist.get_rank()}"
     path.write_text(str(os.getpid()))
     dist.barrier()
+    other = int(path.with_name("rank-1").read_text())
+    time_out_once(lambda: is_stopped(other))
     try:
-        two_steps([fail_at(1, "1F1", deed=Deed.STOP)], 3.0)
+        two_steps([fail_at(1, "1F1", deed=Deed.STOP)], 30.0)
     except PipelineError as error:
         return str(error)
     finally:
         if dist.get_rank() == 0:
-            os.kill(int(path.with_name("rank-1").read_text()), signal.SIGCONT)
+            os.kill(other, signal.SIGCONT)
     return None
 
 
 def test_a_stopped_rank_is_found_by_its_time_out(tmp_path: pathlib.Path) -> None:
     first = run_outcomes(2, stopped_for_a_while, str(tmp_path))[0]
     assert re.match(
-        r"rank 0 waits in 0RECV_B[01] from rank 1, and nothing came for 3 s \(timeout_seconds\)", first.value
+        r"rank 0 waits in 0RECV_B[01] from rank 1, and nothing came for 30 s \(timeout_seconds\)", first.value
     )
 
 
 def test_a_slow_op_takes_its_time() -> None:
-    (plain, _), _ = run_ranks(2, two_steps, [], 30.0)
-    (losses, seconds), _ = run_ranks(2, two_steps, [fail_at(1, "1B0", deed=Deed.SLOW, seconds=0.5)], 30.0)
+    (plain, _), _ = run_ranks(2, two_steps, [], NEVER_SECONDS)
+    (losses, seconds), _ = run_ranks(2, two_steps, [fail_at(1, "1B0", deed=Deed.SLOW, seconds=0.5)], NEVER_SECONDS)
     assert losses == plain
     assert seconds >= 0.5
 
 
 def test_a_rank_can_be_slow_for_many_steps() -> None:
     """From its step on, each of the six ops of a step (F, R and B of two microbatches) later by what was asked."""
-    (losses, seconds), _ = run_ranks(2, two_steps, [slow_down(0, 0.1, step=0, num_steps=2)], 30.0)
+    (losses, seconds), _ = run_ranks(2, two_steps, [slow_down(0, 0.1, step=0, num_steps=2)], NEVER_SECONDS)
     assert seconds >= 2 * 6 * 0.1
-    (plain, _), _ = run_ranks(2, two_steps, [], 30.0)
+    (plain, _), _ = run_ranks(2, two_steps, [], NEVER_SECONDS)
     assert losses == plain
 
 
 def test_a_message_fails_as_it_is_started() -> None:
-    failed, other = run_outcomes(2, two_steps, [fail_at(1, "1SEND_B0")], 30.0)
+    failed, other = run_outcomes(2, two_steps, [fail_at(1, "1SEND_B0")], NEVER_SECONDS)
     assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in failed.error
     assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in other.error
 
 
 @pytest.mark.parametrize("op", ["0SEND_F1", "0RECV_B0", "0F0"])
 def test_a_dropped_connection_is_told_at_both_ends(op: str) -> None:
-    outcomes = run_outcomes(2, two_steps, [fail_at(0, op, step=1, deed=Deed.DROP)], 30.0)
+    outcomes = run_outcomes(2, two_steps, [fail_at(0, op, step=1, deed=Deed.DROP)], NEVER_SECONDS)
     for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert outcome.seconds < 15
         assert re.search(r"rank \d is gone: rank \d lost its connection in \d(SEND|RECV)_[FB]\d", outcome.error)
 
 
@@ -104,13 +105,14 @@ def num_sockets() -> int:
 
 def sockets_after_a_drop() -> tuple[int, int]:
     """Sockets of rank 0 before and after one connection is dropped; rank 1 does nothing but hold the other end."""
-    with Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, timeout_seconds=20.0) as pipeline:
+    with Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, timeout_seconds=NEVER_SECONDS
+    ) as pipeline:
         dist.barrier()
         before = after = num_sockets()
         if pipeline.rank == 0:
             pipeline.disconnect(Op.parse("0SEND_F0"))
-            deadline = time.monotonic() + 10
-            while after == before and time.monotonic() < deadline:
+            while after == before:
                 after = num_sockets()
         dist.barrier()
     return before, after

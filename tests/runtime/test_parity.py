@@ -60,7 +60,7 @@ def every_mode(num_stages: int) -> list[Case]:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_every_mode_split_and_layout(num_stages: int) -> None:
-    counts = run_ranks(num_stages, run_cases, every_mode, num_stages, timeout=100)
+    counts = run_ranks(num_stages, run_cases, every_mode, num_stages)
     assert counts == [12 if num_stages == 1 else 24] * num_stages
 
 
@@ -92,7 +92,7 @@ def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_schedule_and_policy(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, every_schedule, num_ranks, timeout=100)
+    run_ranks(num_ranks, run_cases, every_schedule, num_ranks)
 
 
 def ten_steps(mode: str, schedule: str) -> list[float]:

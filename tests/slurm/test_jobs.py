@@ -28,6 +28,7 @@ JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.gp
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.slurm,
+    pytest.mark.root,
     pytest.mark.timeout(240),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]

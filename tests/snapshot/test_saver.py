@@ -220,6 +220,7 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.root
 def test_a_full_disk_does_not_stop_training(small_disk: pathlib.Path) -> None:
     said: list[str] = []
     saver = saver_of(small_disk, say=said.append)

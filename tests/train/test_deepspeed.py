@@ -37,7 +37,7 @@ def test_numbers_are_those_of_the_native_engine() -> None:
         config_of("recompute=never", "model.dropout=0.1"),
         config_of(*options_of(1, "inline"), "model.dropout=0.1", "recompute.last_stage=always"),
     ]
-    native, *runs, with_dropout, last = run_ranks(2, train_all, configs, timeout=100)[0]
+    native, *runs, with_dropout, last = run_ranks(2, train_all, configs)[0]
     assert native.losses[-1] < native.losses[0]
     assert max(native.norms) > 1.0  # some step is clipped
     for run in runs:
@@ -54,7 +54,7 @@ def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
     zero_0, zero_1 = (config_of(*options_of(zero, "inline"), "steps=6") for zero in (0, 1))
     native = config_of("recompute=inline", "steps=6")
     cases = [(zero_0, zero_0), (zero_1, zero_1), (zero_1, zero_0), (native, zero_1), (zero_1, native)]
-    same_0, same_1, less, to_sharded, from_sharded = run_ranks(2, interrupted_all, cases, 3, timeout=100)[0]
+    same_0, same_1, less, to_sharded, from_sharded = run_ranks(2, interrupted_all, cases, 3)[0]
     for expected, losses, _ in (same_0, same_1):
         assert losses == expected
     for expected, losses, names in (less, to_sharded, from_sharded):
@@ -97,7 +97,7 @@ def test_the_quickstart_over_20_steps() -> None:
     quickstart = ("experiment=quickstart", "model.num_blocks=4", *tiny)
     configs = [config_of(*quickstart, "recompute=never")]
     configs += [config_of(*quickstart, *options_of(*case)) for case in CASES]
-    native, *runs = run_ranks(2, train_on_data, configs, timeout=280)[0]
+    native, *runs = run_ranks(2, train_on_data, configs)[0]
     for run in runs:
         assert_same(run, native, 1e-3)
 
@@ -131,10 +131,10 @@ def test_cpu_adam_is_adamw_and_resumes() -> None:
     """The first use compiles DeepSpeed's extension."""
     adamw = config_of("recompute=inline", "steps=6")
     host = config_of("recompute=inline", "steps=6", "optim=deepspeed_cpu_adam", "optim.warmup_steps=2")
-    expected, run = run_ranks(2, train_all, [adamw, host], timeout=200)[0]
+    expected, run = run_ranks(2, train_all, [adamw, host])[0]
     assert_same(run, expected, 1e-4)
     cases = [(host, host), (adamw, host), (host, adamw)]
-    (exact, resumed, names), *mixed = run_ranks(2, interrupted_all, cases, 3, timeout=100)[0]
+    (exact, resumed, names), *mixed = run_ranks(2, interrupted_all, cases, 3)[0]
     assert resumed == exact
     for theirs, ours, other in mixed:
         assert ours == pytest.approx(theirs, rel=1e-4)
