@@ -70,7 +70,7 @@ def runs_table(runs: Sequence[ComparedRun]) -> Table:
         *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
         *("bubble", "exposed R", "peak activations"),
     )
-    return Table(head, [_row(run) for run in runs])
+    return Table(head, [_row(run) for run in runs], left=frozenset({0, 1, 2}))
 
 
 def write_plot(runs: Sequence[ComparedRun], path: Path) -> None:

@@ -13,7 +13,7 @@ _ROOM = 10
 
 def held_words(one: Shown) -> str:
     """What the curves count."""
-    return "bytes of sets and stashed inputs" if _knows_bytes(one) else "sets alive"
+    return "bytes of sets and stashed inputs" if _knows_bytes(one) else "sets of activations alive"
 
 
 def memory_curves(one: Shown, *, width: int, longest: float) -> str:
