@@ -6,8 +6,6 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent / "pipetrain"
 EVERYWHERE = {"__init__.py", "main"}  # a package's file, and what `python -m` runs
-# Two things each until their rooms are merged.
-KNOWN: set[str] = set()
 
 
 def shared(places: list[tuple[str, str]]) -> dict[str, list[str]]:
@@ -15,7 +13,7 @@ def shared(places: list[tuple[str, str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = collections.defaultdict(list)
     for name, place in places:
         found[name].append(place)
-    return {name: where for name, where in found.items() if len(where) > 1 and name not in EVERYWHERE | KNOWN}
+    return {name: where for name, where in found.items() if len(where) > 1 and name not in EVERYWHERE}
 
 
 def public_names(path: pathlib.Path) -> list[str]:
