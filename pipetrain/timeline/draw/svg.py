@@ -203,5 +203,5 @@ def _legend(shown: Sequence[Shown], y: float) -> str:
         under = f'{sample} fill="{LOOKS["recompute"].fill}"/>' if "exposed" in looks else ""
         pieces.append(f"{under}{sample} {looks}/>")
         pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
-        x += 40 + 6.1 * len(words)
+        x += 40 + 6.5 * len(words)
     return "".join(pieces)
