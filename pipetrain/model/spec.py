@@ -20,6 +20,11 @@ Layer = nn.Module | Callable[[], nn.Module]
 TensorMapping = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
+def unchanged(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors as they are: a mapping that reads them from disk one by one stays one."""
+    return tensors
+
+
 class BuildLayers(Protocol):
     """Gives the layers `first` to `last - 1` of a model, on `device`.
 
@@ -46,8 +51,8 @@ class ModelSpec:
     fingerprint: Mapping[str, Any] = field(
         default_factory=dict
     )  # as JSON has it: what a run that goes on must not change
-    to_file: TensorMapping = dict  # from the names (and layout) in the model to those in a file of weights
-    from_file: TensorMapping = dict  # and back
+    to_file: TensorMapping = unchanged  # from the names (and layout) in the model to those in a file of weights
+    from_file: TensorMapping = unchanged  # and back
 
     @property
     def num_layers(self) -> int:
