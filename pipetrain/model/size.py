@@ -13,14 +13,13 @@ from pipetrain.model.style import check_model
 class ModelSize:
     """The layers of a model in numbers, an entry per layer, in order. What is not known is None.
 
-    Layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
+    kinds: layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
+    flops_per_layer: floating-point operations of one token's forward; a multiplication with its addition are two.
     """
 
     num_layers: int
     kinds: tuple[str, ...] | None = None
-    flops_per_layer: tuple[float, ...] | None = (
-        None  # of one token's forward; a multiplication with its addition are two
-    )
+    flops_per_layer: tuple[float, ...] | None = None
     parameters_per_layer: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

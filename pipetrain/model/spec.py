@@ -20,6 +20,11 @@ Layer = nn.Module | Callable[[], nn.Module]
 TensorMapping = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
+def unchanged(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors as they are: a mapping that reads them from disk one by one stays one."""
+    return tensors
+
+
 class BuildLayers(Protocol):
     """Gives the layers `first` to `last - 1` of a model, on `device`.
 
@@ -35,7 +40,8 @@ class ModelSpec:
     """One model: how its layers are built, what it is trained on, and what it is called in files.
 
     Layer i gets what layer i - 1 returned, as one argument: a tensor or a (nested) tuple or dict. Its tensors are called as in
-    `nn.Sequential(*layers)`: `3.attention.query.weight`.
+    `nn.Sequential(*layers)`: `3.attention.query.weight`. `fingerprint` is what makes it this model, as JSON has it: equal on all ranks,
+    and what a run that goes on must not change.
     """
 
     size: ModelSize
@@ -43,11 +49,9 @@ class ModelSpec:
     loss_fn: LossFn | None = None  # (output, targets) of a microbatch -> 0-dim, a mean over what counts
     count_fn: Callable[[Any], int | float] | None = None  # targets -> how much of them counts; None: their rows
     tied: tuple[tuple[str, str], ...] = ()  # pairs of names of parameters that are one tensor
-    fingerprint: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # as JSON has it: what a run that goes on must not change
-    to_file: TensorMapping = dict  # from the names (and layout) in the model to those in a file of weights
-    from_file: TensorMapping = dict  # and back
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    to_file: TensorMapping = unchanged  # from the names (and layout) in the model to those in a file of weights
+    from_file: TensorMapping = unchanged  # and back
 
     @property
     def num_layers(self) -> int:

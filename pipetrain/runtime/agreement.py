@@ -22,6 +22,7 @@ class Introduction:
     """What each rank tells the others when a pipeline is made; with a `problem` the rest says nothing."""
 
     seed: int
+    model: str = ""  # its fingerprint
     plan: str = ""
     schedule: str = ""
     problem: str = ""
@@ -68,7 +69,7 @@ def introduce(own: Introduction, chain: Chain) -> None:
 def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
     if own.problem:
         return own.problem
-    for key in ("plan", "schedule", "seed"):
+    for key in ("model", "plan", "schedule", "seed"):
         mine, theirs = getattr(own, key), getattr(first, key)
         if mine != theirs:
             return f"rank {rank} was given another {key} than rank 0: {mine}, not {theirs}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -98,6 +99,7 @@ class Pipeline:
         with self._group.starting():
             self._clock = self._group.chain.align_clocks()
             with introduced(self._group.chain, seed) as own:
+                own.model = json.dumps(spec.fingerprint, sort_keys=True)
                 self.plan = make_plan(
                     spec.num_layers,
                     num_ranks=self._group.size,

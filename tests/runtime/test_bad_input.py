@@ -13,6 +13,8 @@ from parity_cases import assert_same_gradients, mean_square, rows
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.spec import make_spec
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 
@@ -76,17 +78,19 @@ def test_a_model_that_cannot_be_cut() -> None:
 
 def makes_with_own_arguments(name: str) -> str:
     own = dist.get_rank()
+    model = make_spec(ModelConfig(hidden_size=32, rope_base=100.0 + own), 7) if name == "model" else linears()
     options: dict[str, Any] = {
+        "model": {},
         "seed": {"seed": own},
         "plan": {"num_microbatches": 2 + own},
         "schedule": {"recompute": ["inline", "overlap"][own]},
     }[name]
     with pytest.raises(ValueError, match=f"rank 1 was given another {name} than rank 0") as caught:
-        Pipeline(linears(), mean_square, timeout_seconds=NEVER_SECONDS, **options)
+        Pipeline(model, mean_square, timeout_seconds=NEVER_SECONDS, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["seed", "plan", "schedule"])
+@pytest.mark.parametrize("name", ["model", "seed", "plan", "schedule"])
 def test_ranks_given_different_arguments(name: str) -> None:
     first, second = run_ranks(2, makes_with_own_arguments, name)
     assert first == second

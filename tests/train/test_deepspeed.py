@@ -15,6 +15,8 @@ from ranks import run_ranks
 from resumed import num_steps_of, start
 
 from pipetrain.cli import main
+from pipetrain.data.batch import Batch
+from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
 
 CASES = [(zero, mode) for zero in (0, 1) for mode in ("never", "inline")]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
@@ -48,6 +50,14 @@ def test_numbers_are_those_of_the_native_engine() -> None:
             torch.testing.assert_close(weight, native.weights[name], rtol=1e-2, atol=1e-3)
     assert with_dropout.losses != pytest.approx(native.losses, rel=1e-3)
     assert_same(last, with_dropout, 1e-4)
+
+
+def test_a_batch_of_more_than_two_tensors_is_refused() -> None:
+    engine, ids = object.__new__(DeepSpeedEngine), torch.zeros(4, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"engine=deepspeed: the inputs of a batch are a dict, .* use engine=native"):
+        engine._cut(Batch({"ids": ids}, ids))
+    with pytest.raises(ValueError, match=r"engine=deepspeed: the targets of a batch are a tuple"):
+        engine._cut(Batch(ids, (ids, ids)))
 
 
 def test_snapshots_are_exact_and_fit_the_other_engine() -> None:

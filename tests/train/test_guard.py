@@ -12,8 +12,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from commands import PIPETRAIN, complete
 from resumed import metrics_of
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import equal
 
@@ -21,7 +23,10 @@ from pipetrain.config.load import load
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import GuardConfig
 from pipetrain.config.together import check_run
-from pipetrain.loop.guard import Action, Guard
+from pipetrain.data.batch import Batch
+from pipetrain.loop.guard import Action, Guard, Incident
+from pipetrain.loop.incident import folder_of, write_incident
+from pipetrain.runtime.cut import Whole
 
 STEPS = 24
 RUN = [
@@ -95,6 +100,20 @@ def test_a_rollback_passes_over_the_batches_up_to_the_bad_one() -> None:
     assert guard.incident is not None
     assert guard.incident.action is Action.STOP
     assert "went back 2 times (guard.max_rollbacks)" in guard.incident.advice
+
+
+def test_the_batch_of_an_incident_may_be_trees(tmp_path: pathlib.Path) -> None:
+    incident = Incident(3, 2, is_spike=False, what="", action=Action.SKIP, advice="", loss=math.nan, grad_norm=None)
+    ids, shared = torch.arange(6).reshape(2, 3), torch.ones(3)
+    batch = Batch({"ids": ids.t(), "mask": (Whole(shared), True)}, [ids, ids])
+    folder = folder_of(tmp_path / "inspect", incident)
+    write_incident(folder, incident, None, batch, seed=0)
+    kept = load_file(folder / "batch.safetensors")
+    assert sorted(kept) == ["inputs['ids']", "inputs['mask'][0]", "targets[0]", "targets[1]"]
+    assert equal(kept["inputs['ids']"], ids.t())
+    assert equal(kept["inputs['mask'][0]"], shared)
+    with safe_open(folder / "batch.safetensors", "pt") as file:
+        assert file.metadata() == {"inputs['mask'][1]": "True"}
 
 
 def test_a_guard_with_another_ones_state_decides_as_that_one() -> None:
