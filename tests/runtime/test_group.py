@@ -1,0 +1,198 @@
+"""The chain's two primitives and what is made of them; groups of some ranks; coordinates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_cases import assert_same_tensors, mean_square, rows
+from ranks import run_outcomes, run_ranks
+from torch import nn
+
+from pipetrain.group import chain as chains
+from pipetrain.group.coordinates import Coordinates, Grid
+from pipetrain.group.group import join_group
+from pipetrain.runtime import whole_state
+from pipetrain.runtime.pipeline import Pipeline
+
+
+@pytest.mark.parametrize("grid", [Grid(stage=4), Grid(2, 3, 2)], ids=str)
+def test_every_rank_has_a_place_in_the_grid(grid: Grid) -> None:
+    places = [grid.coordinates_of(rank) for rank in range(grid.size)]
+    assert [grid.rank_of(place) for place in places] == list(range(grid.size))
+    assert places == sorted(places, key=lambda place: (place.replica, place.stage, place.tensor))
+    assert places[-1] == Coordinates(grid.replica - 1, grid.stage - 1, grid.tensor - 1)
+    with pytest.raises(ValueError, match=rf"rank {grid.size} of {grid.size} ranks: they count from 0"):
+        grid.coordinates_of(grid.size)
+
+
+def talk() -> dict[str, Any]:
+    long = 3 * chains._FRAME_BYTES
+    with join_group(timeout_seconds=20.0) as group:
+        chain, own = group.chain, str(group.rank).encode()
+        assert (group.coordinates.stage, group.grid.size) == (group.rank, 3)
+        clock = chain.align_clocks()
+        assert clock.offset_seconds == 0.0, "ranks of one machine share their clock"
+        assert (clock.error_seconds > 0) == (group.rank > 0)
+        return {
+            "down": chain.down(lambda received: (received or b"") + own, "down"),
+            "up": chain.up(lambda received: (received or b"") + own, "up"),
+            "broadcast": [chain.broadcast(own * long, root, "from one") == b"%d" % root * long for root in range(3)],
+            "bring": chain.bring(b"of the middle" if group.rank == 1 else None, "to the first"),
+            "largest": chain.largest([-3, -1, -2][group.rank], "the largest"),
+            "concatenate": chain.concatenate(own * group.rank, "all"),
+            "gather": chain.gather(own * group.rank, "to the first"),
+            "from_first": group.from_first({"rank": group.rank}),
+        }
+
+
+def test_what_a_chain_can_carry() -> None:
+    found = run_ranks(3, talk)
+    assert [each["down"] for each in found] == [b"0", b"01", b"012"]
+    assert [each["up"] for each in found] == [b"210", b"21", b"2"]
+    assert [each["gather"] for each in found] == [[b"", b"1", b"22"], None, None]
+    assert found[0]["bring"] == b"of the middle"
+    for each in found:
+        assert each["broadcast"] == [True] * 3
+        assert each["largest"] == -1
+        assert each["concatenate"] == [b"", b"1", b"22"]
+        assert each["from_first"] == {"rank": 0}
+
+
+def runs_ahead() -> int:
+    """Of two ranks, the first sends without an answer; returns how many messages it held when the second began to take them."""
+    with join_group(timeout_seconds=20.0) as group:
+        store, unsent = group.store, 0
+        assert store is not None
+        neighbour = group.chain._after
+        if neighbour is not None:
+            wait = group.monitor.wait
+
+            def note(*given: Any) -> None:
+                nonlocal unsent
+                unsent = max(unsent, neighbour._num_given - neighbour._num_sent)
+                if unsent == chains._MOST_UNSENT:
+                    store.set("piled up", "")
+                wait(*given)
+
+            group.monitor.wait = note  # type: ignore[method-assign]
+        else:
+            store.get("piled up")
+        for number in range(20):
+            assert group.chain.broadcast(b"%d" % number, 0, "ahead") == b"%d" % number
+        return unsent
+
+
+def test_a_rank_that_runs_ahead_waits() -> None:
+    assert run_ranks(2, runs_ahead) == [chains._MOST_UNSENT, 0]
+
+
+def pairs_of_three() -> int:
+    """Rank 0 makes a pipeline with rank 1, then one with rank 2, which has made none before."""
+    pairs = [pair for pair in [dist.new_group([0, 1]), dist.new_group([0, 2])] if dist.get_rank(pair) >= 0]
+    for pair in pairs:
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        with Pipeline(layers, mean_square, num_microbatches=2, group=pair, timeout_seconds=20.0) as pipeline:
+            pipeline.step(*rows(4)[0])
+    return len(pairs)
+
+
+def test_groups_of_some_ranks_are_numbered_among_these_ranks() -> None:
+    assert run_ranks(3, pairs_of_three) == [2, 1, 1]
+
+
+class Odd(nn.Module):
+    """Tensors of each kind that a state may hold; `number` makes those of each layer differ."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        values = torch.arange(60.0).reshape(3, 4, 5) + number
+        self.short = nn.Parameter(values.bfloat16())
+        self.scalar = nn.Parameter(torch.tensor(number + 0.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(values.permute(2, 0, 1))
+        self.gaps = nn.Parameter(values[:, ::2, 1:])
+        self.spread = nn.Parameter(torch.full((1, 4), float(number)).expand(3, 4))
+        self.register_buffer("large", torch.arange(5000) * number)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+
+def gathers_odd() -> None:
+    whole_state._PIECE_BYTES = 3000
+    model = nn.Sequential(*(Odd(number) for number in range(6)))
+    with Pipeline(list(model), num_microbatches=1, timeout_seconds=20.0) as pipeline:
+        for _ in range(2):
+            found = pipeline.full_state_dict()
+            assert (found is not None) == (pipeline.rank == 0)
+            if found is not None:
+                expected = model.state_dict()
+                assert list(found) == list(expected)
+                assert_same_tensors(found, expected)
+                for name, value in found.items():
+                    assert value.dtype == expected[name].dtype
+                    assert value.shape == expected[name].shape
+
+
+def test_the_whole_state_of_three_ranks() -> None:
+    """In pieces, of which the largest tensor needs many, and the names more than a frame."""
+    run_ranks(3, gathers_odd)
+
+
+class Nothing(nn.Module):
+    """A layer whose state is a number."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+def gathers_little() -> list[str] | None:
+    layers = [nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Tanh(), Nothing())]
+    with Pipeline(layers, num_microbatches=1, balance=[1, 1, 1], timeout_seconds=20.0) as pipeline:
+        found = pipeline.full_state_dict()
+        return None if found is None else [f"{name}={value}" for name, value in found.items() if name.startswith("2")]
+
+
+def test_a_rank_without_tensors_in_the_whole_state() -> None:
+    assert run_ranks(3, gathers_little) == [["2.1._extra_state=3"], None, None]
+
+
+class FailsAlone(nn.Linear):
+    """Cannot be made on the second rank."""
+
+    def __init__(self) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        super().__init__(8, 8)
+
+
+def makes_one_that_fails() -> None:
+    Pipeline([FailsAlone] * 3, mean_square, timeout_seconds=60.0)
+
+
+def test_a_rank_that_cannot_make_its_part_is_named_by_all() -> None:
+    outcomes = run_outcomes(3, makes_one_that_fails)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        wanted = "out of memory" if outcome.rank == 1 else "rank 1 failed: RuntimeError: out of memory"
+        assert wanted in outcome.error, outcome.error
+
+
+def makes_with_own_mistake() -> str:
+    """Rank 1 is told nonsense: every rank says so, and a good pipeline works afterwards."""
+    with pytest.raises(ValueError, match=r"pipeline\.num_microbatches=0") as caught:
+        Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], num_microbatches=1 - dist.get_rank(), timeout_seconds=20.0)
+    with Pipeline(
+        [nn.Linear(8, 8), nn.Linear(8, 8)], mean_square, num_microbatches=2, timeout_seconds=20.0
+    ) as pipeline:
+        pipeline.step(*rows(4)[0])
+    return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_raised_by_all() -> None:
+    first, second = run_ranks(2, makes_with_own_mistake)
+    assert first == second

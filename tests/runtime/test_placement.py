@@ -1,0 +1,131 @@
+"""Any map from stages to ranks: a call starts where stage 0 is, the loss where the last stage is, and the numbers stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import Case, check_case, mean_square, plain, rows
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from pipetrain.group.chain import Chain
+from pipetrain.plan.plan import Plan, make_plan
+from pipetrain.runtime import pipeline as pipelines
+from pipetrain.runtime.losses import LossNotFinite
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.families import Shape
+
+M = 4
+# The first stage on the first rank, in the middle and on the last; likewise the last stage.
+BALANCES = {2: [3, 3], 3: [2, 2, 2], 4: [2, 1, 2, 1]}
+PLACEMENTS = [(0, 0, 1, 1), (0, 1, 1, 0), (1, 0), (2, 0, 1)]
+
+
+def place(stage_ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Plans and schedules of this process have this placement; returns the pipeline's arguments."""
+
+    def placed(*arguments: Any, **options: Any) -> Plan:
+        return replace(make_plan(*arguments, **options), stage_ranks=stage_ranks)
+
+    pipelines.make_plan = placed
+    Shape.stage_ranks = stage_ranks  # type: ignore[assignment, method-assign]
+    Shape.stages_of = lambda _, rank: [stage for stage, holder in enumerate(stage_ranks) if holder == rank]  # type: ignore[method-assign, assignment, return-value]
+    num_stages = len(stage_ranks)
+    per_rank = num_stages // (max(stage_ranks) + 1)
+    return {
+        "stages_per_rank": per_rank,
+        "balance": BALANCES[num_stages],
+        "num_microbatches": M,
+        "timeout_seconds": 30.0,
+    }
+
+
+def train(stage_ranks: tuple[int, ...]) -> None:
+    options = place(stage_ranks)
+    check_case(Case("placed", lambda: plain(0.3), lambda: rows(8, 11, 8), options=options))
+    check_case(Case("freezing", lambda: plain(0.3), lambda: rows(8, 8, 8, 8, 8), options=options, before_step=freeze))
+
+
+def freeze(step: int, model: nn.Sequential) -> None:
+    """Other layers need gradients in each step, and those of two steps ago do again."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    for layer in [(), (0,), (5,), (0,), ()][step]:
+        model[layer].requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage_ranks", PLACEMENTS, ids=str)
+def test_parity(stage_ranks: tuple[int, ...]) -> None:
+    run_ranks(max(stage_ranks) + 1, train, stage_ranks)
+
+
+class Overflow(nn.Module):
+    """Not finite in the row that begins with 7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] == 7, x / 0, x)
+
+
+def call(stage_ranks: tuple[int, ...]) -> list[str]:
+    """Everything but training, on a batch that only the first and the last stage's ranks have; returns what they all tell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model[0] = Overflow()
+    inputs, targets = rows(8)[0]
+    with Pipeline(model, mean_square, **place(stage_ranks)) as pipeline:
+        assert pipeline.is_first == (pipeline.rank == stage_ranks[0])
+        assert pipeline.is_last == (pipeline.rank == stage_ranks[-1])
+        mine = (inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+        loss = pipeline.evaluate(*mine)
+        assert torch.allclose(loss, mean_square(model(inputs), targets), rtol=1e-5)
+        output = pipeline(mine[0])
+        assert (output is not None) == pipeline.is_last
+        assert output is None or torch.allclose(output, model(inputs), rtol=1e-5, atol=1e-6)
+        whole = pipeline.full_state_dict()
+        assert (whole is not None) == (pipeline.rank == 0)
+        assert whole is None or list(whole) == list(model.state_dict())
+        with pytest.raises(ValueError, match=r".") as refused:
+            pipeline.step(inputs[:3], targets[:3])
+        inputs[5, 0] = 7
+        with pytest.raises(LossNotFinite) as bad:
+            pipeline.step(*mine)
+        found = pipeline.find_not_finite(*mine).finding
+        assert found is not None
+        return [str(refused.value), str(bad.value), found.text]
+
+
+@pytest.mark.parametrize("stage_ranks", PLACEMENTS, ids=str)
+def test_calls(stage_ranks: tuple[int, ...]) -> None:
+    first, *others = run_ranks(max(stage_ranks) + 1, call, stage_ranks)
+    assert others == [first] * len(others)
+    refused, bad, found = first
+    assert "inputs has 3 rows, fewer than num_microbatches=4" in refused
+    assert "the loss of microbatch 2 in step 0 is not finite" in bad
+    assert (
+        f"layer 0 (Overflow) of stage 0 on rank {stage_ranks[0]} gives the first such output in microbatch 2" in found
+    )
+
+
+def messages_of_a_step(stage_ranks: tuple[int, ...]) -> list[str]:
+    """The passes along the chain of one step, in order."""
+    passes: list[str] = []
+    with Pipeline(nn.Sequential(*plain(0.0)), mean_square, **place(stage_ranks)) as pipeline:
+        pipeline.step(*rows(8)[0])
+        for way in ("down", "up"):
+            carry = getattr(Chain, way)
+            setattr(Chain, way, lambda *given, carry=carry, way=way: (passes.append(way), carry(*given))[1])
+        pipeline.step(*rows(8)[0])
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("stage_ranks", "passes"),
+    [((0, 1), ["down", "up"]), ((0, 0, 1, 1), ["down", "up"]), ((0, 1, 0, 1), ["up", "down", "up"]),
+     ((0, 1, 1, 0), ["up", "down", "down"]), ((1, 0), ["up", "down", "down"])],
+)  # fmt: skip
+def test_messages_of_a_step(stage_ranks: tuple[int, ...], passes: list[str]) -> None:
+    """One for the header and one for the loss where stages stand in the order of the ranks."""
+    assert run_ranks(2, messages_of_a_step, stage_ranks) == [passes] * 2
