@@ -14,7 +14,7 @@ from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_
 from ranks import run_ranks
 from resumed import num_steps_of, start
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 
 CASES = [(zero, mode) for zero in (0, 1) for mode in ("never", "inline")]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
