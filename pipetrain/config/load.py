@@ -1,4 +1,8 @@
-"""From `conf/` and overrides to a `RunConfig`, and back to YAML. The only place that knows omegaconf and Hydra."""
+"""From `conf/` and overrides to a `RunConfig`, and back to YAML. The only place that knows omegaconf and Hydra.
+
+The defaults are those of the records. Hydra gets them as a configuration named `records`, with which the defaults list of
+`conf/config.yaml` begins; a file in `conf/` says what it has that differs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
@@ -39,7 +44,7 @@ def choices() -> dict[str, list[str]]:
 def load(overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
 
-    Keys, choices and types are checked here; whether the values make a run is for `check.py` to say.
+    Keys, choices and types are checked here; whether the values make a run is for `together.py` to say.
 
     Raises:
         ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
@@ -122,3 +127,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+ConfigStore.instance().store("records", _plain(dataclasses.asdict(RunConfig())))  # what conf/config.yaml begins with

@@ -1,31 +1,62 @@
-"""The configuration of a run, typed: one frozen record per group of `conf/`, a sentence per field.
+"""The configuration of a run, typed: one frozen record per group of `conf/`; per field its range, its default and a sentence.
 
-Only `load.py` makes these from files and overrides; everything else is given them.
+Only `load.py` makes these from files and overrides; everything else is given them. What a field may be, and whether a run
+that goes on may change it, is part of its type (`limits.py`). What several keys must be together stands in `together.py`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pipetrain.config.limits import Limit, MayChange, at_least, choice_of, matching, more_than, one_of, only, within
+
+NATIVE, DEEPSPEED = "native", "deepspeed"
+ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+
+Count = Annotated[int, at_least(1)]
+Amount = Annotated[int, at_least(0)]
+Size = Annotated[int, at_least(1, " must be {} or more")]
+Name = Annotated[str, matching(r"[\w.@,:+-]+", "a name without spaces")]
+
+_Positive = Annotated[float, more_than(0, " must be greater than {}")]
+_Probability = Annotated[
+    float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
+]
+_NoModelYet = Annotated[
+    str | None,
+    only(None, "the model is built from the keys of `model` (model=llama, model=gpt2): type model.path=null"),
+]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, built layer by layer."""
 
-    name: str = "llama"  # block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU)
-    num_blocks: int = 4  # transformer blocks; embedding and head are two more layers of the pipeline
-    hidden_size: int = 128  # width of the residual stream
-    num_heads: int = 4  # query heads per block
-    num_kv_heads: int | None = None  # key and value heads (grouped queries); None: as many as query heads
-    mlp_size: int | None = (
-        None  # width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8)
-    )
-    vocabulary_size: int | None = None  # number of tokens; None: what the tokenizer has
-    max_sequence_length: int = 1024  # the longest sequence that positions are made for
-    rope_base: float = 10_000.0  # base of the rotary frequencies
-    dropout: float = 0.0  # probability, in attention output, MLP output and embedding
-    norm_epsilon: float = 1e-5  # added under the root of a norm
-    path: str | None = None  # folder of a saved Hugging Face model to start from
+    # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
+    name: str = "llama"
+    num_blocks: Size = 4  # transformer blocks; embedding and head are two more layers of the pipeline
+    hidden_size: Size = 128  # width of the residual stream
+    num_heads: Size = 4  # query heads per block
+    num_kv_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
+    # Width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8).
+    mlp_size: Size | None = None
+    vocabulary_size: Size | None = None  # number of tokens; None: what the tokenizer has
+    max_sequence_length: Size = 1024  # the longest sequence that positions are made for
+    rope_base: _Positive = 10_000.0  # base of the rotary frequencies
+    dropout: _Probability = 0.0  # in attention output, MLP output and embedding
+    norm_epsilon: _Positive = 1e-5  # added under the root of a norm
+    path: MayChange[_NoModelYet] = None  # folder of a saved Hugging Face model to start from
+
+
+_HeldOut = Annotated[
+    float,
+    Limit(
+        lambda value: 0.0 <= value < 1.0,
+        " is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -33,13 +64,14 @@ class DataConfig:
     """Where the text comes from and how it is cut."""
 
     name: str = "stdlib"  # `stdlib` (the running Python's own library) or `text` (data.path)
-    path: str | None = None  # file or folder of text, for data=text
-    pattern: str = "**/*.txt"  # which files of the folder are read, as a glob
-    tokenizer: str = "byte"  # how text becomes tokens: `byte` (256 tokens)
-    batch_size: int = 16  # samples of a whole step, over all replicas
-    sequence_length: int = 256  # tokens per sample that are predicted
-    heldout_fraction: float = 0.1  # share of the files (by bytes) that training never sees
-    heldout_bytes: int = 204_800  # how much of the held-out part an evaluation reads at most
+    path: MayChange[str | None] = None  # file or folder of text, for data=text
+    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob
+    # How text becomes tokens: `byte` (256 tokens).
+    tokenizer: Annotated[str, only("byte", "text is read byte by byte")] = "byte"
+    batch_size: Size = 16  # samples of a whole step, over all replicas
+    sequence_length: Size = 256  # tokens per sample that are predicted
+    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) that training never sees
+    heldout_bytes: MayChange[int] = 204_800  # how much of the held-out part an evaluation reads at most
 
 
 @dataclass(frozen=True)
@@ -47,9 +79,9 @@ class PipelineConfig:
     """How the model is cut and in which order the ops run."""
 
     schedule: str = "gpipe"  # name of a schedule family, or a CSV file
-    num_stages: int | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
-    stages_per_rank: int = 1  # stages that live on one rank (interleaving)
-    num_microbatches: int = 8  # slices of a batch
+    num_stages: Count | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
+    stages_per_rank: Count = 1  # stages that live on one rank (interleaving)
+    num_microbatches: Count = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
@@ -59,71 +91,87 @@ class RecomputeConfig:
     """What is recomputed, and when."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
-    ahead: int = 1  # recomputed sets alive at once, per stage
-    keep: int = 0  # sets kept per stage
+    ahead: Count = 1  # recomputed sets alive at once, per stage
+    keep: Amount = 0  # sets kept per stage
     last_stage: str = "auto"  # `auto`: the last stage has no R; `always`: it has
-    granularity: str = "stage"  # what one R brings back: the whole `stage`
+
+
+_MORE_STAGES = "use more stages (pipeline.num_stages)"
+_OneReplica = Annotated[int, only(1, f"{_MORE_STAGES} for more ranks")]
+_NotSharded = Annotated[bool, only(False, f"parameters are not sharded; {_MORE_STAGES} to save memory")]
+_NotSplit = Annotated[int, only(1, f"layers are not split; {_MORE_STAGES} for more ranks")]
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Copies of the pipeline and what they share."""
 
-    num_replicas: int = 1  # whole copies of the pipeline
-    zero: int = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
-    fsdp: bool = False  # whether parameters are sharded over replicas
-    tensor: int = 1  # ranks that share one layer
+    num_replicas: _OneReplica = 1  # whole copies of the pipeline
+    zero: Annotated[int, within(0, 3)] = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
+    fsdp: _NotSharded = False  # whether parameters are sharded over replicas
+    tensor: _NotSplit = 1  # ranks that share one layer
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Which runtime trains."""
 
-    name: str = "native"  # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine
+    # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine.
+    name: Annotated[str, one_of(NATIVE, DEEPSPEED)] = NATIVE
+
+
+_Betas = Annotated[
+    tuple[float, float],
+    Limit(lambda value: all(0 <= beta < 1 for beta in value), ": allowed is two numbers, each from 0 to less than 1"),
+]
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW with a linear warm-up and a cosine to `final_fraction` of the learning rate."""
 
-    name: str = (
-        "adamw"  # `adamw` (torch), `deepspeed_cpu_adam` (state on the host) or `deepspeed_fused_adam` (CUDA only)
-    )
-    learning_rate: float = 3e-3  # at the end of the warm-up
-    weight_decay: float = 0.1  # for matrices only
-    betas: tuple[float, float] = (0.9, 0.95)  # decay of the two moments
-    warmup_steps: int = 20  # steps of linear warm-up
-    final_fraction: float = 0.1  # learning rate of the last step / learning_rate
-    clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
+    # `adamw` (torch), `deepspeed_cpu_adam` (state on the host) or `deepspeed_fused_adam` (CUDA only).
+    name: Annotated[str, choice_of(*OPTIMIZERS)] = ADAMW
+    learning_rate: Annotated[float, more_than(0)] = 3e-3  # at the end of the warm-up
+    weight_decay: Annotated[float, at_least(0)] = 0.1  # for matrices only
+    betas: _Betas = (0.9, 0.95)  # decay of the two moments
+    warmup_steps: Amount = 20  # steps of linear warm-up
+    final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
+    clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
 
 
 @dataclass(frozen=True)
 class GuardConfig:
     """What happens to a step whose loss or gradient cannot be right, before it changes a weight."""
 
-    not_finite: str = "stop"  # loss or gradient norm is not finite: `stop`, `skip` the step or `rollback` to a snapshot
-    spike: str = "off"  # a loss or gradient norm far above the latest ones: `off`, `stop`, `skip` or `rollback`
-    spike_factor: float = 3.0  # a spike is a loss above spike_factor x the median of the last spike_window losses
-    spike_norm_factor: float | None = None  # the same for the gradient norm; None: it is not looked at
-    spike_window: int = 20  # steps that the median is taken of; there is no spike before there are so many
-    max_skips: int = 10  # steps skipped in a row, after which the run stops
-    max_rollbacks: int = 3  # rollbacks of a run, after which it stops
+    # The loss or the gradient norm is not finite: `stop`, `skip` the step or `rollback` to a snapshot.
+    not_finite: Annotated[str, choice_of("stop", "skip", "rollback")] = "stop"
+    # A loss or gradient norm is far above the latest ones.
+    spike: Annotated[str, choice_of("off", "stop", "skip", "rollback")] = "off"
+    # A spike is a loss above spike_factor x the median of the last spike_window losses.
+    spike_factor: Annotated[float, more_than(1)] = 3.0
+    # The same for the gradient norm; None: it is not looked at.
+    spike_norm_factor: Annotated[float | None, more_than(1)] = None
+    spike_window: Count = 20  # steps that the median is taken of; there is no spike before there are so many
+    max_skips: Amount = 10  # steps skipped in a row, after which the run stops
+    max_rollbacks: Amount = 3  # rollbacks of a run, after which it stops
 
 
 @dataclass(frozen=True)
 class SnapshotConfig:
     """Saved training state."""
 
-    every_steps: int | None = None  # steps between snapshots; None: only when the run is asked to stop
-    keep_last: int = 2  # how many snapshots are kept, the newest
-    keep_every: int | None = None  # every keep_every-th of the regular ones stays for good; None: none does
+    every_steps: Count | None = None  # steps between snapshots; None: only when the run is asked to stop
+    keep_last: Count = 2  # how many snapshots are kept, the newest
+    keep_every: Count | None = None  # every keep_every-th of the regular ones stays for good; None: none does
 
 
 @dataclass(frozen=True)
 class WandbConfig:
     """The wandb tracker."""
 
-    mode: str = "disabled"  # `disabled`, `offline` (files in the run folder) or `online`
+    # `disabled`, `offline` (files in the run folder) or `online`.
+    mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
 
 
@@ -132,29 +180,54 @@ class ObserveConfig:
     """What is shown and written while training."""
 
     progress: bool = True  # a progress bar on rank 0 (lines where stderr is no terminal)
-    evaluate_every_steps: int | None = None  # steps between held-out evaluations; None: at the end only
+    evaluate_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+_Address = Annotated[
+    str,
+    Limit(
+        lambda value: re.fullmatch(r"[^\s:]+:\d{1,5}", value) and 0 < int(value.rpartition(":")[2]) < 65536,
+        ": allowed is HOST:PORT of the first machine, as in node1:29500",
+    ),
+]
+_TimeLimit = Annotated[
+    str | int,
+    matching(
+        r"[1-9]\d*|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", "minutes, H:M:S or D-H:M:S, as in 90, 12:00:00 or 2-00:00:00"
+    ),
+]
+_Options = Annotated[
+    tuple[str, ...],
+    Limit(
+        lambda value: all(re.fullmatch(r"--[a-z][^\n]*", option) for option in value),
+        ': allowed is a list of options of sbatch, as in ["--qos=long","--exclusive"]',
+    ),
+]
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """Where the processes run. What only SLURM reads comes below `device`."""
 
-    name: str = "local"  # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own
-    num_nodes: int = 1  # machines
-    gpus_per_node: int | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
-    rendezvous: str | None = None  # HOST:PORT of the first machine, where several meet; in a job its script sets it
-    device: str = "gpu"  # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores
-    partition: str | None = None  # where the job waits; None: the cluster's default
-    account: str | None = None  # who pays for the job; None: the user's default
-    time_limit: str | int | None = None  # of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's
-    cpus_per_rank: int | None = None  # CPU cores per rank; None: threads_per_rank
-    interface: str | None = None  # network device between machines, such as ib0; None: the one of the machine's name
-    signal_seconds: int = 120  # how long before its time limit the job is told to save and stop
+    # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own.
+    name: Annotated[str, one_of("local", "slurm")] = "local"
+    num_nodes: Count = 1  # machines
+    gpus_per_node: Count | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
+    # HOST:PORT of the first machine, where several meet; in a job its script sets it.
+    rendezvous: _Address | None = None
+    # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
+    device: Annotated[str, one_of("gpu", "cpu")] = "gpu"
+    partition: Name | None = None  # where the job waits; None: the cluster's default
+    account: Name | None = None  # who pays for the job; None: the user's default
+    time_limit: _TimeLimit | None = None  # of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's
+    cpus_per_rank: Count | None = None  # CPU cores per rank; None: threads_per_rank
+    interface: Name | None = None  # network device between machines, such as ib0; None: the one of the machine's name
+    signal_seconds: Count = 120  # how long before its time limit the job is told to save and stop
     requeue: bool = True  # whether the job waits again after a time limit, a preemption or a failure, and goes on
-    max_restarts: int = 3  # restarts in a row without a newer snapshot, after which the job gives up
-    options: tuple[str, ...] = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
+    max_restarts: Amount = 3  # restarts in a row without a newer snapshot, after which the job gives up
+    options: _Options = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
 @dataclass(frozen=True)
@@ -169,29 +242,27 @@ class CostConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, whole."""
+    """One run, whole. A run that goes on keeps what it computes: the seed, the data, the model."""
 
-    experiment: str = "quickstart"  # name of the experiment, part of the run folder's name
-    seed: int = 0  # of weights, dropout and data order
-    steps: int = 200  # optimizer steps
-    run_dir: str | None = None  # the run folder; None: runs/<date>/<time>-<experiment>
-    resume: str | None = (
-        None  # snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without
-    )
-    init_from: str | None = (
-        None  # weights to start from: a snapshot, the folder of a run that is done, a safetensors file
-    )
-    timeout_seconds: float = 600.0  # longest wait for another rank
-    threads_per_rank: int = 1  # CPU threads of one rank
+    experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
+    seed: Amount = 0  # of weights, dropout and data order
+    steps: MayChange[Count] = 200  # optimizer steps
+    run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
+    # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
+    resume: MayChange[str | None] = None
+    # Weights to start from: a snapshot, the folder of a run that is done, a safetensors file.
+    init_from: MayChange[str | None] = None
+    timeout_seconds: MayChange[Annotated[float, more_than(0)]] = 600.0  # longest wait for another rank
+    threads_per_rank: MayChange[Count] = 1  # CPU threads of one rank
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
-    observe: ObserveConfig = field(default_factory=ObserveConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    cost: CostConfig = field(default_factory=CostConfig)
+    pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
+    recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
+    parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
+    engine: MayChange[EngineConfig] = field(default_factory=EngineConfig)
+    optim: MayChange[OptimConfig] = field(default_factory=OptimConfig)
+    guard: MayChange[GuardConfig] = field(default_factory=GuardConfig)
+    snapshot: MayChange[SnapshotConfig] = field(default_factory=SnapshotConfig)
+    observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
+    cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
+    cost: MayChange[CostConfig] = field(default_factory=CostConfig)

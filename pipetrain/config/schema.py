@@ -1,13 +1,15 @@
-"""The keys of a configuration and the type of each, read off the records."""
+"""The keys of a configuration, read off the records: the type of each, the values that it may have, and who may change it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union
 
+from pipetrain.config.limits import Limit, Resume
 from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
@@ -17,14 +19,69 @@ _NAMES_OF_MANY = {int: "integers", str: "texts"}
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def keys(record: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def keys(record: type[Any] = RunConfig, prefix: str = "") -> dict[str, Any]:
     """Every key by its dotted path, with the type of its value; `model` as well as `model.name`."""
     found: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(record).items():
         found[prefix + name] = kind
-        if dataclasses.is_dataclass(kind):
+        if _is_record(kind):
             found |= keys(kind, f"{prefix}{name}.")
     return found
+
+
+@functools.cache
+def limits(record: type[Any] = RunConfig, prefix: str = "") -> dict[str, Limit]:
+    """The keys, by their dotted path, that may not have every value of their type."""
+    found: dict[str, Limit] = {}
+    for name, hint in typing.get_type_hints(record, include_extras=True).items():
+        for mark in _marks(hint):
+            if isinstance(mark, Limit):
+                found[prefix + name] = mark
+        kind = _bare(hint)
+        if _is_record(kind):
+            found |= limits(kind, f"{prefix}{name}.")
+    return found
+
+
+def guarded_keys(record: type[Any] = RunConfig, prefix: str = "") -> list[str]:
+    """The keys whose value a run that goes on must keep: all but those marked `MayChange`, by themselves or with their group."""
+    found: list[str] = []
+    for name, hint in typing.get_type_hints(record, include_extras=True).items():
+        if Resume.MAY_CHANGE in _marks(hint):
+            continue
+        kind = _bare(hint)
+        found += guarded_keys(kind, f"{prefix}{name}.") if _is_record(kind) else [prefix + name]
+    return found
+
+
+def check_limits(record: Any, prefix: str = "") -> None:
+    """The values of a record, each beside the mark of its field. `prefix` is what its keys begin with, as in `optim.`.
+
+    Raises:
+        ConfigError: a value that its key may not have.
+    """
+    for path, limit in limits(record.__class__).items():
+        problem = limit.problem(prefix + path, functools.reduce(getattr, path.split("."), record))
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+def _marks(hint: Any) -> tuple[Any, ...]:
+    """What `Annotated` adds to a type, or to one of those that a union joins."""
+    if typing.get_origin(hint) is Annotated:
+        return (*hint.__metadata__, *_marks(_bare(hint)))
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return tuple(mark for option in typing.get_args(hint) for mark in _marks(option))
+    return ()
+
+
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
+
+
+def _bare(hint: Any) -> Any:
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def check_key(path: str) -> None:
@@ -55,11 +112,10 @@ def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = ""
         path = f"{prefix}{name}"
         check_key(path)
         kind: Any = hints[name]
-        if dataclasses.is_dataclass(kind):
+        if _is_record(kind):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}={value}: this is a group with keys of its own ({', '.join(keys(kind))})")
-            nested = typing.cast(Callable[..., Any], kind)
-            arguments[name] = build(nested, value, f"{path}.")
+            arguments[name] = build(kind, value, f"{path}.")
         else:
             arguments[name] = _convert(path, value, kind)
     return record(**arguments)
@@ -67,7 +123,7 @@ def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = ""
 
 def _convert(path: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`: numbers stay what they are, an integer may stand for a float, a list becomes a tuple."""
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    allowed = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
     for option in allowed:
         fits, converted = _fit(value, option)
         if fits:

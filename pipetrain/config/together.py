@@ -1,119 +1,18 @@
-"""Whether the values of a configuration make a run: ranges, what is not supported, keys that must fit each other.
+"""Whether the values of a configuration make a run: each within its range, and keys that must fit each other.
 
-What model, data, plan and schedule need for themselves is checked where those are made.
+A range stands beside its field in `records.py`. What model, data, plan and schedule need for themselves is checked where
+those are made.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from pipetrain.config.engines import DEEPSPEED, NATIVE, OPTIMIZERS, check_engine
-from pipetrain.config.problem import ConfigError, not_a_choice
-from pipetrain.config.records import RunConfig
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, RunConfig, SnapshotConfig
+from pipetrain.config.schema import check_limits
 
-
-@dataclass(frozen=True)
-class _Range:
-    """The values that a key may have; null is always left to its type."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[Any], object]  # true or false
-    allowed: str
-
-
-@dataclass(frozen=True)
-class _Only:
-    """A key of the configuration of which this version supports one value."""
-
-    key: str
-    value: object
-    instead: str
-
-
-_SCHEDULE_RANGES = (
-    _Range(
-        ("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.num_microbatches", "recompute.ahead"),
-        lambda value: value >= 1,
-        "1 or more",
-    ),
-    _Range(("recompute.keep",), lambda value: value >= 0, "0 or more"),
-)
-_RUN_RANGES = (
-    _Range(
-        (
-            "steps",
-            "threads_per_rank",
-            "observe.evaluate_every_steps",
-            "snapshot.every_steps",
-            "snapshot.keep_last",
-            "snapshot.keep_every",
-            "guard.spike_window",
-        ),
-        lambda value: value >= 1,
-        "1 or more",
-    ),
-    _Range(("guard.spike_factor", "guard.spike_norm_factor"), lambda value: value > 1, "more than 1"),
-    _Range(("guard.max_skips", "guard.max_rollbacks"), lambda value: value >= 0, "0 or more"),
-    _Range(
-        ("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpus_per_rank", "cluster.signal_seconds"),
-        lambda value: value >= 1,
-        "1 or more",
-    ),
-    _Range(("cluster.max_restarts",), lambda value: value >= 0, "0 or more"),
-    _Range(("cluster.name",), lambda value: value in ("local", "slurm"), "local or slurm"),
-    _Range(("cluster.device",), lambda value: value in ("gpu", "cpu"), "gpu or cpu"),
-    _Range(
-        ("cluster.rendezvous",),
-        lambda value: re.fullmatch(r"[^\s:]+:\d{1,5}", value) and 0 < int(value.rpartition(":")[2]) < 65536,
-        "HOST:PORT of the first machine, as in node1:29500",
-    ),
-    _Range(
-        ("cluster.time_limit",),
-        lambda value: re.fullmatch(r"[1-9]\d*|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", str(value)),
-        "minutes, H:M:S or D-H:M:S, as in 90, 12:00:00 or 2-00:00:00",
-    ),
-    _Range(
-        ("cluster.partition", "cluster.account", "cluster.interface"),
-        lambda value: re.fullmatch(r"[\w.@,:+-]+", value),
-        "a name without spaces",
-    ),
-    _Range(
-        ("cluster.options",),
-        lambda value: all(re.fullmatch(r"--[a-z][^\n]*", option) for option in value),
-        'a list of options of sbatch, as in ["--qos=long","--exclusive"]',
-    ),
-    _Range(("seed", "optim.warmup_steps", "optim.weight_decay"), lambda value: value >= 0, "0 or more"),
-    _Range(("timeout_seconds", "optim.learning_rate", "optim.clip_norm"), lambda value: value > 0, "more than 0"),
-    _Range(
-        ("observe.wandb.mode",),
-        lambda value: value in ("disabled", "offline", "online"),
-        "disabled, offline or online",
-    ),
-    _Range(("optim.final_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
-    _Range(("engine.name",), lambda value: value in (NATIVE, DEEPSPEED), f"{NATIVE} or {DEEPSPEED}"),
-    _Range(("optim.name",), lambda value: value in OPTIMIZERS, ", ".join(OPTIMIZERS)),
-    _Range(("parallel.zero",), lambda value: 0 <= value <= 3, "from 0 to 3"),
-    _Range(
-        ("optim.betas",), lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each from 0 to less than 1"
-    ),
-)
-_GUARD_CHOICES = {
-    "guard.not_finite": ("stop", "skip", "rollback"),
-    "guard.spike": ("off", "stop", "skip", "rollback"),
-}
-_SCHEDULE_ONLY = (_Only("recompute.granularity", "stage", "an R brings back the whole stage"),)
-_RUN_ONLY = (
-    _Only("parallel.num_replicas", 1, "use more stages (pipeline.num_stages) for more ranks"),
-    _Only("parallel.fsdp", False, "parameters are not sharded; use more stages (pipeline.num_stages) to save memory"),
-    _Only("parallel.tensor", 1, "layers are not split; use more stages (pipeline.num_stages) for more ranks"),
-    _Only("data.tokenizer", "byte", "text is read byte by byte"),
-    _Only("model.path", None, "the model is built from the keys of `model` (model=llama, model=gpt2)"),
-)
+_COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
 
 
 def check_schedule(config: RunConfig) -> None:
@@ -122,7 +21,8 @@ def check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
-    _check(config, _SCHEDULE_RANGES, _SCHEDULE_ONLY)
+    check_limits(config.pipeline, "pipeline.")
+    check_limits(config.recompute, "recompute.")
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
         raise ConfigError(
             f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "
@@ -142,9 +42,10 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
         )
-    _check(config, _RUN_RANGES, _RUN_ONLY)
-    check_engine(config)
-    _check_guard(config)
+    check_limits(config)
+    for problem in _of_deepspeed(config) if config.engine.name == DEEPSPEED else _of_native(config):
+        raise ConfigError(problem)
+    _check_guard(config.guard, config.snapshot)
     if config.pipeline.num_microbatches > config.data.batch_size:
         raise ConfigError(
             f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
@@ -153,40 +54,57 @@ def check_run(config: RunConfig) -> None:
         )
 
 
-def _check_guard(config: RunConfig) -> None:
-    for key, allowed in _GUARD_CHOICES.items():
-        value = _value(config, key)
-        if value not in allowed:
-            raise not_a_choice(key, value, allowed)
-        if value == "rollback" and config.snapshot.every_steps is None:
+def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
+    for key, value in (("guard.not_finite", guard.not_finite), ("guard.spike", guard.spike)):
+        if value == "rollback" and snapshot.every_steps is None:
             raise ConfigError(
                 f"{key}=rollback: goes back to the newest snapshot, and there would be none; set snapshot.every_steps, as in "
                 "snapshot.every_steps=100"
             )
-    if config.snapshot.keep_every is not None and config.snapshot.every_steps is None:
+    if snapshot.keep_every is not None and snapshot.every_steps is None:
         raise ConfigError(
-            f"snapshot.keep_every={config.snapshot.keep_every}: keeps some of the regular snapshots, and there are none; set "
+            f"snapshot.keep_every={snapshot.keep_every}: keeps some of the regular snapshots, and there are none; set "
             "snapshot.every_steps, as in snapshot.every_steps=100"
         )
 
 
-def _check(config: RunConfig, ranges: Sequence[_Range], only: Sequence[_Only]) -> None:
-    for rule in only:
-        value = _value(config, rule.key)
-        if value != rule.value:
-            raise ConfigError(f"{rule.key}={value}: not supported, only {_shown(rule.value)} is; {rule.instead}")
-    for limit in ranges:
-        for key in limit.keys:
-            value = _value(config, key)
-            if value is not None and not limit.holds(value):
-                raise ConfigError(f"{key}={value}: allowed is {limit.allowed}")
-            if isinstance(value, float) and math.isinf(value):
-                raise ConfigError(f"{key}={value}: allowed is a finite number, {limit.allowed}")
+def _of_native(config: RunConfig) -> Iterator[str]:
+    if config.parallel.zero != 0:
+        yield (
+            f"parallel.zero={config.parallel.zero}: not supported by engine=native, which does not shard optimizer state; "
+            "use parallel.zero=0, or engine=deepspeed with parallel.zero=1"
+        )
 
 
-def _value(config: RunConfig, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), config)
+def _of_deepspeed(config: RunConfig) -> Iterator[str]:
+    pipeline, recompute, data = config.pipeline, config.recompute, config.data
+    if pipeline.schedule != "1f1b":
+        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
+    if recompute.mode not in ("never", "inline"):
+        yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
+    if recompute.ahead != 1:
+        yield _refused("recompute.ahead", recompute.ahead, "recomputes a set just before its B; use recompute.ahead=1")
+    if recompute.keep != 0:
+        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=0")
+    if pipeline.stages_per_rank != 1:
+        yield _refused(
+            "pipeline.stages_per_rank",
+            pipeline.stages_per_rank,
+            "has one stage per rank; use pipeline.stages_per_rank=1",
+        )
+    if pipeline.warmup is not None:
+        yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
+    if config.parallel.zero > 1:
+        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
+    if config.optim.name != ADAMW:
+        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
+    if data.batch_size % pipeline.num_microbatches:
+        yield _refused(
+            "data.batch_size",
+            data.batch_size,
+            f"wants microbatches of equal size; use a multiple of pipeline.num_microbatches={pipeline.num_microbatches}",
+        )
 
 
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _refused(key: str, value: object, instead: str) -> str:
+    return f"{key}={value}: not supported by engine=deepspeed, which {instead}"

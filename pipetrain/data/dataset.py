@@ -6,6 +6,7 @@ import pathlib
 from dataclasses import dataclass
 
 from pipetrain.config.records import DataConfig
+from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import find_files, source_of
 from pipetrain.data.split import fingerprint_of, split_files
@@ -30,20 +31,13 @@ class Data:
 
 def check_data(config: DataConfig) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
-    for key in ("batch_size", "sequence_length"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"data.{key}={getattr(config, key)} must be 1 or more")
-    if not 0.0 <= config.heldout_fraction < 1.0:
-        raise ValueError(
-            f"data.heldout_fraction={config.heldout_fraction} is a share of the bytes: at least 0 (nothing is held out), below 1; "
-            "the default is 0.1"
-        )
+    make_tokenizer(config.tokenizer)
+    check_limits(config, "data.")
     if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
         raise ValueError(
             f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
             f"set data.heldout_bytes={config.sequence_length} or more"
         )
-    make_tokenizer(config.tokenizer)
     size = sum(file.stat().st_size for file in find_files(config))
     if size <= config.sequence_length:
         raise _too_short("the text", size, config)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 
-from pipetrain.config.engines import ADAMW, DEEPSPEED, FUSED_ADAM
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import ADAMW, DEEPSPEED, FUSED_ADAM, RunConfig
 
 
 def check_available(config: RunConfig) -> None:

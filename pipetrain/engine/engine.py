@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,33 +10,10 @@ from torch import Tensor
 from pipetrain.data.batch import Batch
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.runtime.diagnosis import Diagnosis
-from pipetrain.timeline.step_report import Report
+from pipetrain.timeline.step_report import StepFigures, StepResult
 
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
 Accepts = Callable[[int, float, float | None], bool]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step: the same on every rank. Loss and norm may be not finite where the step was refused."""
-
-    loss: float  # mean over the batch, in nats per token
-    learning_rate: float
-    grad_norm: float | None  # global, before clipping; None where it is not known
-    is_accepted: bool = True  # whether the weights have changed
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What an engine knows of its last step on all ranks; bytes have one entry per rank."""
-
-    step_seconds: float  # from the start of the first F to the end of the last B
-    peak_memory_bytes: tuple[int | None, ...]
-    ops: Report | None = None  # what ran when; None: the engine does not tell
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.peak_memory_bytes)
 
 
 class Engine(Protocol):

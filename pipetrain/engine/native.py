@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipetrain.config.records import OptimConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.engine import Accepts, StepFigures, StepResult
+from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
@@ -20,6 +20,7 @@ from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.step_report import StepFigures, StepResult
 
 
 class NativeEngine:

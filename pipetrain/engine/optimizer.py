@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from pipetrain.config.engines import ADAMW, FUSED_ADAM
-from pipetrain.config.records import OptimConfig
+from pipetrain.config.records import ADAMW, FUSED_ADAM, OptimConfig
 
 _Groups = list[dict[str, Any]]
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pipetrain.config.engines import DEEPSPEED
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import DEEPSPEED, RunConfig
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.model.spec import ModelSpec

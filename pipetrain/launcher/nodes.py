@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from pipetrain.config.records import ClusterConfig, PipelineConfig
 from pipetrain.launcher.stop import SIGNALS
 
 # What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
@@ -56,6 +57,39 @@ class Nodes:
             f"({text}): is the command running on all of them, does that name lead to "
             "the first, and is the port free there and open between them?"
         )
+
+
+def choose_ranks_per_node(cluster: ClusterConfig, pipeline: PipelineConfig, num_ranks: int) -> int:
+    """How many of `num_ranks` ranks, which `pipeline` asks for, each machine starts.
+
+    Raises:
+        ValueError: machines and ranks do not fit each other.
+    """
+    if cluster.gpus_per_node is None:
+        per_node, rest = divmod(num_ranks, cluster.num_nodes)
+        if rest or per_node == 0:
+            raise ValueError(
+                f"cluster.num_nodes={cluster.num_nodes}: {_needed(pipeline, num_ranks)}, which cannot be spread evenly; "
+                "the number of ranks must be a multiple of the number of nodes"
+            )
+        return per_node
+    there_are = cluster.num_nodes * cluster.gpus_per_node
+    if there_are != num_ranks:
+        raise ValueError(
+            f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node} make {there_are} ranks, "
+            f"but {_needed(pipeline, num_ranks)}; set pipeline.num_stages={there_are * pipeline.stages_per_rank}, "
+            "or other nodes and ranks per node"
+        )
+    return cluster.gpus_per_node
+
+
+def _needed(pipeline: PipelineConfig, num_ranks: int) -> str:
+    if pipeline.num_stages is None:
+        return f"there are {num_ranks} ranks"
+    return (
+        f"pipeline.num_stages={pipeline.num_stages} with pipeline.stages_per_rank={pipeline.stages_per_rank} "
+        f"need {num_ranks} ranks"
+    )
 
 
 def node_rank_in_slurm(num_nodes: int) -> int | None:

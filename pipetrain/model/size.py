@@ -38,9 +38,9 @@ def size_of(
     are not known. `sequence_length`: tokens of a sample, on which attention depends; None: the longest that the model takes.
 
     Raises:
-        ValueError: `config` describes no model.
+        ValueError: `config` describes no model, or none that takes samples so long.
     """
-    check_model(config)
+    check_model(config, sequence_length=sequence_length)
     length = config.max_sequence_length if sequence_length is None else sequence_length
     size: ModelSize = load_function(family_of(config).size)(config, config.vocabulary_size or vocabulary_size, length)
     return size

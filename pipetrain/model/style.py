@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.config.schema import check_limits
 from pipetrain.model.registry import family_of, load_function
 
 
@@ -21,12 +22,7 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     `vocabulary_size` is the tokenizer's, `sequence_length` the data's; None: not compared.
     """
     family = family_of(config)
-    if config.path is not None:
-        raise ValueError(
-            f"model.path={config.path}: a saved Hugging Face model cannot be the start of a run yet; "
-            "allowed is a model built from the config: type model.path=null"
-        )
-    _check_ranges(config)
+    check_limits(config, "model.")
     load_function(family.check)(config)
     if sequence_length is not None and sequence_length > config.max_sequence_length:
         raise ValueError(
@@ -39,26 +35,6 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
             f"model.vocabulary_size={size} is smaller than the tokenizer's {vocabulary_size}: "
             f"leave it out, or set model.vocabulary_size={vocabulary_size} or more"
         )
-
-
-def _check_ranges(config: ModelConfig) -> None:
-    for key in (
-        "num_blocks",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "mlp_size",
-        "vocabulary_size",
-        "max_sequence_length",
-    ):
-        number = getattr(config, key)
-        if number is not None and number < 1:
-            raise ValueError(f"model.{key}={number} must be 1 or more")
-    if not 0.0 <= config.dropout < 1.0:
-        raise ValueError(f"model.dropout={config.dropout} is a probability: at least 0, below 1; 0 switches it off")
-    for key in ("norm_epsilon", "rope_base"):
-        if not getattr(config, key) > 0.0:
-            raise ValueError(f"model.{key}={getattr(config, key)} must be greater than 0")
 
 
 def check_heads(config: ModelConfig) -> None:

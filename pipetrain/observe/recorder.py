@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from typing import Any
 
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import ObserveConfig
 from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
@@ -24,27 +26,26 @@ from pipetrain.timeline.shown import Shown
 class Recorder:
     """Writes into a folder that exists, from `first_step` on. `metrics` and the `timelines` of the steps in `keep` are what rank 0 remembers."""
 
-    def __init__(self, folder: RunFolder, rank: int, config: RunConfig, keep: range, first_step: int = 1) -> None:
+    def __init__(
+        self, folder: RunFolder, rank: int, config: ObserveConfig, *, num_steps: int, keep: range, first_step: int = 1
+    ) -> None:
         self.metrics: list[StepMetrics] = []
         self.timelines: list[Timeline] = []
         self._folder = folder
         self._keep = keep
         self._stack = ExitStack()
-        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), config.steps, first_step)))
+        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), num_steps, first_step)))
         self.is_first = rank == 0
-        self._reporter = self._stack.enter_context(
-            make_reporter(config.steps, shown=config.observe.progress and self.is_first)
-        )
-        self._config = config
-        trackers = make_trackers(config.observe, folder, first_step) if self.is_first else {}
+        self._reporter = self._stack.enter_context(make_reporter(num_steps, shown=config.progress and self.is_first))
+        trackers = make_trackers(config, folder, first_step) if self.is_first else {}
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
-    def start(self, config_text: str, plan: Plan) -> None:
-        """What was to be done, before it is done."""
+    def start(self, config_text: str, config: Mapping[str, Any], plan: Plan) -> None:
+        """What was to be done, before it is done: the configuration as the text of its file, and as plain values."""
         if self.is_first:
             self._folder.config.write_text(config_text)
             self._folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
-            self._trackers.start({**asdict(self._config), "plan": asdict(plan)})
+            self._trackers.start({**config, "plan": asdict(plan)})
 
     def on_event(self, event: OpEvent) -> None:
         """The sink for this rank's events."""

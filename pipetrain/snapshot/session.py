@@ -18,29 +18,8 @@ from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
+from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run
 from pipetrain.snapshot.state import Part, RunState, tensors_of
-
-AUTO = "auto"
-# What a run must keep to go on exactly: its data and its model. Everything else may change.
-_FIXED_KEYS = (
-    "seed",
-    "data.name",
-    "data.tokenizer",
-    "data.batch_size",
-    "data.sequence_length",
-    "data.heldout_fraction",
-    "model.name",
-    "model.num_blocks",
-    "model.hidden_size",
-    "model.num_heads",
-    "model.num_kv_heads",
-    "model.mlp_size",
-    "model.vocabulary_size",
-    "model.max_sequence_length",
-    "model.rope_base",
-    "model.dropout",
-    "model.norm_epsilon",
-)
 
 
 class Ranks(Protocol):
@@ -159,7 +138,7 @@ class Snapshots:
         if path is None:
             return {}
         state = Snapshot(path, checked=True).state
-        check_same_run(path, state, self._config)
+        check_same_run(path, state, _plain(self._config))
         check_same_data(path, state, self._data)
         _say(f"going on from {path}")
         return {"path": str(path.resolve())}
@@ -169,55 +148,6 @@ class Snapshots:
         if path is None and self._start is not None:
             path = self._start.folder
         return {} if path is None else {"path": str(path.resolve())}
-
-
-def check_start(config: RunConfig) -> None:
-    """What can be said of `resume` and `init_from` before a process starts.
-
-    Raises:
-        ValueError: keys that do not go together, or a path where nothing is.
-    """
-    if config.resume == AUTO and config.run_dir is None:
-        raise ValueError("resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH as well")
-    if config.resume not in (None, AUTO) and config.init_from is not None:
-        raise ValueError(
-            f"resume={config.resume} init_from={config.init_from}: a resumed run has its weights; give one"
-        )
-    for key, path in (("resume", config.resume), ("init_from", config.init_from)):
-        if path not in (None, AUTO) and not Path(str(path)).exists():
-            raise ValueError(
-                f"{key}={path}: there is nothing; name a snapshot such as runs/latest/snapshots/step-00000200"
-            )
-
-
-def check_same_run(path: Path, state: RunState, config: RunConfig) -> None:
-    """Raises:
-    ValueError: with another model or other data the run would not go on where it was; or it has all its steps.
-    """
-    now = _plain(config)
-    for key in _FIXED_KEYS:
-        was, wanted = _value(state.config, key), _value(now, key)
-        if was != wanted and was is not _MISSING:
-            raise ValueError(
-                f"{key}={wanted}: the run of {path} had {was}, and goes on with the same data and model only; "
-                f"set {key}={was}, or start a new run with init_from={path}"
-            )
-    if state.step > config.steps:
-        raise ValueError(
-            f"steps={config.steps}: {path} has {state.step} steps behind it; set steps to {state.step} or more"
-        )
-
-
-def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> None:
-    """Raises:
-    ValueError: the text is not the one that the run was trained on, byte for byte.
-    """
-    if None not in (state.data, fingerprint) and state.data != fingerprint:
-        raise ValueError(
-            f"the text is not that of {path} (its SHA-256 is {str(fingerprint)[:12]}..., it was {str(state.data)[:12]}...): a "
-            "file was added, removed or changed, or data=stdlib is read by another Python; bring the old text back, or start "
-            f"a new run with init_from={path}"
-        )
 
 
 def _kept_for_good(config: RunConfig) -> int | None:
@@ -235,16 +165,6 @@ def _initialize(model: Model, path: Path) -> None:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"init_from={path}: these weights are of another model: {error}") from error
-
-
-_MISSING = object()
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
-    return value
 
 
 def _plain(record: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one step did: as one rank saw it, and of all ranks together."""
+"""What one step did: as one rank saw it, of all ranks together, and what any engine knows of it."""
 
 from __future__ import annotations
 
@@ -69,3 +69,26 @@ class Report:
             peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
         )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the same on every rank. Loss and norm may be not finite where the step was refused."""
+
+    loss: float  # mean over the batch, in nats per token
+    learning_rate: float
+    grad_norm: float | None  # global, before clipping; None where it is not known
+    is_accepted: bool = True  # whether the weights have changed
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What an engine knows of its last step on all ranks; bytes have one entry per rank."""
+
+    step_seconds: float  # from the start of the first F to the end of the last B
+    peak_memory_bytes: tuple[int | None, ...]
+    ops: Report | None = None  # what ran when; None: the engine does not tell
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.peak_memory_bytes)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
+import yaml
 
-from pipetrain.config.load import as_yaml, choices, load, read
+from pipetrain.config.load import as_yaml, choices, conf_dir, load, read
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
@@ -28,7 +31,7 @@ PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
     "pipeline.num_microbatches pipeline.balance pipeline.warmup recompute.mode recompute.ahead "
-    "recompute.keep recompute.last_stage recompute.granularity parallel.num_replicas parallel.zero "
+    "recompute.keep recompute.last_stage parallel.num_replicas parallel.zero "
     "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
     "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
     "cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "
@@ -48,6 +51,31 @@ def test_files_and_records_have_the_same_defaults() -> None:
     assert composed.data.pattern == "**/*.py"  # stdlib's own
     data = dataclasses.replace(composed.data, pattern=written.data.pattern)
     assert dataclasses.replace(composed, data=data) == written
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_no_file_repeats_a_default(file: pathlib.Path) -> None:
+    """They would be two places to change, and the second one would win in silence."""
+    text = file.read_text()
+    whole = file.parent == conf_dir() or "@package _global_" in text
+    values = yaml.safe_load(text) or {}
+    written = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+    default = dict(flat(yaml.safe_load(as_yaml(RunConfig()))))
+    found = list(flat(written, "" if whole else f"{file.parent.name}."))
+    assert [key for key, value in found if default[key] == value] == []
+
+
+def test_a_key_that_no_file_names_can_be_set_and_read() -> None:
+    assert "threads_per_rank" not in "".join(file.read_text() for file in conf_dir().rglob("*.yaml"))
+    assert load(["threads_per_rank=3", "run_dir=runs/${threads_per_rank}"]).run_dir == "runs/3"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,6 @@ OUT_OF_RANGE_FOR_SHOW_TOO = {
     "pipeline.num_stages=0": ["num_stages=0", "1 or more"],
     "recompute.ahead=0": ["recompute.ahead=0", "1 or more"],
     "recompute.keep=-1": ["recompute.keep=-1", "0 or more"],
-    "recompute.granularity=layer": ["recompute.granularity=layer", "not supported", "stage"],
 }
 UNSUPPORTED = {
     "parallel.num_replicas=2": "pipeline.num_stages",

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.config.load import load, read
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.schema import keys

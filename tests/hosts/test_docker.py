@@ -11,8 +11,7 @@ import yaml
 from machines import ROOT
 
 from pipetrain.config.load import load
-from pipetrain.config.together import check_run
-from pipetrain.plan.from_config import choose_num_ranks
+from pipetrain.prepare import prepare
 
 DOCKER = ROOT / "docker"
 TRY_NEEDS = ["buildah", "debootstrap", "apt-get"]
@@ -60,8 +59,7 @@ def test_compose_starts_two_ranks_of_one_run() -> None:
     assert "--rdzv-endpoint=node0:29400" in torchrun
     assert first["command"][module] == "pipetrain.train"
     config = load(first["command"][module + 1 :])
-    check_run(config)
-    assert choose_num_ranks(config) == len(nodes)
+    assert prepare(config).plan.num_ranks == len(nodes)
     assert config.run_dir is not None
     assert config.run_dir.startswith(first["volumes"][0].split(":")[1] + "/")
 

@@ -155,17 +155,16 @@ def test_a_signal_before_all_ranks_are_there_ends_at_once(num_announced: int) ->
 
 
 def agree_on(folder: str, port: int) -> None:
-    from pipetrain import train
+    from pipetrain.loop.agree import check_shared
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     meeting = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in meeting.items()}
-    train._SHARED_SECONDS = 0.2  # type: ignore[misc]
     with join_group(timeout_seconds=20.0) as group:
         own = pathlib.Path(folder) / f"disk-of-machine-{rank // 2}"
         own.mkdir(exist_ok=True)
-        train._check_shared(own, group)
+        check_shared(own, group, timeout_seconds=0.2)
 
 
 def test_a_folder_that_one_machine_does_not_see(tmp_path: pathlib.Path) -> None:

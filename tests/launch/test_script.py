@@ -8,7 +8,7 @@ import sysconfig
 
 import pytest
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JOB = [

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from test_report import REPORT
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.config.load import as_yaml, load
 from pipetrain.observe.folder import SWEEP_JOBS, RunFolder
 from pipetrain.observe.report import write_report

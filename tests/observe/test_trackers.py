@@ -13,7 +13,7 @@ import wandb_log
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.config.load import load
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics

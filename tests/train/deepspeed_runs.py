@@ -15,7 +15,7 @@ from pipetrain.data.dataset import make_data
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.which import make_engine
 from pipetrain.model.spec import make_spec
-from pipetrain.plan.from_config import choose_plan, choose_schedule
+from pipetrain.prepare import prepare
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 
 VOCABULARY = 32
@@ -52,12 +52,12 @@ def config_of(*options: str) -> RunConfig:
 
 
 def engine_of(config: RunConfig, vocabulary_size: int = VOCABULARY) -> Engine:
-    size = dist.get_world_size()
+    run = prepare(config, dist.get_world_size())
     return make_engine(
         config,
         make_spec(config.model, vocabulary_size),
-        choose_plan(config, size),
-        choose_schedule(config, size),
+        run.plan,
+        run.schedule,
         device=CPU,
         on_event=lambda event: None,
     )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipetrain.cli import COMMANDS, main
+from pipetrain.cli.main import COMMANDS, main
 
 MISTAKES = {
     "unknown key": ["train", "recompute.mod=inline"],
@@ -60,12 +60,13 @@ def test_a_mistake_ends_with_2_and_one_line(
         (["show", "pipeline.num_stages=4"], 0),
         (["train", "recompute.mod=inline"], 2),
         (["train", "model.num_heads=3"], 2),
+        (["train", "resume=nowhere"], 2),
         (["--help"], 0),
     ],
-    ids=["show", "unknown key", "model", "help"],
+    ids=["show", "unknown key", "model", "resume", "help"],
 )
 def test_light_commands_are_fast_and_need_no_torch(arguments: list[str], code: int) -> None:
-    program = f"import sys; from pipetrain.cli import main; code = main({arguments}); print('torch' in sys.modules); sys.exit(code)"
+    program = f"import sys; from pipetrain.cli.main import main; code = main({arguments}); print('torch' in sys.modules); sys.exit(code)"
     before = processor_seconds_of_children()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
@@ -98,7 +99,9 @@ def test_srun_must_not_start_all_ranks_several_times(
 
 def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pipetrain").mkdir()
-    monkeypatch.setattr("pipetrain.cli.__file__", str(tmp_path / "pipetrain" / "cli.py"))
+    monkeypatch.setattr(
+        "pipetrain.cli.bench_command.__file__", str(tmp_path / "pipetrain" / "cli" / "bench_command.py")
+    )
     assert main(["bench"]) == 2  # there are none
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("")

@@ -14,7 +14,7 @@ from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_
 from ranks import run_ranks
 from resumed import num_steps_of, start
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
 

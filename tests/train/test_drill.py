@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.proof.drill import Result, _Drill, _Ground, _run, drill_table
 
 HANDLED = Result("a rank is killed", 2, 1, 0.4, "rank 1 is gone", "from step 2, equal bit for bit", None)

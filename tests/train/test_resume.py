@@ -10,7 +10,7 @@ import pytest
 from commands import PIPETRAIN, TORCHRUN, children_of, end, make_text, wait_until
 from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.snapshot.files import steps_in
 from pipetrain.snapshot.manifest import check_whole
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import PIPETRAIN, TORCHRUN, begin, complete, make_text, wait_until
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 
 Finished = tuple[pathlib.Path, "subprocess.CompletedProcess[str]"]
 TINY = ["experiment=smoke", "data=text"]

@@ -11,7 +11,7 @@ import pytest
 from commands import PIPETRAIN, begin, complete, make_text, wait_until
 from resumed import num_steps_of
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 
 SWEEP = [*PIPETRAIN, "--multirun"]
 TINY = ["experiment=smoke", "data=text", "data.path=text", "observe.progress=false", "steps=3"]

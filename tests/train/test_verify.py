@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from pipetrain.cli import main
+from pipetrain.cli.main import main
 from pipetrain.proof import verify
 from pipetrain.proof.verify import Case, Row, cases, parity_table
 

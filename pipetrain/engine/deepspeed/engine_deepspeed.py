@@ -22,7 +22,7 @@ from torch import Tensor
 from pipetrain.config.records import OptimConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
-from pipetrain.engine.engine import Accepts, StepFigures, StepResult
+from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import IGNORED
@@ -33,6 +33,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.measure import peak_memory_bytes
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.seeding import generators_restored
+from pipetrain.timeline.step_report import StepFigures, StepResult
 
 _T = TypeVar("_T")
 _Microbatch = tuple[Tensor, tuple[Tensor, Tensor]]  # inputs, and targets with their weight

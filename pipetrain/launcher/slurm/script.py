@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.config.records import ClusterConfig, RunConfig
+from pipetrain.config.records import ClusterConfig
 
 BODY = "slurm.sbatch"
 # What the job script decides itself, anew at each start.
@@ -20,11 +20,17 @@ def launch_dir() -> Path:
 
 
 def job_script(
-    config: RunConfig, overrides: Sequence[str], *, run_dir: Path, ranks_per_node: int, python: str, name: str
+    cluster: ClusterConfig,
+    overrides: Sequence[str],
+    *,
+    run_dir: Path,
+    ranks_per_node: int,
+    threads_per_rank: int,
+    python: str,
+    name: str,
 ) -> str:
     """The text that sbatch gets. The same run folder at each start, so that the run goes on in it."""
-    cluster = config.cluster
-    cpus_per_rank = cluster.cpus_per_rank or config.threads_per_rank
+    cpus_per_rank = cluster.cpus_per_rank or threads_per_rank
     directives = _directives(cluster, run_dir, ranks_per_node, ranks_per_node * cpus_per_rank, name)
     kept = [text for text in overrides if text.partition("=")[0] not in _OF_THE_JOB]
     command = ["exec", "bash", str(launch_dir() / BODY), *kept]

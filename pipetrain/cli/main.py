@@ -1,0 +1,57 @@
+"""The `pipetrain` command: which subcommand is meant, and what is said where it fails.
+
+Each subcommand has a file of its own and imports what it needs when it runs, so that the light ones stay fast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
+from pipetrain.cli.command import Parser, refuse
+from pipetrain.cli.generate_command import GENERATE
+from pipetrain.cli.report_command import REPORT
+from pipetrain.cli.show_command import SHOW
+from pipetrain.cli.train_command import TRAIN
+from pipetrain.cli.verify_command import VERIFY
+from pipetrain.launcher.outcome import Exit
+from pipetrain.observe.output import STDOUT
+
+COMMANDS = {"train": TRAIN, "show": SHOW, "report": REPORT, "verify": VERIFY, "generate": GENERATE}
+_BENCH = "bench"  # has options of its own
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `pipetrain ARGV` and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return Exit.DONE if words else Exit.WRONG_INPUT
+    if words[0] == _BENCH and (benchmarks := find_benchmarks()) is not None:
+        return run_benchmarks(benchmarks, words[1:])
+    if words[0] not in COMMANDS:
+        return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
+    command = COMMANDS[words[0]]
+    parser = Parser(prog=f"pipetrain {words[0]}", description=command.help, allow_abbrev=False)
+    command.add_arguments(parser)
+    # `--json` alone must not take the override behind it for its file
+    arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
+    try:
+        return command.run(arguments)
+    except ValueError as error:
+        return refuse(str(error))
+    except KeyboardInterrupt:
+        return refuse("interrupted", Exit.FAILED)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return Exit.DONE
+
+
+def _help() -> str:
+    helps = {name: command.help for name, command in COMMANDS.items()}
+    if find_benchmarks() is not None:
+        helps[_BENCH] = BENCH_HELP
+    width = max(map(len, helps))
+    lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
+    return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])

@@ -1,0 +1,51 @@
+"""`pipetrain show`: a schedule, drawn, and what it costs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.launcher.outcome import Exit
+from pipetrain.observe.output import STDOUT, write_json
+
+if TYPE_CHECKING:
+    from pipetrain.timeline.shown import Shown
+
+
+def _add_arguments(parser: Parser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
+    )
+    parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
+    parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
+
+
+def _show(arguments: Arguments) -> int:
+    from pipetrain.observe.drawing import draw, write_drawing
+
+    shown = [_predicted(arguments.overrides)]
+    if arguments.against is not None:
+        shown.append(_predicted([*arguments.overrides, *shlex.split(arguments.against)]))
+    if arguments.json is not None:
+        values = [one.as_json() for one in shown]
+        write_json(values[0] if len(values) == 1 else values, arguments.json)
+    if arguments.out is not None:
+        write_drawing(shown, Path(arguments.out))
+    if arguments.json != STDOUT:
+        print(draw(shown, width=arguments.width))
+    return Exit.DONE
+
+
+def _predicted(overrides: Sequence[str]) -> Shown:
+    from pipetrain.config.load import load
+    from pipetrain.prepare import predict
+
+    return predict(load(overrides))
+
+
+SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)

@@ -1,0 +1,117 @@
+"""`pipetrain train`: refuses what cannot run, then becomes ranks on this machine, a job of SLURM, or several runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.report_command import reported
+from pipetrain.observe.output import STDOUT, write_json
+
+if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.launcher.nodes import Nodes
+    from pipetrain.prepare import Run
+
+
+def _add_arguments(parser: Parser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--multirun", "-m", action="store_true", help="a run for each combination of values, as in seed=1,2,3"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with cluster=slurm: print the job script, submit nothing"
+    )
+
+
+def _train(arguments: Arguments) -> int:
+    from pipetrain.config.load import load
+    from pipetrain.launcher.launch import is_rank
+
+    if arguments.multirun:
+        from pipetrain.cli.multirun import run_all
+
+        return run_all(arguments, check_train)
+    if is_rank():
+        from pipetrain.train import main as train_as_rank
+
+        return train_as_rank(arguments.overrides)
+    config = load(arguments.overrides)
+    becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
+    if arguments.dry_run and not becomes_a_job:
+        raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
+    if becomes_a_job:
+        from pipetrain.cli.slurm_job import check_job, submit_job
+
+        check_job(config.resume)
+        return submit_job(config, arguments, _ranks_per_node(config, check_train(config)))
+    return _start(config, arguments, _ranks_per_node(config, check_train(config)))
+
+
+def check_train(config: RunConfig) -> Run:
+    """All that can be said of a run before a process starts.
+
+    Raises:
+        ValueError: it cannot be; with the key, the value and what to type instead.
+    """
+    from pipetrain.engine.available import check_available
+    from pipetrain.observe.folder import check_free
+    from pipetrain.observe.trackers.chosen import check_trackers
+    from pipetrain.prepare import prepare
+    from pipetrain.snapshot.start import AUTO, check_start
+
+    run = prepare(config)
+    check_trackers(config.observe)
+    if config.resume != AUTO:
+        check_free(config.run_dir)
+    check_start(config.resume, config.init_from, config.run_dir)
+    check_available(config)
+    from pipetrain.data.dataset import check_data  # with torch, so after what can be refused without
+
+    check_data(config.data)
+    return run
+
+
+def _ranks_per_node(config: RunConfig, run: Run) -> int:
+    from pipetrain.launcher.nodes import choose_ranks_per_node
+
+    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks)
+
+
+def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
+    """The ranks of this machine, until they have ended."""
+    from pipetrain.launcher.launch import launch
+    from pipetrain.launcher.outcome import tell
+
+    outcome = launch(
+        "pipetrain.train",
+        arguments.overrides,
+        num_ranks=ranks_per_node,
+        threads_per_rank=config.threads_per_rank,
+        nodes=_nodes(config),
+    )
+    if arguments.json is not None and (report := reported(outcome.run_dir)) is not None:
+        write_json(report, arguments.json)
+    return tell(outcome, quiet=arguments.json == STDOUT)
+
+
+def _nodes(config: RunConfig) -> Nodes | None:
+    """The machines that meet; None: this one alone."""
+    from pipetrain.launcher.launch import check_not_a_slurm_task
+    from pipetrain.launcher.nodes import Nodes, node_rank_in_slurm
+
+    cluster = config.cluster
+    if cluster.rendezvous is not None:
+        node_rank = node_rank_in_slurm(cluster.num_nodes)
+        return Nodes(cluster.num_nodes, cluster.rendezvous, node_rank, config.timeout_seconds)
+    if cluster.num_nodes > 1:
+        raise ValueError(
+            f"cluster.num_nodes={cluster.num_nodes}: say where they meet, cluster.rendezvous=HOST:PORT of the first, and type the "
+            "same command on each of them; or cluster=slurm, which does that in a job"
+        )
+    check_not_a_slurm_task()
+    return None
+
+
+TRAIN = Command("train a model over pipeline stages", _add_arguments, _train)

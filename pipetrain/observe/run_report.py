@@ -1,0 +1,117 @@
+"""From what the steps did to what the run reports: the figures of a step, and of all of them beside the prediction."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from pipetrain.observe.metrics import StepMetrics
+from pipetrain.observe.report import RunReport
+from pipetrain.plan.measured import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
+from pipetrain.plan.plan import Plan
+from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.breakdown import bubble_fraction
+from pipetrain.timeline.shown import Shown, show_schedule
+from pipetrain.timeline.step_report import Report, StepFigures, StepResult
+
+
+def measured_steps(first_step: int) -> range:
+    """The steps of a run that begins with `first_step` whose op times the prediction is made from."""
+    return range(first_step - 1 + MEASURED_STEPS.start, first_step - 1 + MEASURED_STEPS.stop)
+
+
+def metrics_of(step: int, result: StepResult, figures: StepFigures, tokens_per_second: float) -> StepMetrics:
+    """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
+    ops, unknown = figures.ops, (None,) * figures.num_ranks
+
+    def per_rank(name: str) -> tuple[float | None, ...]:
+        return unknown if ops is None else tuple(getattr(rank, name) for rank in ops.breakdown)
+
+    return StepMetrics(
+        step=step,
+        loss=result.loss if math.isfinite(result.loss) else None,
+        lr=result.learning_rate,
+        grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
+        tokens_per_second=tokens_per_second,
+        step_seconds=figures.step_seconds,
+        bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
+        mfu=None,
+        recompute_hidden_seconds=per_rank("recompute_hidden_seconds"),
+        recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
+        wait_activation_seconds=per_rank("wait_activation_seconds"),
+        wait_gradient_seconds=per_rank("wait_gradient_seconds"),
+        fill_seconds=per_rank("fill_seconds"),
+        drain_seconds=per_rank("drain_seconds"),
+        imbalance_seconds=per_rank("imbalance_seconds"),
+        unexplained_seconds=per_rank("other_seconds"),
+        peak_activation_bytes=unknown if ops is None else ops.peak_activation_bytes,
+        peak_memory_bytes=figures.peak_memory_bytes,
+        skipped=not result.is_accepted,
+    )
+
+
+def measured_and_predicted(
+    schedule: Schedule, last: Report | None, early: Sequence[Timeline]
+) -> tuple[Shown | None, Shown | None]:
+    """The last step, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
+    if last is None:
+        return None, None
+    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+    measured = Shown(schedule, costs, last.timeline, bound_of(schedule, costs), last.breakdown)
+    return measured, show_schedule(schedule, costs) if early else None
+
+
+def make_report(
+    experiment: str,
+    plan: Plan,
+    schedule: Schedule,
+    metrics: Sequence[StepMetrics],
+    last: StepFigures,
+    *,
+    first_step: int,
+    predicted: Shown | None,
+    heldout_loss: float | None,
+    stopped_by: str | None,
+) -> RunReport:
+    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
+
+    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks.
+    """
+    compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
+    settled = compared or metrics
+
+    def median(name: str) -> float | None:
+        return _known(statistics.median, [getattr(step, name) for step in settled])
+
+    def medians(name: str) -> tuple[float | None, ...]:
+        return tuple(_known(statistics.median, values) for values in zip(*(getattr(step, name) for step in settled)))
+
+    return RunReport(
+        experiment=experiment,
+        schedule=schedule.family,
+        recompute_mode=schedule.policy.mode.value,
+        balance=plan.balance,
+        steps=metrics[-1].step,
+        loss=metrics[-1].loss,
+        heldout_loss=heldout_loss,
+        tokens_per_second=median("tokens_per_second"),
+        step_seconds_measured=median("step_seconds"),
+        step_seconds_predicted=predicted.step_seconds if predicted and compared else None,
+        bubble_fraction=median("bubble_fraction"),
+        stopped_by=stopped_by,
+        recompute_hidden_seconds=medians("recompute_hidden_seconds"),
+        recompute_exposed_seconds=medians("recompute_exposed_seconds"),
+        peak_activation_bytes=tuple(
+            _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
+        ),
+        peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+    )
+
+
+def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """`sum_up` of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum_up(known) if known else None

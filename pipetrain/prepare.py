@@ -1,0 +1,107 @@
+"""From a configuration to what runs: `RunConfig -> Run(plan, schedule, size)`. The only place where the two meet.
+
+    RunConfig ── check ──► number of ranks ──► Plan (which layers, which rank) ──► Schedule (the order of all ops)
+
+Without torch: the command line refuses a run that cannot be before a process starts, and a rank prepares the same again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from pipetrain.config.records import ClusterConfig, PipelineConfig, RecomputeConfig, RunConfig
+from pipetrain.config.together import check_run, check_schedule
+from pipetrain.model.size import ModelSize, size_of
+from pipetrain.plan.plan import Plan, make_plan
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import size_of_csv
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.shown import Shown, show_schedule
+
+_DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a configuration asks for, known before anything starts: where each layer lives, the order of all ops, the model's size."""
+
+    plan: Plan
+    schedule: Schedule
+    size: ModelSize
+
+
+def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
+    """The run of `config` on `num_ranks` ranks; None: on as many as it asks for. The schedule is proven to end.
+
+    Raises:
+        ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
+            value and what is allowed.
+    """
+    check_run(config)
+    pipeline = config.pipeline
+    ranks = _num_ranks(pipeline, config.cluster) if num_ranks is None else num_ranks
+    size = size_of(config.model, sequence_length=config.data.sequence_length)
+    plan = make_plan(
+        size.num_layers,
+        num_ranks=ranks,
+        num_stages=pipeline.num_stages,
+        stages_per_rank=pipeline.stages_per_rank,
+        num_microbatches=pipeline.num_microbatches,
+        balance=pipeline.balance,
+    )
+    return Run(plan, _schedule(pipeline, config.recompute, ranks), size)
+
+
+def predict(config: RunConfig) -> Shown:
+    """The schedule of `config` with its step simulated on `cost.*`. Model, data and balance are not looked at.
+
+    Raises:
+        ValueError: an unknown family, or numbers out of range or that do not fit each other.
+    """
+    check_schedule(config)
+    ranks = _num_ranks(config.pipeline, config.cluster)
+    costs = Costs.spread(
+        ranks * config.pipeline.stages_per_rank,
+        forward=config.cost.forward_seconds,
+        backward=config.cost.backward_seconds,
+        recompute=config.cost.recompute_seconds,
+        hop=config.cost.hop_seconds,
+    )
+    return show_schedule(_schedule(config.pipeline, config.recompute, ranks, costs), costs)
+
+
+def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
+    """As many as the stages need, as the schedule's file has, as the machines have, or two."""
+    if pipeline.num_stages is not None:
+        return pipeline.num_stages // pipeline.stages_per_rank
+    if pipeline.schedule.endswith(".csv"):
+        return size_of_csv(pipeline.schedule)[1]
+    if cluster.gpus_per_node is not None:
+        return cluster.num_nodes * cluster.gpus_per_node
+    return max(cluster.num_nodes, _DEFAULT_RANKS)
+
+
+def _schedule(
+    pipeline: PipelineConfig, recompute: RecomputeConfig, num_ranks: int, costs: Costs | None = None
+) -> Schedule:
+    policy = RecomputePolicy(  # it makes enums of text itself, and names the nearest where there is none
+        mode=cast(Mode, recompute.mode),
+        ahead=recompute.ahead,
+        keep=recompute.keep,
+        last_stage=cast(LastStage, recompute.last_stage),
+    )
+    schedule = make_schedule(
+        pipeline.schedule,
+        num_stages=num_ranks * pipeline.stages_per_rank,
+        num_microbatches=pipeline.num_microbatches,
+        num_ranks=num_ranks,
+        recompute=policy,
+        warmup=pipeline.warmup,
+        costs=costs,
+    )
+    check(schedule)
+    return schedule

@@ -1,0 +1,70 @@
+"""Where a run may start: what `resume` and `init_from` can name, and what a run that goes on must not change. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipetrain.config.schema import guarded_keys
+
+if TYPE_CHECKING:
+    from pipetrain.snapshot.state import RunState
+
+AUTO = "auto"
+_MISSING = object()
+
+
+def check_start(resume: str | None, init_from: str | None, run_dir: str | None) -> None:
+    """What can be said of `resume` and `init_from` before a process starts.
+
+    Raises:
+        ValueError: keys that do not go together, or a path where nothing is.
+    """
+    if resume == AUTO and run_dir is None:
+        raise ValueError("resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH as well")
+    if resume not in (None, AUTO) and init_from is not None:
+        raise ValueError(f"resume={resume} init_from={init_from}: a resumed run has its weights; give one")
+    for key, path in (("resume", resume), ("init_from", init_from)):
+        if path not in (None, AUTO) and not Path(str(path)).exists():
+            raise ValueError(
+                f"{key}={path}: there is nothing; name a snapshot such as runs/latest/snapshots/step-00000200"
+            )
+
+
+def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
+    """Whether the run of the snapshot `path` can go on with the configuration `now`, which is plain as in its `state`.
+
+    Raises:
+        ValueError: with another model or other data the run would not go on where it was; or it has all its steps.
+    """
+    for key in guarded_keys():
+        was, wanted = _value(state.config, key), _value(now, key)
+        if was != wanted and was is not _MISSING:
+            raise ValueError(
+                f"{key}={wanted}: the run of {path} had {was}, and goes on with the same data and model only; "
+                f"set {key}={was}, or start a new run with init_from={path}"
+            )
+    if state.step > now["steps"]:
+        raise ValueError(
+            f"steps={now['steps']}: {path} has {state.step} steps behind it; set steps to {state.step} or more"
+        )
+
+
+def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> None:
+    """Raises:
+    ValueError: the text is not the one that the run was trained on, byte for byte.
+    """
+    if None not in (state.data, fingerprint) and state.data != fingerprint:
+        raise ValueError(
+            f"the text is not that of {path} (its SHA-256 is {str(fingerprint)[:12]}..., it was {str(state.data)[:12]}...): a "
+            "file was added, removed or changed, or data=stdlib is read by another Python; bring the old text back, or start "
+            f"a new run with init_from={path}"
+        )
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return value

@@ -1,0 +1,85 @@
+"""The marks beside the fields of the records: the values that a key may have, and what a run that goes on must keep."""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import pytest
+
+from pipetrain.config.limits import Limit, MayChange, at_least, choice_of, matching, more_than, one_of, only, within
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import RunConfig
+from pipetrain.config.schema import check_limits, guarded_keys, keys, limits
+
+# the limit -> values that it takes, values that it refuses, what is told of the first of these
+LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
+    "at least": (at_least(1), [1, 2, None], [0, -1], "k=0: allowed is 1 or more"),
+    "more than": (more_than(0), [0.1], [0.0, float("nan")], "k=0.0: allowed is more than 0"),
+    "finite": (at_least(0), [1e300], [float("inf")], "k=inf: allowed is a finite number, 0 or more"),
+    "within": (within(0, 1), [0, 1], [1.1, -0.1], "k=1.1: allowed is from 0 to 1"),
+    "one of": (one_of("a", "b", "c"), ["b"], ["d"], "k=d: allowed is a, b or c"),
+    "choice": (choice_of("stop", "skip"), ["skip"], ["skp"], "k=skp: allowed are stop, skip; did you mean 'skip'?"),
+    "matching": (matching(r"\d+", "digits"), ["12", 12], ["1 2"], "k=1 2: allowed is digits"),
+    "only": (only(False, "wait"), [False], [True], "k=true: not supported, only false is; wait"),
+    "only null": (only(None, "wait"), [None], ["x"], "k=x: not supported, only null is; wait"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit(name: str) -> None:
+    limit, taken, refused, told = LIMITS[name]
+    assert [value for value in taken if limit.problem("k", value) is not None] == []
+    assert [value for value in refused if limit.problem("k", value) is None] == []
+    assert limit.problem("k", refused[0]) == told
+
+
+@dataclass(frozen=True)
+class Inner:
+    width: Annotated[int, at_least(2)] = 2
+    depth: MayChange[Annotated[int, at_least(3)] | None] = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = "x"
+    inner: Inner = field(default_factory=Inner)
+    other: MayChange[Inner] = field(default_factory=Inner)
+
+
+def test_marks_are_read_through_unions_and_groups() -> None:
+    assert set(limits(Outer)) == {"inner.width", "inner.depth", "other.width", "other.depth"}
+    check_limits(Outer())
+    with pytest.raises(ConfigError, match=r"^group\.inner\.depth=2: allowed is 3 or more$"):
+        check_limits(Outer(inner=Inner(depth=2)), "group.")
+
+
+def test_a_key_is_guarded_unless_it_or_its_group_may_change() -> None:
+    assert guarded_keys(Outer) == ["name", "inner.width"]
+
+
+def test_what_a_run_that_goes_on_must_keep() -> None:
+    """What it computes: everything else may change, and a key that is new is guarded until it is marked."""
+    data = "name tokenizer batch_size sequence_length heldout_fraction"
+    model = (
+        "name num_blocks hidden_size num_heads num_kv_heads mlp_size vocabulary_size max_sequence_length rope_base "
+        "dropout norm_epsilon"
+    )
+    expected = {"seed", *(f"data.{name}" for name in data.split()), *(f"model.{name}" for name in model.split())}
+    assert set(guarded_keys()) == expected
+
+
+@dataclass(frozen=True)
+class Grown(RunConfig):
+    new_key: int = 0
+    free_key: MayChange[int] = 0
+
+
+def test_a_new_key_is_guarded() -> None:
+    assert set(guarded_keys(Grown)) - set(guarded_keys()) == {"new_key"}
+
+
+def test_marks_do_not_change_types_or_defaults() -> None:
+    assert keys()["steps"] is int
+    assert keys()["snapshot.every_steps"] == (int | None)
+    check_limits(RunConfig())
+    with pytest.raises(ConfigError, match="steps=0: allowed is 1 or more"):
+        check_limits(replace(RunConfig(), steps=0))
