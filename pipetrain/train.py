@@ -81,7 +81,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
-    snapshots.attach(engine.model, engine.optimizer, guard)
+    snapshots.attach(engine.model, engine.optimizer, guard, from_file=spec.from_file)
     return Steps(
         num_steps=config.steps,
         tokens_per_step=config.data.batch_size * config.data.sequence_length,

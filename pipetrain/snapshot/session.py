@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pipetrain.config.records import RunConfig
+from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
@@ -67,15 +68,25 @@ class Snapshots:
         self._start = self._agree_on(self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
 
-    def attach(self, model: Model, optimizer: Optimizer, guard: Carried | None = None) -> None:
-        """Give a new model, its optimizer and the guard the state to start from, and save theirs from now on."""
+    def attach(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        guard: Carried | None = None,
+        *,
+        from_file: TensorMapping = unchanged,
+    ) -> None:
+        """Give a new model, its optimizer and the guard the state to start from, and save theirs from now on.
+
+        `from_file` makes the model's tensors of those in a file of weights (`ModelSpec.from_file`).
+        """
         self._model, self._optimizer, self._guard = model, optimizer, guard
         if self._start is not None:
             self._start.restore(model, optimizer, self._ranks.rank, self._ranks.device)
             if guard is not None:
                 guard.load_state_dict(self._start.state.guard)
         elif self._config.init_from is not None:
-            _initialize(model, Path(self._config.init_from))
+            _initialize(model, Path(self._config.init_from), from_file)
 
     def after_step(self, step: int, *, stopping: bool) -> None:
         """Save where it is time to, or where the run stops; then this waits until that is done. Collective."""
@@ -156,11 +167,11 @@ def _kept_for_good(config: RunConfig) -> int | None:
     return None if every is None or keep is None else every * keep
 
 
-def _initialize(model: Model, path: Path) -> None:
+def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     """Weights only: from a safetensors file, a run that is done, or a snapshot."""
     if path.is_dir() and (path / "weights" / "model.safetensors").is_file():
         path = path / "weights" / "model.safetensors"
-    weights = TensorFiles([path]) if path.is_file() else Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
+    weights = from_file(TensorFiles([path])) if path.is_file() else Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:

@@ -180,6 +180,20 @@ def test_init_from_takes_the_weights_and_nothing_else(tmp_path: pathlib.Path) ->
         assert all(torch.equal(old, new["exp_avg"]) for old, new in zip(before, optimizer.state.values()))
 
 
+def test_init_from_reads_a_file_under_the_names_that_the_model_has_there(tmp_path: pathlib.Path) -> None:
+    """A snapshot has the model's own names always, so nothing is translated there."""
+    model = train(tmp_path / "run", RunConfig(steps=2, snapshot=SnapshotConfig(every_steps=2)))
+    save_file({f"lm.{name}": value for name, value in model.state_dict().items()}, tmp_path / "lm.safetensors")
+    for source in ("lm.safetensors", "run"):
+        other, optimizer = trained(2)
+        session(tmp_path / "new", RunConfig(init_from=str(tmp_path / source))).attach(
+            other,
+            optimizer,
+            from_file=lambda tensors: {name[3:]: value for name, value in tensors.items()},
+        )
+        assert_equal(model, other)
+
+
 def test_init_from_another_model_is_refused(tmp_path: pathlib.Path) -> None:
     save_file({"0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"init_from=.*model\.safetensors: these weights are of another model"):
