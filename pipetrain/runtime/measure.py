@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from pipetrain.group.chain import Clock
+from pipetrain.group.clocks import Clock
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Kind
 from pipetrain.stage.stage import Stage

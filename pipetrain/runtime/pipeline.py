@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.model.spec import ModelSpec, check_sharing, spec_of
@@ -54,8 +55,8 @@ class Pipeline:
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step.
 
-    Every rank calls the same methods in the same order. A rank that is not the first may pass None as inputs, one that
-    is not the last None as targets.
+    Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
+    that does not hold the last None as targets.
 
     Raises:
         ValueError: arguments that do not fit each other; the same on every rank.
@@ -97,7 +98,7 @@ class Pipeline:
         self._group = join_group(group, device, timeout_seconds=timeout_seconds)
         self._lanes = make_lanes(self._group.rank, self._group.device)
         with self._group.starting():
-            self._clock = self._group.chain.align_clocks()
+            self._clock = align_clocks(self._group.chain)
             with introduced(self._group.chain, seed) as own:
                 own.model = json.dumps(spec.fingerprint, sort_keys=True)
                 self.plan = make_plan(
@@ -112,36 +113,28 @@ class Pipeline:
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(schedule, policy, self.plan, self._group.rank)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
-                self._stages = {
-                    index: self._build(spec, index, loss_fn, policy, checked=balance == "auto")
-                    for index in self.plan.stages_of(self._group.rank)
-                }
+                self._stages = self._build(spec, loss_fn, policy, checked=balance == "auto")
             self._runner = CallRunner(
-                self._group,
-                self.plan,
-                self._programs,
-                self._stages,
-                self._lanes,
-                self._meter,
-                loss_fn=loss_fn,
-                count_fn=count_fn,
+                self._group, self.plan, self._programs, self._stages, self._lanes, self._meter, loss_fn, count_fn
             )
 
     def _build(
-        self, spec: ModelSpec, index: int, loss_fn: LossFn | None, policy: RecomputePolicy, *, checked: bool
-    ) -> Stage:
-        """One of this rank's stages."""
-        device = self._group.device
-        return Stage(
-            index,
-            build_stage_layers(spec, self.plan, index, self._seed, device, checked=checked),
-            first_layer=self.plan.layers_of(index).start,
-            device=device,
-            meter=self._meter,
-            loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-            foreign=lambda: self._runner.transport.storages(),
-            share=sharing(self._lanes, policy.ahead),
-        )
+        self, spec: ModelSpec, loss_fn: LossFn | None, policy: RecomputePolicy, *, checked: bool
+    ) -> dict[int, Stage]:
+        """The stages of this rank."""
+        return {
+            index: Stage(
+                index,
+                build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked),
+                first_layer=self.plan.layers_of(index).start,
+                device=self.device,
+                meter=self._meter,
+                loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
+                foreign=lambda: self._runner.transport.storages(),
+                share=sharing(self._lanes, policy.ahead),
+            )
+            for index in self.plan.stages_of(self.rank)
+        }
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 
@@ -175,8 +168,8 @@ class Pipeline:
         """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank.
 
         Args:
-            inputs: the batch, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the first rank.
-            targets: likewise, on the last rank.
+            inputs: the batch, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the rank that holds the first stage.
+            targets: likewise, on the rank that holds the last stage.
             scale: multiplies what is back-propagated, and not the loss that is returned.
 
         Raises:
@@ -310,7 +303,10 @@ class Pipeline:
         weights.load_state_dict(self._layers(), state)
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's tensors on the CPU of rank 0, None on the others. Collective."""
+        """The whole model's tensors on the CPU of rank 0, None on the others. Collective.
+
+        Only rank 0 needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB.
+        """
         gathered = weights.gather(self.state_dict(), self._group.chain)
         if gathered is None:
             return None

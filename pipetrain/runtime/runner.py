@@ -39,7 +39,6 @@ class CallRunner:
         stages: Mapping[int, Stage],
         lanes: Lanes,
         meter: ActivationMeter,
-        *,
         loss_fn: LossFn | None,
         count_fn: Callable[[Any], int | float] | None,
     ) -> None:

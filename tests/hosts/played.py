@@ -162,6 +162,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     from torch.distributed import PrefixStore
 
     from pipetrain.group.chain import Chain
+    from pipetrain.group.clocks import align_clocks
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
     from pipetrain.group.torch_distributed import start_torch_distributed
@@ -189,7 +190,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
 
     name = "pipetrain/attempt-0/group-1"
     chain = meet(name)
-    chain.align_clocks()
+    align_clocks(chain)
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     introduce(Introduction(0, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
     edge = min(own, of)

@@ -1,4 +1,4 @@
-"""The chain's two primitives and what is made of them; groups of some ranks; coordinates."""
+"""What ranks agree on and carry along their chain, groups of some of them, and their places in the grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from parity_cases import assert_same_tensors, mean_square, rows
 from ranks import run_outcomes, run_ranks
 from torch import nn
 
-from pipetrain.group import chain as chains
+from pipetrain.group import neighbour as neighbours
+from pipetrain.group.clocks import align_clocks
 from pipetrain.group.coordinates import Coordinates, Grid
 from pipetrain.group.group import join_group
 from pipetrain.runtime import whole_state
@@ -29,11 +30,11 @@ def test_every_rank_has_a_place_in_the_grid(grid: Grid) -> None:
 
 
 def talk() -> dict[str, Any]:
-    long = 3 * chains._FRAME_BYTES
+    long = 3 * neighbours._FRAME_BYTES
     with join_group(timeout_seconds=20.0) as group:
         chain, own = group.chain, str(group.rank).encode()
         assert (group.coordinates.stage, group.grid.size) == (group.rank, 3)
-        clock = chain.align_clocks()
+        clock = align_clocks(chain)
         assert clock.offset_seconds == 0.0, "ranks of one machine share their clock"
         assert (clock.error_seconds > 0) == (group.rank > 0)
         return {
@@ -73,7 +74,7 @@ def runs_ahead() -> int:
             def note(*given: Any) -> None:
                 nonlocal unsent
                 unsent = max(unsent, neighbour._num_given - neighbour._num_sent)
-                if unsent == chains._MOST_UNSENT:
+                if unsent == neighbours._MOST_UNSENT:
                     store.set("piled up", "")
                 wait(*given)
 
@@ -86,7 +87,7 @@ def runs_ahead() -> int:
 
 
 def test_a_rank_that_runs_ahead_waits() -> None:
-    assert run_ranks(2, runs_ahead) == [chains._MOST_UNSENT, 0]
+    assert run_ranks(2, runs_ahead) == [neighbours._MOST_UNSENT, 0]
 
 
 def pairs_of_three() -> int:
