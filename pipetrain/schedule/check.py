@@ -194,9 +194,7 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
                 other, place = queue_of[awaited]
                 ended[other] = max(place, ended.get(other, -1))
             for source in _reads(schedule, op):
-                if source not in queue_of:  # a kind that this microbatch does without
-                    continue
-                other, place = queue_of[source]
+                other, place = queue_of.get(source, (own, -1))  # none of a kind that this microbatch does without
                 if place > ended.get(other, -1):
                     yield op, f"does not wait for {source}"
 

@@ -16,7 +16,6 @@ from pipetrain.schedule.kinds import Kind, Lane
 
 __all__ = ["Kind", "Lane", "Op"]  # kind and lane belong to the words in which ops are spoken of
 
-
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"
 )
@@ -35,6 +34,9 @@ class Op:
     microbatch: int | None = None
     part: int | None = None
     peer: int | None = None
+
+    def __hash__(self) -> int:  # of what tells ops of a step apart: a check hashes each of them some twenty times
+        return hash((self.stage, self.kind, self.microbatch))
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
