@@ -155,15 +155,15 @@ MUTANTS = (
     Mutant(
         "a wait left out: B does not wait for its R",
         "pipetrain/schedule/waits.py",
-        "            yield backward, op  # [2]\n",
+        "        yield way[0], op  # [2]\n",
         "",
         ("tests/schedule/test_schedule_edges.py", "tests/schedule/test_schedule_check.py"),
     ),
     Mutant(
         "a wait left out: R does not wait for a free place",
         "pipetrain/schedule/waits.py",
-        "                yield op, before[-policy.ahead]  # [3]\n",
-        "                pass\n",
+        "            yield op, before[-schedule.policy.ahead][1]  # [3]\n",
+        "            pass\n",
         ("tests/schedule/test_schedule_edges.py", "tests/schedule/test_schedule_check.py"),
     ),
     Mutant(

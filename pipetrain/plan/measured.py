@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
-from pipetrain.schedule.op import Kind
+from pipetrain.schedule.kinds import Direction
 from pipetrain.timeline.residuals import op_seconds
 
 MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is taken
@@ -16,23 +16,35 @@ FIRST_COMPARED_STEP = 5  # costs are never fitted to the steps that they are com
 
 
 def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
-    """The median time of F, B and R per stage and of a hop per edge and direction, over all microbatches and steps.
+    """The median time of each kind of op per stage, and of a hop per edge and direction, over all microbatches and steps.
 
-    A stage without R is given its F's time: its schedule has no R to charge it for.
+    A stage without R is given its F's time: its schedule has no R to charge it for. A backward that was only ever split
+    is charged as its two halves, and one that never was, as half and half.
     """
-    spent: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for op, seconds in op_seconds(timeline).items():
-            spent[op.kind, op.stage].append(seconds)
+            row = op.kind.row
+            if row.cost is not None:
+                place = op.stage if row.direction is not Direction.FORWARD or op.kind.computes else op.stage - 1
+                spent[row.cost, place].append(seconds)  # a hop is measured where it is received: its edge
 
-    def median(kind: Kind, stages: Iterable[int]) -> tuple[float, ...]:
-        return tuple(statistics.median(spent.get((kind, stage), [0.0])) for stage in stages)
+    def median(cost: str, places: int, instead: Sequence[float] = ()) -> tuple[float, ...]:
+        otherwise = instead or (0.0,) * places
+        return tuple(statistics.median(spent.get((cost, place), [otherwise[place]])) for place in range(places))
 
-    forward = median(Kind.F, range(num_stages))
+    def halves(cost: str) -> tuple[float, ...]:
+        return median(cost, num_stages, tuple(one / 2 for one in whole)) if any(key == cost for key, _ in spent) else ()
+
+    forward = median("forward", num_stages)
+    split = [sum(pair) for pair in zip(median("input_gradient", num_stages), median("weight_gradient", num_stages))]
+    whole = median("backward", num_stages, split)
     return Costs(
         forward=forward,
-        backward=median(Kind.B, range(num_stages)),
-        recompute=tuple(statistics.median(spent.get((Kind.R, stage), [forward[stage]])) for stage in range(num_stages)),
-        hop_forward=median(Kind.RECV_F, range(1, num_stages)),
-        hop_backward=median(Kind.RECV_B, range(num_stages - 1)),
+        backward=whole,
+        recompute=median("recompute", num_stages, forward),
+        hop_forward=median("hop_forward", num_stages - 1),
+        hop_backward=median("hop_backward", num_stages - 1),
+        input_gradient=halves("input_gradient"),
+        weight_gradient=halves("weight_gradient"),
     )

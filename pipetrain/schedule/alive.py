@@ -1,11 +1,23 @@
-"""How much a stage may hold at once, whatever the timing: sets (for their B) and stashed microbatches."""
+"""What opens and closes a set or a stash, and how much a stage may hold at once, whatever the timing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.kinds import Direction, Holding, kinds_where
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
+
+OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.opens)
+CLOSES_STASH = kinds_where(lambda row: Holding.STASH in row.closes)
+KEEPS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.opens)
+BRINGS_BACK_SET = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
+ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.closes)
+
+
+def brings_set(schedule: Schedule, op: Op) -> bool:
+    """Whether a set comes with the start of `op`: R, or F where the set is kept."""
+    return op.kind in BRINGS_BACK_SET or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
 
 
 @dataclass(frozen=True)
@@ -20,11 +32,11 @@ class SetPeak:
 def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     """Per stage, the worst over all timings that the schedule allows.
 
-    A kept set lives from the start of F to the end of B, a recomputed one from the start of R. The compute lane is a
+    A kept set lives from the start of F to the end of B, or W, a recomputed one from the start of R. The compute lane is a
     chain, so a moment is the number c of its ops that have ended while op c runs. The recompute lane may then have
     started each R whose waits lie in those c ops; at worst it has started them all.
     """
-    peaks = [SetPeak(0, 0, Op(stage, Kind.F, 0)) for stage in range(schedule.num_stages)]
+    peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
         kept = [0] * schedule.num_stages
         recomputed = [0] * schedule.num_stages
@@ -45,10 +57,9 @@ def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
     place = {op: number for number, op in enumerate(compute)}
     moments: list[tuple[int, bool, Op]] = []
     for number, op in enumerate(compute):
-        is_kept = (op.stage, op.microbatch) in schedule.kept
-        if op.kind is Kind.R or (op.kind is Kind.F and is_kept):
+        if brings_set(schedule, op):
             moments.append((number, True, op))
-        elif op.kind is Kind.B:
+        elif op.kind in ENDS_SET:
             moments.append((number + 1, False, op))
     unlocked = 0
     for op in schedule.lane(rank, Lane.RECOMPUTE):
@@ -60,11 +71,11 @@ def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
 
 
 def peak_stash(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most microbatches between the start of F and the end of B."""
+    """Per stage, the most microbatches between the start of F and the end of B, or W."""
     peaks, held = [0] * schedule.num_stages, [0] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         for op in schedule.lane(rank, Lane.COMPUTE):
             if op.stage >= schedule.first_backward:
-                held[op.stage] += {Kind.F: 1, Kind.B: -1}.get(op.kind, 0)
+                held[op.stage] += (op.kind in OPENS_STASH) - (op.kind in CLOSES_STASH)
                 peaks[op.stage] = max(peaks[op.stage], held[op.stage])
     return tuple(peaks)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import local_source, partner_of, receive_of, send_of
+from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.messages import partner_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
@@ -27,7 +28,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, *, max_stash: int | None = None) -> None:
-    """Returns if the schedule is sound; `max_stash` bounds the microbatches a stage holds between F and B.
+    """Returns if the schedule is sound; `max_stash` bounds the microbatches a stage holds between F and the end of its backward.
 
     Raises:
         ScheduleError: the first rule that is broken, by which op.
@@ -38,7 +39,8 @@ def check(schedule: Schedule, *, max_stash: int | None = None) -> None:
     for stage, count in enumerate(peak_stash(schedule)):
         if max_stash is not None and count > max_stash:
             sentence = "No stage holds more microbatches between F and B than its stash allows."
-            raise _error(schedule, sentence, Op(stage, Kind.F, 0), f"stage {stage} holds {count}, allowed {max_stash}")
+            first = schedule.way(Direction.FORWARD, stage, 0)[0]
+            raise _error(schedule, sentence, first, f"stage {stage} holds {count}, allowed {max_stash}")
 
 
 def _error(schedule: Schedule, sentence: str, op: Op, fault: str) -> ScheduleError:
@@ -53,15 +55,16 @@ def each_op_once(schedule: Schedule) -> Iterator[Fault]:
 
 def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
     """An op runs on the rank that holds its stage, in the lane of its kind, for a microbatch of the step."""
-    lanes = {Kind.F: Lane.COMPUTE, Kind.B: Lane.COMPUTE, Kind.SEND_F: Lane.SEND, Kind.SEND_B: Lane.SEND}
-    lanes |= {Kind.RECV_F: Lane.RECV, Kind.RECV_B: Lane.RECV}
-    lanes[Kind.R] = Lane.RECOMPUTE if schedule.policy.mode is Mode.OVERLAP else Lane.COMPUTE
+    overlap = schedule.policy.mode is Mode.OVERLAP
+    lanes = {kind: kind.row.lane_in(overlap) for kind in Kind}
     for rank, lane, op in schedule.ops():
         if not 0 <= op.stage < schedule.num_stages:
             yield op, f"there are stages 0 to {schedule.num_stages - 1}"
+        elif op.kind.row.cost is None:
+            yield op, f"the executor does not know {op.kind} yet"
         elif op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
             yield op, f"there are microbatches 0 to {schedule.num_microbatches - 1}"
-        elif op.kind not in lanes or op.part is not None or op.peer is not None:
+        elif op.part is not None or op.peer is not None:
             yield op, "the executor does not know ops of this form"
         elif schedule.stage_ranks[op.stage] != rank:
             yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
@@ -71,31 +74,46 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
 
 def each_forward(schedule: Schedule) -> Iterator[Fault]:
     """Each stage runs one F for each microbatch."""
-    yield from _missing(schedule, Kind.F, 0)
+    yield from _incomplete(schedule, Direction.FORWARD, 0)
 
 
 def each_backward(schedule: Schedule) -> Iterator[Fault]:
-    """Each stage runs one B for each microbatch, and none where nothing needs a gradient."""
-    yield from _missing(schedule, Kind.B, schedule.first_backward)
+    """Each stage runs one B, or one I and one W, for each microbatch, and none where nothing needs a gradient."""
+    yield from _incomplete(schedule, Direction.BACKWARD, schedule.first_backward)
+    backward = {kind for way in WAYS[Direction.BACKWARD] for kind in way}
     for _, _, op in schedule.ops():
-        if op.kind is Kind.B and op.stage < schedule.first_backward:
+        if op.stage < schedule.first_backward and op.kind in backward:
             yield op, f"stages below {schedule.first_backward} need no gradient"
 
 
-def _missing(schedule: Schedule, kind: Kind, first_stage: int) -> Iterator[Fault]:
-    there = {op for _, _, op in schedule.ops() if op.kind is kind}
+def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> Iterator[Fault]:
+    """Microbatches that do not pass a stage in exactly one of the ways of `direction`."""
+    kinds = {kind for way in WAYS[direction] for kind in way}
+    found: dict[tuple[int, int | None], list[Op]] = {}
+    for rank in range(schedule.num_ranks):
+        for op in schedule.lane(rank, Lane.COMPUTE):
+            if op.kind in kinds:
+                found.setdefault((op.stage, op.microbatch), []).append(op)
     for stage in range(first_stage, schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            if Op(stage, kind, microbatch) not in there:
-                yield Op(stage, kind, microbatch), "is missing"
+            way, ops = schedule.way(direction, stage, microbatch), found.get((stage, microbatch), [])
+            for op in way:
+                if op not in ops:
+                    yield op, f"is missing: {ops[0]} needs it" if ops and ops[0] in way else "is missing"
+            for op in ops:
+                if op not in way:
+                    yield (
+                        op,
+                        f"stands beside {' and '.join(map(str, way))}: a microbatch goes back once, as B or as I and W",
+                    )
 
 
 def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
-    """A set is either kept from F to B or brought back by one R, as the policy says."""
-    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is Kind.R}
+    """A set is either kept from F to the end of its backward or brought back by one R, as the policy says."""
+    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            place, op = (stage, microbatch), Op(stage, Kind.R, microbatch)
+            place, op = (stage, microbatch), Op(stage, RECOMPUTE, microbatch)
             if stage < schedule.first_backward:
                 if place in recomputed or place in schedule.kept:
                     yield op, f"stages below {schedule.first_backward} have no B, hence no set"
@@ -107,15 +125,18 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
                 yield op, "is missing: the set is not kept"
     for stage, microbatch in schedule.kept:
         if not (0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches):
-            yield Op(stage, Kind.F, microbatch), "is said to be kept, but is not in the schedule"
+            yield (
+                schedule.way(Direction.FORWARD, stage, microbatch)[0],
+                "is said to be kept, but is not in the schedule",
+            )
 
 
 def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:
     """Each tensor that crosses to another rank has one send and one receive, and there are no others."""
-    there = {op for _, lane, op in schedule.ops() if lane in (Lane.SEND, Lane.RECV)}
+    there = {op for _, lane, op in schedule.ops() if lane in MESSAGE_LANES}
     wanted = set()
     for _, _, op in schedule.ops():
-        send = send_of(schedule, op) if op.kind in (Kind.F, Kind.B) else None
+        send = send_of(schedule, op)
         if send is not None:
             wanted |= {send, partner_of(send)}
     yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
@@ -143,14 +164,17 @@ def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
 
 
 def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
-    """Each wait is one of an op in the schedule for an op in the schedule."""
-    there = {op for _, _, op in schedule.ops()}
+    """Each wait is one of an op in the schedule for an op of the same rank: of other ranks an executor knows nothing."""
+    home = {op: rank for rank, _, op in schedule.ops()}
     for op, awaited in schedule.waits.items():
-        if op not in there:
+        if op not in home:
             yield op, "has waits, but is not in the schedule"
+            continue
         for other in awaited:
-            if other not in there:
+            if other not in home:
                 yield op, f"waits for {other}, which is not in the schedule"
+            elif home[other] != home[op]:
+                yield op, f"waits for {other}, which is of rank {home[other]}"
 
 
 def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
@@ -158,40 +182,37 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
     queue_of: dict[Op, tuple[Queue, int]] = {}
     queues: dict[Queue, list[Op]] = {}
     for rank, lane, op in schedule.ops():
-        queue: Queue = (rank, lane, op.stage, op.kind) if lane in (Lane.SEND, Lane.RECV) else (rank, lane)
+        queue: Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
         ops = queues.setdefault(queue, [])
         queue_of[op] = queue, len(ops)
         ops.append(op)
     for own, ops in queues.items():
         ended: dict[Queue, int] = {}  # per queue, the last of its ops that has ended before this one starts
         for number, op in enumerate(ops):
-            ended[own] = number - 1
+            ended[own] = number - 1  # messages: started, and whatever that one waited for has ended
             for awaited in schedule.waits.get(op, ()):
                 other, place = queue_of[awaited]
                 ended[other] = max(place, ended.get(other, -1))
             for source in _reads(schedule, op):
-                other, place = queue_of[source]
+                other, place = queue_of.get(source, (own, -1))  # none of a kind that this microbatch does without
                 if place > ended.get(other, -1):
                     yield op, f"does not wait for {source}"
 
 
 def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     """The ops without which `op` has nothing to work on."""
-    if op.kind in (Kind.SEND_F, Kind.SEND_B):
-        yield Op(op.stage, Kind.F if op.kind is Kind.SEND_F else Kind.B, op.microbatch)
-    elif op.kind in (Kind.F, Kind.B):
-        source = receive_of(schedule, op) or local_source(schedule, op)
-        if source is not None:
-            yield source
-    if op.kind in (Kind.R, Kind.B):
-        yield Op(op.stage, Kind.F, op.microbatch)
-    if op.kind is Kind.B and (op.stage, op.microbatch) not in schedule.kept:
-        yield Op(op.stage, Kind.R, op.microbatch)
-    if op.kind is Kind.R and schedule.policy.mode is Mode.INLINE:
-        gradient = Op(op.stage, Kind.B, op.microbatch)
-        source = receive_of(schedule, gradient) or local_source(schedule, gradient)
-        if source is not None:
-            yield source
+    row = op.kind.row
+    for kind in row.reads:
+        yield Op(op.stage, kind, op.microbatch)
+    source = source_of(schedule, op)
+    if source is not None:
+        yield source
+    if row.needs_set and (op.stage, op.microbatch) not in schedule.kept:
+        yield Op(op.stage, RECOMPUTE, op.microbatch)
+    if op.kind is RECOMPUTE and schedule.policy.mode is Mode.INLINE:
+        gradient = source_of(schedule, schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0])
+        if gradient is not None:
+            yield gradient
 
 
 def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:

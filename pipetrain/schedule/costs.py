@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipetrain.schedule.kinds import Direction, Kind, Lane
+
 Spread = float | Sequence[float]
 
 
@@ -16,6 +18,8 @@ class Costs:
     `forward`, `backward` and `recompute` have one entry per stage; `hop_forward` (activations) and
     `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
+
+    `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
     """
 
     forward: tuple[float, ...]
@@ -25,22 +29,48 @@ class Costs:
     hop_backward: tuple[float, ...]
     input_bytes: tuple[float, ...] = ()
     set_bytes: tuple[float, ...] = ()
+    input_gradient: tuple[float, ...] = ()
+    weight_gradient: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.forward)
 
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """Seconds of an op of `kind`, per stage. A message takes as long at both its ends; 0 where a stage has none.
+
+        Raises:
+            ValueError: nothing runs ops of this kind yet.
+        """
+        row = kind.row
+        if row.cost is None:
+            raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
+        seconds: tuple[float, ...] = getattr(self, row.cost)
+        if row.meets is None:
+            return seconds or tuple(backward / 2 for backward in self.backward)
+        starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage
+        return (*seconds, 0.0) if starts_above else (0.0, *seconds)
+
     @staticmethod
     def spread(
-        num_stages: int, *, forward: Spread = 1.0, backward: Spread = 2.0, recompute: Spread = 1.0, hop: Spread = 0.0
+        num_stages: int,
+        *,
+        forward: Spread = 1.0,
+        backward: Spread = 2.0,
+        recompute: Spread = 1.0,
+        hop: Spread = 0.0,
+        input_gradient: Spread | None = None,
+        weight_gradient: Spread | None = None,
     ) -> Costs:
-        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each.
+        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B.
 
         Raises:
             ValueError: a list of the wrong length, or a negative number; the message names the key as `show` spells it.
         """
 
-        def fill(key: str, value: Spread, count: int, what: str) -> tuple[float, ...]:
+        def fill(key: str, value: Spread | None, count: int, what: str) -> tuple[float, ...]:
+            if value is None:
+                return ()
             values = (
                 (float(value),) * count if isinstance(value, (int, float)) else tuple(float(entry) for entry in value)
             )
@@ -57,6 +87,8 @@ class Costs:
             recompute=fill("recompute_seconds", recompute, num_stages, "stage"),
             hop_forward=hops,
             hop_backward=hops,
+            input_gradient=fill("input_gradient_seconds", input_gradient, num_stages, "stage"),
+            weight_gradient=fill("weight_gradient_seconds", weight_gradient, num_stages, "stage"),
         )
 
     def with_links(

@@ -1,32 +1,43 @@
 """Schedules as CSV files, in the compute-only spelling of torch.distributed.pipelining plus `R`.
 
     0F0,0F1,,0R0,0B0,0R1,0B1        a line per rank; empty cells are idle time and mean nothing
-    1F0,1B0,1F1,1B1
+    1F0,1I0,1F1,1W0,1I1,1W1         I and W are the halves of a B
 
 Without R, torch's own runtime reads the file. A file with R says itself which sets are recomputed, all others are kept;
-one without leaves that to the policy.
+one without leaves that to the policy, unless its first line is the word
+
+    keep                            all sets are kept
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
-from collections.abc import Iterator
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipetrain.schedule.families import ComputeLanes, Shape
-from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.recompute import with_recompute
+from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.recompute import AllKept, with_recompute
 from pipetrain.schedule.schedule import Schedule
 
-_KINDS = (Kind.F, Kind.R, Kind.B)
+_KINDS = kinds_where(lambda row: row.in_csv)
+_ALL_KEPT = "keep"  # the line that says so
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file; an R on a lane of its own is written before its B."""
+    """The text of the file; an R on a lane of its own is written before its B, or I."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
+    if (
+        schedule.kept
+        and schedule.policy.mode is not Mode.NEVER
+        and not any(_recomputes(op) for _, _, op in schedule.ops())
+    ):
+        writer.writerow([_ALL_KEPT])
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
@@ -40,7 +51,7 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
     Raises:
         ValueError: as `read_csv`.
     """
-    rows = _rows(Path(path))
+    rows, _ = _rows(Path(path))
     ops = [op for row in rows for _, op in row]
     if not ops:
         raise ValueError(f"{path}: holds no op; write a line per rank, as in 0F0,0F1,0B0,0B1")
@@ -48,47 +59,52 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
 
 
 def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
-    """The F, R and B of each rank.
+    """The ops of each rank's compute lane: F, B, I and W, and R if the file has them; `AllKept` if it says so.
 
     Raises:
         ValueError: the file is not there, or does not hold a schedule of this shape; the message says line and cell
             (both from 1) and what is allowed.
     """
-    rows = _rows(Path(path))
+    rows, all_kept = _rows(Path(path))
     if len(rows) != shape.num_ranks:
         raise ValueError(
             f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
         )
-    lanes: ComputeLanes = []
     for rank, row in enumerate(rows):
-        seen: Counter[Op] = Counter()
+        places: dict[Op, str] = {}
         for place, op in row:
             fault = _fault(op, rank, shape)
-            if seen[op]:
+            if op in places:
                 fault = "stands in this line twice; allowed is once"
+            elif all_kept and _recomputes(op):
+                fault = f"recomputes a set, but the first line says {_ALL_KEPT!r}; remove one of the two"
             if fault:
                 raise ValueError(f"{place}: {op} {fault}")
-            seen[op] += 1
-        lanes.append([op for _, op in row])
-        for op in _expected(rank, shape):
-            if op not in seen:
-                last = row[-1][0] if row else f"{path}, line {rank + 1}"
-                raise ValueError(f"{last}: the line ends without {op}; each stage needs F and B for each microbatch")
-    return lanes
+            places[op] = place
+        end = row[-1][0] if row else f"{path}, line {rank + 1}"
+        for stage in shape.stages_of(rank):
+            _check_ways(stage, shape, places, end)
+    lanes = [[op for _, op in row] for row in rows]
+    return AllKept(lanes) if all_kept else lanes
 
 
-def _rows(path: Path) -> list[list[tuple[str, Op]]]:
-    """Per line with a cell in it the ops with their place; lines without one are left out."""
+def _recomputes(op: Op) -> bool:
+    return op.kind is RECOMPUTE
+
+
+def _rows(path: Path) -> tuple[list[list[tuple[str, Op]]], bool]:
+    """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
+    lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
+    all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []
-    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
-        if cells:
-            places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
-            rows.append([(place, _parsed(place, cell)) for place, cell in places if cell.strip()])
-    return rows
+    for line, cells in lines[1:] if all_kept else lines:
+        places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
+        rows.append([(place, _parsed(place, cell)) for place, cell in places if cell.strip()])
+    return rows, all_kept
 
 
 def _parsed(place: str, cell: str) -> Op:
@@ -98,7 +114,7 @@ def _parsed(place: str, cell: str) -> Op:
         op = None
     if op is None or op.kind not in _KINDS or op.part is not None or op.peer is not None:
         raise ValueError(
-            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R or B, and microbatch, as in 2F0"
+            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
         )
     return op
 
@@ -116,7 +132,22 @@ def _fault(op: Op, rank: int, shape: Shape) -> str | None:
     return None
 
 
-def _expected(rank: int, shape: Shape) -> Iterator[Op]:
-    for stage in shape.stages_of(rank):
-        for kind in (Kind.F, Kind.B) if stage >= shape.first_backward else (Kind.F,):
-            yield from (Op(stage, kind, microbatch) for microbatch in range(shape.num_microbatches))
+def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) -> None:
+    """Each microbatch passes the stage once in each direction. `places` are the cells of the line's ops, in order."""
+    order = {op: number for number, op in enumerate(places)}
+    directions = Direction if stage >= shape.first_backward else (Direction.FORWARD,)
+    for direction, microbatch in itertools.product(directions, range(shape.num_microbatches)):
+        ways = [[Op(stage, kind, microbatch) for kind in way] for way in WAYS[direction]]
+        there = [way for way in ways if any(op in places for op in way)]
+        if not there:
+            raise ValueError(f"{end}: the line ends without {ways[0][0]}; each stage needs F and B for each microbatch")
+        first, *more = [op for way in there for op in way if op in places]
+        if len(there) > 1:
+            raise ValueError(
+                f"{places[more[-1]]}: {more[-1]} stands beside {first}; allowed are B, or I and W, not both"
+            )
+        if len(there[0]) > 1 + len(more):
+            (missing,) = (op for op in there[0] if op not in places)
+            raise ValueError(f"{places[first]}: {first} stands without {missing}; allowed are B, or I and W after it")
+        if any(order[after] < order[before] for before, after in itertools.pairwise(there[0])):
+            raise ValueError(f"{places[more[0]]}: {more[0]} stands before {first}, whose other half it is")

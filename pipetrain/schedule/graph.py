@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
-
-_MESSAGES = (Lane.SEND, Lane.RECV)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def _queue_pairs(ops: list[Op], lanes: list[dict[Lane, range]]) -> list[tuple[in
     pairs = []
     last: dict[tuple[int, str, int], int] = {}
     for rank, of_rank in enumerate(lanes):
-        for lane in _MESSAGES:
+        for lane in MESSAGE_LANES:
             for place in of_rank[lane]:
                 queue = (ops[place].stage, ops[place].kind, rank)
                 if queue in last:
@@ -133,7 +132,7 @@ def _blockers(graph: OpGraph, schedule: Schedule, place: int, ended: list[bool])
     """What keeps an op from running: its waits, the op before it in its queue, or the other end of its message."""
     lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
     before = range(place - 1, lane.start - 1, -1)
-    if graph.op_lanes[place] in _MESSAGES:
+    if graph.op_lanes[place] in MESSAGE_LANES:
         op = graph.ops[place]
         same = ((graph.ops[other].stage, graph.ops[other].kind) == (op.stage, op.kind) for other in before)
         before = range(next((other for other, one in zip(before, same) if one), -1), -1, -1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import Sets
+from pipetrain.schedule.recompute import Sets, decides_itself
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
@@ -22,7 +23,12 @@ Wanted = Callable[[int], bool]  # whether a pattern would keep microbatch i
 def with_best_kept(draft: Schedule, costs: Costs, lower: Callable[[Sets], Schedule]) -> Schedule:
     """The fastest of `lower(kept)` over the patterns that fit into `keep` places; of equal ones the first."""
     policy = draft.policy
-    if policy.keep == 0 or policy.mode is Mode.NEVER or draft.first_backward == draft.num_stages:
+    if (
+        decides_itself(draft)
+        or policy.keep == 0
+        or policy.mode is Mode.NEVER
+        or draft.first_backward == draft.num_stages
+    ):
         return lower(frozenset())
     candidates = [lower(kept) for kept in dict.fromkeys(_patterns(draft, policy.keep))]
     return min(candidates, key=lambda schedule: simulate(schedule, costs).step_seconds)
@@ -41,19 +47,19 @@ def _patterns(draft: Schedule, places: int) -> Iterator[frozenset[tuple[int, int
 def fill_places(
     draft: Schedule, places: int, wanted: Wanted, *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set that finds one of its stage's places free, in the order of F or, from the end, of B."""
+    """Keeps each wanted set that finds one of its stage's places free, in the order of F or, from the end, of B (or W)."""
     kept = set()
     for rank in range(draft.num_ranks):
         compute = draft.lane(rank, Lane.COMPUTE)
-        opens, closes = (Kind.B, Kind.F) if from_the_end else (Kind.F, Kind.B)
+        opens, closes = (ENDS_SET, KEEPS_SET) if from_the_end else (KEEPS_SET, ENDS_SET)
         alive: dict[int, set[int]] = {stage: set() for stage in range(draft.first_backward, draft.num_stages)}
         for op in reversed(compute) if from_the_end else compute:
             microbatch = op.microbatch or 0
             if op.stage not in alive:
                 continue
-            if op.kind is opens and len(alive[op.stage]) < places and wanted(microbatch):
+            if op.kind in opens and len(alive[op.stage]) < places and wanted(microbatch):
                 alive[op.stage].add(microbatch)
                 kept.add((op.stage, microbatch))
-            elif op.kind is closes:
+            elif op.kind in closes:
                 alive[op.stage].discard(microbatch)
     return frozenset(kept)

@@ -8,10 +8,11 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import WITH_WARMUP, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.keep import with_best_kept
+from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import add_messages
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
-from pipetrain.schedule.recompute import Sets, add_recompute
+from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.waits import add_edges
 
@@ -64,9 +65,9 @@ def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: Recompute
     """The compute lanes alone, without the R and B of stages in which nothing needs a gradient."""
 
     def needed(op: Op) -> bool:
-        return op.kind is Kind.F or op.stage >= shape.first_backward
+        return op.kind.row.direction is Direction.FORWARD or op.stage >= shape.first_backward
 
-    return Schedule(
+    draft = Schedule(
         family=family,
         num_microbatches=shape.num_microbatches,
         stage_ranks=shape.stage_ranks,
@@ -76,6 +77,7 @@ def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: Recompute
         kept=frozenset(),
         first_backward=shape.first_backward,
     )
+    return keep_all(draft) if isinstance(compute, AllKept) else draft
 
 
 def lower(draft: Schedule, chosen: Sets, transport_ahead: int) -> Schedule:

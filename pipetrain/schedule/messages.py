@@ -12,53 +12,58 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 
-def crosses(schedule: Schedule, stage: int) -> bool:
-    """Whether `stage` and the next one exist and live on different ranks."""
-    ranks = schedule.stage_ranks
-    return 0 <= stage < len(ranks) - 1 and ranks[stage] != ranks[stage + 1]
-
-
 def receive_of(schedule: Schedule, op: Op) -> Op | None:
-    """The receive that F or B `op` consumes, if its input comes by message."""
-    if op.kind is Kind.F and crosses(schedule, op.stage - 1):
-        return Op(op.stage, Kind.RECV_F, op.microbatch)
-    if op.kind is Kind.B and crosses(schedule, op.stage):
-        return Op(op.stage, Kind.RECV_B, op.microbatch)
-    return None
+    """The receive whose tensor `op` uses, if it comes by message."""
+    row = op.kind.row
+    if row.takes is None or row.direction is None:
+        return None
+    return Op(op.stage, row.takes, op.microbatch) if _crosses(schedule, op.stage - row.direction, op.stage) else None
 
 
 def send_of(schedule: Schedule, op: Op) -> Op | None:
-    """The send of what F or B `op` produces, if another rank needs it."""
-    if op.kind is Kind.F and crosses(schedule, op.stage):
-        return Op(op.stage, Kind.SEND_F, op.microbatch)
-    if op.kind is Kind.B and op.stage > schedule.first_backward and crosses(schedule, op.stage - 1):
-        return Op(op.stage, Kind.SEND_B, op.microbatch)
-    return None
+    """The send of what `op` produces, if another rank needs it."""
+    row = op.kind.row
+    if row.gives is None or row.direction is None:
+        return None
+    to = op.stage + row.direction
+    wanted = row.direction is Direction.FORWARD or to >= schedule.first_backward
+    return Op(op.stage, row.gives, op.microbatch) if wanted and _crosses(schedule, op.stage, to) else None
 
 
 def local_source(schedule: Schedule, op: Op) -> Op | None:
-    """The F or B on the same rank whose result `op` reads, where there is no message."""
-    neighbour = op.stage - 1 if op.kind is Kind.F else op.stage + 1
-    if not 0 <= neighbour < schedule.num_stages:
+    """The op on the same rank whose result `op` uses, where there is no message."""
+    direction = op.kind.row.direction
+    if direction is None or not op.kind.computes:
         return None
-    if schedule.stage_ranks[neighbour] != schedule.stage_ranks[op.stage]:
+    neighbour = op.stage - direction
+    if not 0 <= neighbour < schedule.num_stages or _crosses(schedule, neighbour, op.stage):
         return None
-    return Op(neighbour, op.kind, op.microbatch)
+    return schedule.way(direction, neighbour, op.microbatch)[0]
+
+
+def source_of(schedule: Schedule, op: Op) -> Op | None:
+    """What brings `op` the tensor that it uses: a receive, or the op of the neighbouring stage on the same rank."""
+    return receive_of(schedule, op) or local_source(schedule, op)
+
+
+def _crosses(schedule: Schedule, stage: int, other: int) -> bool:
+    """Whether both stages exist and live on different ranks."""
+    ranks = schedule.stage_ranks
+    return 0 <= stage < len(ranks) and 0 <= other < len(ranks) and ranks[stage] != ranks[other]
 
 
 def partner_of(op: Op) -> Op:
     """The receive that meets the send `op`, or the send that meets the receive."""
-    kind, step = {
-        Kind.SEND_F: (Kind.RECV_F, 1),
-        Kind.RECV_F: (Kind.SEND_F, -1),
-        Kind.SEND_B: (Kind.RECV_B, -1),
-        Kind.RECV_B: (Kind.SEND_B, 1),
-    }[op.kind]
-    return Op(op.stage + step, kind, op.microbatch)
+    row = op.kind.row
+    assert row.meets is not None
+    assert row.direction is not None
+    step = row.direction if row.lane is Lane.SEND else -row.direction
+    return Op(op.stage + step, row.meets, op.microbatch)
 
 
 def add_messages(schedule: Schedule) -> Schedule:

@@ -4,49 +4,21 @@
     2R1.3      only layer 3 of the stage              0SEND_F1>3  ... to stage 3, which is not its neighbour
     2STEP      the optimizer step of stage 2          2REDUCE_GRAD.0   bucket 0 of the gradient all-reduce
 
-This is the spelling of torch.distributed.pipelining plus `R`.
+This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has the kinds.
 """
 
 from __future__ import annotations
 
-import enum
 import re
 from dataclasses import dataclass
 
+from pipetrain.schedule.kinds import Kind, Lane
 
-class Kind(enum.StrEnum):
-    """What an op does. The value is its spelling."""
+__all__ = ["Kind", "Lane", "Op"]  # kind and lane belong to the words in which ops are spoken of
 
-    F = "F"  # forward
-    R = "R"  # recompute: the stage's forward a second time, to get the set back
-    B = "B"  # backward
-    SEND_F = "SEND_F"  # the output of F to the next stage
-    RECV_F = "RECV_F"  # the input of F from the stage before
-    SEND_B = "SEND_B"  # the gradient of the input to the stage before
-    RECV_B = "RECV_B"  # the gradient of the output from the next stage
-    REDUCE_GRAD = "REDUCE_GRAD"
-    STEP = "STEP"
-
-    @property
-    def computes(self) -> bool:
-        """Whether the op occupies the rank's device: a rank runs one of these at a time."""
-        return self in _COMPUTES
-
-
-_COMPUTES = frozenset({Kind.F, Kind.R, Kind.B})
-_PER_STAGE = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"
 )
-
-
-class Lane(enum.StrEnum):
-    """A logical queue of a rank. In `SEND` and `RECV` each stage edge and direction is a queue of its own."""
-
-    COMPUTE = "compute"
-    RECOMPUTE = "recompute"
-    SEND = "send"
-    RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +35,9 @@ class Op:
     part: int | None = None
     peer: int | None = None
 
+    def __hash__(self) -> int:  # of what tells ops of a step apart: a check hashes each of them some twenty times
+        return hash((self.stage, self.kind, self.microbatch))
+
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         part = "" if self.part is None else f".{self.part}"
@@ -78,7 +53,7 @@ class Op:
         """
         match = _SPELLING.fullmatch(text.strip())
         kind = Kind.__members__.get(match["kind"]) if match else None
-        if match is None or kind is None or (match["microbatch"] is None) != (kind in _PER_STAGE):
+        if match is None or kind is None or (match["microbatch"] is None) != (kind.row.per_stage):
             raise ValueError(
                 f"{text!r} is not an op: write stage, kind and microbatch, as in 2F0; kinds: {' '.join(Kind)}"
             )

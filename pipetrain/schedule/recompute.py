@@ -6,11 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Set
 
+from pipetrain.schedule.alive import KEEPS_SET
+from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, Mode
 from pipetrain.schedule.schedule import Schedule
 
 Sets = Set[tuple[int, int]]  # (stage, microbatch)
+
+_FIRST_READERS = frozenset(way[0] for way in WAYS[Direction.BACKWARD])  # of a set
 
 
 def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
@@ -21,17 +25,26 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         inline, early         F0 F1 F2 R0 B0 R1 B1 R2 B2
         overlap               the same as without R; on the recompute lane R0 R1 R2
 
-    R follows the order of the B that read them, also over several stages of a rank, so that the two lanes cannot wait
-    for each other in a circle. A schedule that comes with R, from a file, has already said what is recomputed.
+    R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two
+    lanes cannot wait for each other in a circle. A schedule that comes with R or with kept sets, from a file or a
+    generator, has already said what is recomputed.
+
+    Raises:
+        ValueError: the schedule itself has R, but the mode or the schedule says that their sets are kept.
     """
     policy = schedule.policy
-    backwards = _places(schedule, Kind.B)
-    written = _places(schedule, Kind.R)
+    backwards = _places(schedule, _FIRST_READERS)
+    written = _places(schedule, {RECOMPUTE})
     if policy.mode is Mode.NEVER:
         if written:
             raise ValueError("recompute.mode=never, but the schedule itself has R; choose another mode or remove them")
         return dataclasses.replace(schedule, kept=frozenset(backwards))
-    if written:
+    if schedule.kept & written:
+        stage, microbatch = min(schedule.kept & written)
+        raise ValueError(
+            f"{Op(stage, RECOMPUTE, microbatch)} recomputes a set that the schedule itself keeps; remove it"
+        )
+    if written or schedule.kept:
         kept = backwards - written
     else:
         kept = backwards & chosen
@@ -41,36 +54,53 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
     return dataclasses.replace(schedule, lanes=lanes, kept=frozenset(kept))
 
 
-def _places(schedule: Schedule, kind: Kind) -> set[tuple[int, int]]:
-    return {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind is kind}
+class AllKept(list[list[Op]]):
+    """Compute lanes that also say that all sets are kept, whatever the mode: what a generator, or a file, may give.
+
+    The policy bounds them all the same: `ahead` and `keep` together must allow as many sets at once.
+    """
+
+
+def keep_all(schedule: Schedule) -> Schedule:
+    """`schedule`, F and backwards alone, with all its sets kept."""
+    return dataclasses.replace(schedule, kept=frozenset(_places(schedule, _FIRST_READERS)))
+
+
+def decides_itself(schedule: Schedule) -> bool:
+    """Whether a schedule comes with R or with kept sets, so that nothing is left to choose."""
+    return bool(schedule.kept) or any(op.kind is RECOMPUTE for _, _, op in schedule.ops())
+
+
+def _places(schedule: Schedule, kinds: Set[Kind]) -> set[tuple[int, int]]:
+    return {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind in kinds}
 
 
 def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], mode: Mode, kept: Sets) -> dict[Lane, tuple[Op, ...]]:
     """The lanes of one rank with R where the mode wants it; R that stand there already stay in their order."""
     compute = lanes[Lane.COMPUTE]
-    if not any(op.kind is Kind.R for op in compute):
+    if not any(op.kind is RECOMPUTE for op in compute):
         compute = tuple(with_recompute(compute, lambda op: (op.stage, op.microbatch) not in kept))
     if mode is not Mode.OVERLAP:
         return {**lanes, Lane.COMPUTE: compute}
-    recompute = tuple(op for op in compute if op.kind is Kind.R)
-    return {**lanes, Lane.COMPUTE: tuple(op for op in compute if op.kind is not Kind.R), Lane.RECOMPUTE: recompute}
+    recompute = tuple(op for op in compute if op.kind is RECOMPUTE)
+    return {**lanes, Lane.COMPUTE: tuple(op for op in compute if op.kind is not RECOMPUTE), Lane.RECOMPUTE: recompute}
 
 
 def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute` with an R before each B that is `wanted`."""
+    """`compute` with an R before each B, or I, that is `wanted`."""
     for op in compute:
-        if op.kind is Kind.B and wanted(op):
-            yield Op(op.stage, Kind.R, op.microbatch)
+        if op.kind in _FIRST_READERS and wanted(op):
+            yield Op(op.stage, RECOMPUTE, op.microbatch)
         yield op
 
 
 def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
-    """The sets whose B comes right after their F on the compute lane: to recompute them would free nothing."""
+    """The sets whose B, or I, comes right after their F on the compute lane: to recompute them would free nothing."""
     found = set()
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
         for first, second in itertools.pairwise(compute):
             same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
-            if same and first.kind is Kind.F and second.kind is Kind.B:
+            if same and first.kind in KEEPS_SET and second.kind in _FIRST_READERS:
                 found.add((first.stage, first.microbatch or 0))
     return found

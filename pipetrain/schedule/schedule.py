@@ -1,11 +1,22 @@
-"""A schedule is a value: per rank and lane an ordered list of ops, and what each op waits for."""
+"""A schedule is a value: per rank and lane an ordered list of ops, and what each op waits for.
+
+What runs a schedule, devices or `simulate`, obeys it as follows, and `check` proves that this comes to an end:
+
+    An op starts when every op in its waits has ended and the op before it in its queue has ended. Of the messages of one
+    queue the host only has to have started the one before; they end in their order.
+
+So nothing but the order of a queue and a wait makes one op come after another, and what an executor of one rank cannot
+know, such as an op of another rank, nobody may wait for.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.kinds import WAYS, Direction
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 
 
@@ -17,12 +28,12 @@ class Schedule:
     of their lane. In `SEND` and `RECV` each (stage edge, direction) is a queue of its own: ops of one lane that use
     different edges do not wait for each other.
 
-    `waits[op]` are the ops that must have ended before `op` starts (for RECV: before it is posted), apart from those
-    before it in its queue. A RECV ends when its SEND does; that pairing is not in `waits`.
+    `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart
+    from those before it in its queue. A RECV ends when its SEND does; that pairing is not in `waits`.
 
-    `kept` are the (stage, microbatch) whose set stays from F to B; the others of a stage with a B have an R.
-    Stages below `first_backward` have no B, no R and no gradient messages: nothing in them or before them needs a
-    gradient. It is `num_stages` for a schedule of forwards only.
+    `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
+    backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
+    before them needs a gradient. It is `num_stages` for a schedule of forwards only.
     """
 
     family: str
@@ -51,3 +62,20 @@ class Schedule:
             for lane, ops in lanes.items():
                 for op in ops:
                     yield rank, lane, op
+
+    def way(self, direction: Direction, stage: int, microbatch: int | None) -> tuple[Op, ...]:
+        """The ops in which `microbatch` passes `stage` in this direction, in order: F; or B, or I and W."""
+        kinds = self._unusual_ways.get((direction, stage, microbatch), WAYS[direction][0])
+        return tuple(Op(stage, kind, microbatch) for kind in kinds)
+
+    @functools.cached_property
+    def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Kind, ...]]:
+        """Of each microbatch that passes a stage in another than the first way, the way."""
+        unusual = {kind: (direction, way) for direction, ways in WAYS.items() for way in ways[1:] for kind in way}
+        found = {}
+        for rank in range(self.num_ranks):
+            for op in self.lane(rank, Lane.COMPUTE):
+                if op.kind in unusual:
+                    direction, way = unusual[op.kind]
+                    found[direction, op.stage, op.microbatch] = way
+        return found

@@ -2,7 +2,7 @@
 
 The model, which is also what the runtime does:
 
-- A rank runs one F, R or B at a time, to its end. When it is free it takes the head of its compute lane if all that
+- A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
   this op waits for has ended, otherwise the head of its recompute lane if that one may run.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. Sends and receives do not occupy the rank.
@@ -16,8 +16,9 @@ import itertools
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, op_graph
+from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 # Two ends this close (relative to the clock) are one moment. Without it, rounding in the last digit of an arrival would
@@ -29,7 +30,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of one step, in seconds from the start of the first op. Deterministic.
 
     Raises:
-        ValueError: the costs are for another number of stages, or the schedule comes to a stop before its end; the
+        ValueError: the costs are for another number of stages, an op has no cost, or the schedule comes to a stop before its end; the
             message then says which rank waits in which op for what.
     """
     if costs.num_stages != schedule.num_stages:
@@ -54,9 +55,8 @@ class _Run:
         self.busy = [False] * len(graph.lanes)
 
     def to_end(self) -> None:
-        messages = (Lane.SEND, Lane.RECV)
         for place, lane in enumerate(self.graph.op_lanes):
-            if lane in messages and self.pending[place] == 0:
+            if lane in MESSAGE_LANES and self.pending[place] == 0:
                 self._ready_for_partner(place, 0.0)
         touched = set(range(len(self.graph.lanes)))
         now = 0.0
@@ -126,14 +126,8 @@ class _Run:
 
 def _durations(ops: list[Op], costs: Costs) -> list[float]:
     """Seconds of each op; a message takes its time on the sender's side."""
-    tables: dict[Kind, tuple[float, ...]] = {
-        Kind.F: costs.forward,
-        Kind.B: costs.backward,
-        Kind.R: costs.recompute,
-        Kind.SEND_F: costs.hop_forward,
-        Kind.SEND_B: (0.0, *costs.hop_backward),  # stage s sends its gradient over edge s - 1
-    }
-    return [tables[op.kind][op.stage] if op.kind in tables else 0.0 for op in ops]
+    tables = {kind: costs.of(kind) for kind in {op.kind for op in ops}}
+    return [tables[op.kind][op.stage] for op in ops]
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
@@ -149,7 +143,7 @@ def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
         if head is None:
             continue
         awaited = [graph.ops[place] for place in awaited_by.get(head, [])]
-        receive = next((op for op in awaited if op.kind in (Kind.RECV_F, Kind.RECV_B)), None)
+        receive = next((op for op in awaited if op.kind.row.lane is Lane.RECV), None)
         if receive is not None:
             lines.append(f"rank {rank} waits in {receive} for {partner_of(receive)}")
             continue

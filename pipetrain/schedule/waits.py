@@ -9,18 +9,23 @@
         or not at all, while the stage will hold as many inputs at once anyway
     [7] gradients wait for the last activations         1RECV_B0 <- 1F6     (of 8 forwards, all before B0)
 
+With a split backward I stands for B in [1], [2], [4] and [6], and W in [3]: a set is free when its W has ended.
+
 Ops of the same lane need no edge: their order is the lane's. [1] between neighbours on one rank is written down all
 the same, because there the order of the lane carries data from one stage to the other.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 from pipetrain.schedule.alive import peak_stash
-from pipetrain.schedule.messages import local_source, receive_of, send_of
+from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.messages import receive_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
@@ -48,15 +53,15 @@ def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     own = {op: op for _, _, op in schedule.ops()}  # the lanes' own objects: of many stages, equal ones would add up
     return dataclasses.replace(
         schedule,
-        waits={own[op]: tuple(own[one] for one in dict.fromkeys(awaited)) for op, awaited in waits.items()},
+        waits={
+            own.get(op, op): tuple(own.get(one, one) for one in dict.fromkeys(awaited)) for op, awaited in waits.items()
+        },
     )
 
 
 def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:
     for op in compute:
-        if op.kind is Kind.R:
-            continue
-        source = receive_of(schedule, op) or local_source(schedule, op)
+        source = source_of(schedule, op)
         if source is not None:
             yield op, source  # [1]
         send = send_of(schedule, op)
@@ -65,51 +70,59 @@ def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:
 
 
 def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
-    policy = schedule.policy
-    own_lane = policy.mode is Mode.OVERLAP
-    done: defaultdict[int, list[Op]] = defaultdict(list)
-    for op in schedule.lane(rank, Lane.RECOMPUTE if own_lane else Lane.COMPUTE):
-        if op.kind is not Kind.R:
-            continue
-        backward = Op(op.stage, Kind.B, op.microbatch)
-        if own_lane:
-            yield backward, op  # [2]
-            yield op, Op(op.stage, Kind.F, op.microbatch)  # [3]
-            before = done[op.stage]
-            if len(before) >= policy.ahead:
-                yield op, before[-policy.ahead]  # [3]
-            before.append(backward)
-        elif policy.mode is Mode.INLINE:
-            gradient = receive_of(schedule, backward) or local_source(schedule, backward)
-            if gradient is not None:
-                yield op, gradient  # [4]
+    if schedule.policy.mode is Mode.OVERLAP:
+        yield from _overlapped_edges(schedule, rank)
+    elif schedule.policy.mode is Mode.INLINE:
+        for op in schedule.lane(rank, Lane.COMPUTE):
+            if op.kind is RECOMPUTE:
+                gradient = source_of(schedule, schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0])
+                if gradient is not None:
+                    yield op, gradient  # [4]
+
+
+def _overlapped_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
+    place = {op: number for number, op in enumerate(schedule.lane(rank, Lane.COMPUTE))}
+    ends: defaultdict[int, list[tuple[int, Op]]] = defaultdict(list)  # of the sets before, by stage, in their order
+    for op in schedule.lane(rank, Lane.RECOMPUTE):
+        way = schedule.way(Direction.BACKWARD, op.stage, op.microbatch)
+        yield way[0], op  # [2]
+        yield op, Op(op.stage, op.kind.row.reads[0], op.microbatch)  # [3]
+        before = ends[op.stage]
+        if len(before) >= schedule.policy.ahead:
+            yield op, before[-schedule.policy.ahead][1]  # [3]
+        bisect.insort(before, (place.get(way[-1], len(place)), way[-1]), key=itemgetter(0))
 
 
 def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Edge]:
-    used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers
+    used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers, per queue of receives
+    receives = [receive_of(schedule, op) for op in compute]
     # A rank has one way into the network. A gradient that no B can use before all F are done (in GPipe; in the others at
     # their end) would take it from the activations of the last F, so it may come when only one of these is on its way.
-    fed = [place for place, op in enumerate(compute) if op.kind is Kind.F and receive_of(schedule, op) is not None]
-    for place, op in enumerate(compute):
-        receive = None if op.kind is Kind.R else receive_of(schedule, op)
+    fed = [place for place, receive in enumerate(receives) if receive is not None and _goes(receive, Direction.FORWARD)]
+    for place, receive in enumerate(receives):
         if receive is None:
             continue
-        consumers, after = used[op.stage, op.kind], []
+        consumers, after = used[receive.stage, receive.kind], []
         if ahead == 0:
             first_use = place - 1 if _recomputed_inline(schedule, compute, place) else place
             after += [first_use - 1] if first_use > 0 else []  # [6]
         else:
-            if len(consumers) >= (max(ahead, stash[op.stage]) if op.kind is Kind.F else ahead):
+            held_anyway = stash[receive.stage] if _goes(receive, Direction.FORWARD) else 0
+            if len(consumers) >= max(ahead, held_anyway):
                 after.append(consumers[-ahead])  # [6]
-            if op.kind is Kind.B and len(fed) > 1 and place > fed[-1]:
+            if _goes(receive, Direction.BACKWARD) and len(fed) > 1 and place > fed[-1]:
                 after.append(fed[-2])  # [7]
         if after:
             yield receive, compute[max(after)]
         consumers.append(place)
 
 
+def _goes(op: Op, direction: Direction) -> bool:
+    return op.kind.row.direction is direction
+
+
 def _recomputed_inline(schedule: Schedule, compute: tuple[Op, ...], place: int) -> bool:
     """Whether the op before `place` is the R that waits for the same gradient."""
-    backward = compute[place]
-    inline = schedule.policy.mode is Mode.INLINE and backward.kind is Kind.B
-    return inline and place > 0 and compute[place - 1] == Op(backward.stage, Kind.R, backward.microbatch)
+    reader, before = compute[place], compute[place - 1] if place else None
+    inline = schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD)
+    return inline and before == Op(reader.stage, RECOMPUTE, reader.microbatch)

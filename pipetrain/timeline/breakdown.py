@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.messages import local_source, receive_of
-from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.messages import source_of
+from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.memory import sets_over_time
 
@@ -23,8 +24,8 @@ class RankBreakdown:
     an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
     because the busiest rank has that much more work. `other` is what is left: everything was there, nothing ran.
 
-    `recompute_exposed` is the part of R's time in which no F or B ran although the next one had all its inputs (R not
-    counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank.
+    `recompute_exposed` is the part of R's time in which no F, B, I or W ran although the next one had all its inputs (R
+    not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank.
     """
 
     rank: int
@@ -71,7 +72,7 @@ def _of_rank(
     waits = activation + gradient
     imbalance = min(waits, most - length(busy))
     rest = 1 - imbalance / waits if waits > 0 else 0.0
-    recompute = length(merged(_interval(event) for event in events if event.op.kind is Kind.R))
+    recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
     return RankBreakdown(
         rank=rank,
@@ -93,35 +94,43 @@ def _waits(
 ) -> tuple[float, float, float]:
     """Idle seconds between the first and the last op: waiting for an activation, for a gradient, and the rest."""
     ends = {event.op: event.end for event in events}
-    waited = {Kind.F: 0.0, Kind.B: 0.0}
+    waited = dict.fromkeys(Direction, 0.0)
     other, before = 0.0, first
-    for event in sorted((one for one in events if one.op.kind in waited), key=lambda one: one.start):
-        ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
-        waited[event.op.kind] += _idle(busy, (before, ready))
-        other += _idle(busy, (ready, event.start))
+    for event in _steps(events):
+        direction = event.op.kind.row.direction
+        if direction is not None:  # W takes no tensor: what it needs is on its rank
+            ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
+            waited[direction] += _idle(busy, (before, ready))
+            before = max(before, ready)
+        other += _idle(busy, (before, event.start))
         before = max(before, event.end)
     last = busy[-1][1] if busy else first
-    return waited[Kind.F], waited[Kind.B], other + _idle(busy, (before, last))
+    return waited[Direction.FORWARD], waited[Direction.BACKWARD], other + _idle(busy, (before, last))
 
 
 def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:
     """When the R of one rank was exposed; `events` are all of that rank's, messages included."""
     known = list(events)
     ends = {event.op: event.end for event in known}
-    recompute = merged(_interval(event) for event in known if event.op.kind is Kind.R)
-    steps = sorted((event for event in known if event.op.kind in (Kind.F, Kind.B)), key=lambda event: event.start)
+    recompute = merged(_interval(event) for event in known if event.op.kind is RECOMPUTE)
     exposed: list[Interval] = []
     before = float("-inf")
-    for event in steps:
+    for event in _steps(known):
         ready = _ready(schedule, event.op, ends, before)
         exposed += clipped(recompute, (max(before, ready), event.start))
         before = max(before, event.end)
     return exposed
 
 
+def _steps(events: Iterable[OpEvent]) -> list[OpEvent]:
+    """All that computes but R, by start."""
+    steps = (event for event in events if event.op.kind.computes and event.op.kind is not RECOMPUTE)
+    return sorted(steps, key=lambda event: event.start)
+
+
 def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float) -> float:
-    """When F or B `op` had its activation or gradient (its set does not count)."""
-    source = receive_of(schedule, op) or local_source(schedule, op)
+    """When `op` had its activation or gradient (its set does not count)."""
+    source = source_of(schedule, op)
     return default if source is None else ends.get(source, default)
 
 

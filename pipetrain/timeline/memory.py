@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pipetrain.schedule.alive import ENDS_SET, OPENS_STASH, brings_set
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.op import Kind
 from pipetrain.schedule.schedule import Schedule
 
 Curve = list[tuple[float, float]]  # (time, held from then on)
 
 
 def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, int]]:
-    """The number of sets alive after each change, with its time: a set comes with F (kept) or R and goes with B."""
+    """The number of sets alive after each change, with its time: a set comes with F (kept) or R and goes with B or W."""
     changes = []
     for event in events:
-        is_kept = (event.op.stage, event.op.microbatch) in schedule.kept
-        if event.op.kind is Kind.R or (event.op.kind is Kind.F and is_kept):
+        if brings_set(schedule, event.op):
             changes.append((event.start, 1))
-        elif event.op.kind is Kind.B:
+        elif event.op.kind in ENDS_SET:
             changes.append((event.end, -1))
     alive, counts = 0, []
     for time, change in sorted(changes):
@@ -29,17 +28,16 @@ def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
-    """Bytes of sets, and of the stashed inputs of those that are recomputed (from F to B; they are part of the set)."""
+    """Bytes of sets, and of the stashed inputs of those that are recomputed (from F to B or W; they are part of the set)."""
     changes = []
     for event in events:
-        stage, kind = event.op.stage, event.op.kind
+        op, stage = event.op, event.op.stage
         stash, whole = costs.input_bytes[stage], costs.set_bytes[stage]
-        is_kept = (stage, event.op.microbatch) in schedule.kept
-        if kind is Kind.F and stage >= schedule.first_backward:
-            changes.append((event.start, whole if is_kept else stash))
-        elif kind is Kind.R:
+        if op.kind in OPENS_STASH and stage >= schedule.first_backward:
+            changes.append((event.start, whole if brings_set(schedule, op) else stash))
+        elif brings_set(schedule, op):
             changes.append((event.start, whole - stash))
-        elif kind is Kind.B:
+        elif op.kind in ENDS_SET:
             changes.append((event.end, -whole))
     held, curve = 0.0, []
     for time, change in sorted(changes):

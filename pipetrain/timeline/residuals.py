@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.op import Kind, Op
-
-_HOPS = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, +1)}  # where what is received comes from
+from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.op import Kind, Lane, Op
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def residuals(predicted: Timeline, measured: Timeline) -> tuple[Residual, ...]:
 
 
 def op_seconds(timeline: Timeline) -> dict[Op, float]:
-    """Seconds of each F, R and B, and of each hop under its RECV.
+    """Seconds of each op that computes, and of each hop under its RECV.
 
     A hop lasts from the moment when both ends are ready (sent and posted) to the arrival; where the sender left no event,
     the hop has no entry.
@@ -53,9 +52,8 @@ def _seconds(events: Iterable[OpEvent], by_op: Mapping[Op, OpEvent]) -> Iterable
     for event in events:
         if event.op.kind.computes:
             yield event.op, event.end - event.start
-        elif event.op.kind in _HOPS:
-            kind, neighbour = _HOPS[event.op.kind]
-            sent = by_op.get(Op(event.op.stage + neighbour, kind, event.op.microbatch))
+        elif event.lane is Lane.RECV:
+            sent = by_op.get(partner_of(event.op))
             if sent is not None:
                 # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
                 yield event.op, max(event.end - max(sent.start, event.start), 0.0)

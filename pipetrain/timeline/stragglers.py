@@ -25,7 +25,7 @@ class Straggler:
     """Ops of one kind on one rank took up to `ratio` times as long as they should, from `since_step` on."""
 
     rank: int
-    kind: str  # F, R or B
+    kind: str  # of an op that computes
     ratio: float
     since_step: int
     against: str  # `start`: its own first steps, the other ranks' taken into account; `others`: ranks with equal work
@@ -113,6 +113,6 @@ def _seconds(timeline: Timeline) -> dict[_Key, float]:
     """The median time of an op of each kind on each rank, in one step."""
     spent: dict[_Key, list[float]] = defaultdict(list)
     for event in timeline.events:
-        if event.op.kind in (Kind.F, Kind.R, Kind.B):
+        if event.op.kind.computes:
             spent[event.rank, event.op.kind].append(event.end - event.start)
     return {key: statistics.median(seconds) for key, seconds in spent.items()}

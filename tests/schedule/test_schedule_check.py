@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from cases import with_lane
+from random_schedules import with_lane
 from work import calls_per_op
 
 from pipetrain.schedule.check import RULES, ScheduleError, check

@@ -1,9 +1,9 @@
 """What holds for every schedule, and that `check` and an independent oracle agree on broken ones."""
 
 import pytest
-from cases import Case, cases, mutants
 from hypothesis import HealthCheck, given, settings
 from oracle import Oracle, OracleError
+from random_schedules import Case, cases, mutants
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of

@@ -31,7 +31,6 @@ LOOKS = {
     "weight gradient": Looks("backward, weights", "#7b3f7d", "#ffffff", "+", "38;5;231;48;5;90"),
     "recompute": Looks("recompute", "#f0a830", "#3d2600", "~", "38;5;16;48;5;214"),
 }
-_OF_KIND = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Text and lines, for a light and a dark page.
 THEME = """
@@ -43,8 +42,10 @@ THEME = """
 
 
 def looks_of(kind: Kind) -> Looks:
-    """How an op of `kind` is drawn."""
-    return LOOKS[_OF_KIND[kind.value]]
+    """How an op of `kind`, one that computes, is drawn."""
+    looks = kind.row.looks
+    assert looks is not None
+    return LOOKS[looks]
 
 
 def drawn_kinds(kinds: Iterable[Kind]) -> dict[Kind, Looks]:

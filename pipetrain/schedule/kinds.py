@@ -1,0 +1,182 @@
+"""One row per kind of op: what every pass, check, cost, file and drawing knows of it.
+
+    kind    lane      takes    gives    reads   opens             closes        cost
+    F       compute   RECV_F   SEND_F           stash, kept set                 forward
+    R       compute*                    F       recomputed set                  recompute
+    B       compute   RECV_B   SEND_B   F                         all three     backward
+    I       compute   RECV_B   SEND_B   F                                       input_gradient
+    W       compute                     I                         all three     weight_gradient
+    SEND_F  send                        F                                       hop_forward
+    ...                                 * the recompute lane where recomputation overlaps
+
+A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, the way
+in which it takes a microbatch through a stage in `WAYS`; the executor has one entry for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+class Lane(enum.StrEnum):
+    """A logical queue of a rank. In `SEND` and `RECV` each stage edge and direction is a queue of its own."""
+
+    COMPUTE = "compute"
+    RECOMPUTE = "recompute"
+    SEND = "send"
+    RECV = "recv"
+    REDUCE = "reduce"
+
+
+class Kind(enum.StrEnum):
+    """What an op does. The value is its spelling."""
+
+    F = "F"  # forward
+    R = "R"  # recompute: the stage's forward a second time, to get the set back
+    B = "B"  # backward
+    I = "I"  # noqa: E741  # the half of backward that gives the gradient of the input
+    W = "W"  # the other half: the gradients of the weights
+    SEND_F = "SEND_F"  # the output of F to the next stage
+    RECV_F = "RECV_F"  # the input of F from the stage before
+    SEND_B = "SEND_B"  # the gradient of the input to the stage before
+    RECV_B = "RECV_B"  # the gradient of the output from the next stage
+    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, summed over replicas
+    STEP = "STEP"  # the optimizer step of a stage
+
+    # Ops are hashed millions of times; the hash of Enum is a function of Python.
+    __hash__ = str.__hash__
+
+    @functools.cached_property
+    def row(self) -> KindRow:
+        return _ROWS[self]
+
+    @functools.cached_property
+    def computes(self) -> bool:
+        """Whether the op occupies the rank's device: a rank runs one of these at a time."""
+        return self.row.lane is Lane.COMPUTE
+
+
+class Direction(enum.IntEnum):
+    """Which way a tensor goes from stage to stage; the value is the step to the next stage on that way."""
+
+    FORWARD = 1  # activations
+    BACKWARD = -1  # gradients
+
+
+class Holding(enum.Enum):
+    """What a stage holds of a microbatch from one op to another."""
+
+    STASH = "stash"  # its input or its set, from F to the end of its backward
+    KEPT_SET = "kept set"  # the set of F, where it is kept
+    RECOMPUTED_SET = "recomputed set"  # where it is not, from R on
+
+
+_EVERYTHING = frozenset(Holding)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """What there is to know of a kind of op. Other ops it names are those of the same stage and microbatch."""
+
+    lane: Lane
+    overlap_lane: Lane | None = None  # where it runs instead if recompute.mode=overlap
+    per_stage: bool = False  # it belongs to a stage, not to a microbatch
+    direction: Direction | None = None  # the way of the tensor that it takes, gives or moves
+    takes: Kind | None = None  # the receive whose tensor it uses, where the neighbour lives on another rank
+    gives: Kind | None = None  # the send of its result, likewise
+    meets: Kind | None = None  # the other end of a message
+    reads: tuple[Kind, ...] = ()  # the ops without which it has nothing to work on, as far as the schedule has them
+    needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
+    opens: frozenset[Holding] = frozenset()  # what the stage holds from its start
+    closes: frozenset[Holding] = frozenset()  # ... and until its end
+    cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
+    looks: str | None = None  # how it is drawn, a name in timeline/draw/palette.py; None: not at all
+    in_csv: bool = False  # whether a schedule's file holds it
+
+    def lane_in(self, overlap: bool) -> Lane:
+        """Its lane, where recomputation overlaps or where it does not."""
+        return self.overlap_lane if overlap and self.overlap_lane is not None else self.lane
+
+
+_ROWS: Mapping[Kind, KindRow] = {
+    Kind.F: KindRow(
+        Lane.COMPUTE,
+        direction=Direction.FORWARD,
+        takes=Kind.RECV_F,
+        gives=Kind.SEND_F,
+        opens=frozenset({Holding.STASH, Holding.KEPT_SET}),
+        cost="forward",
+        looks="forward",
+        in_csv=True,
+    ),
+    Kind.R: KindRow(
+        Lane.COMPUTE,
+        overlap_lane=Lane.RECOMPUTE,
+        reads=(Kind.F,),
+        opens=frozenset({Holding.RECOMPUTED_SET}),
+        cost="recompute",
+        looks="recompute",
+        in_csv=True,
+    ),
+    Kind.B: KindRow(
+        Lane.COMPUTE,
+        direction=Direction.BACKWARD,
+        takes=Kind.RECV_B,
+        gives=Kind.SEND_B,
+        reads=(Kind.F,),
+        needs_set=True,
+        closes=_EVERYTHING,
+        cost="backward",
+        looks="backward",
+        in_csv=True,
+    ),
+    Kind.I: KindRow(
+        Lane.COMPUTE,
+        direction=Direction.BACKWARD,
+        takes=Kind.RECV_B,
+        gives=Kind.SEND_B,
+        reads=(Kind.F,),
+        needs_set=True,
+        cost="input_gradient",
+        looks="input gradient",
+        in_csv=True,
+    ),
+    Kind.W: KindRow(
+        Lane.COMPUTE,
+        reads=(Kind.I,),
+        needs_set=True,
+        closes=_EVERYTHING,
+        cost="weight_gradient",
+        looks="weight gradient",
+        in_csv=True,
+    ),
+    Kind.SEND_F: KindRow(
+        Lane.SEND, direction=Direction.FORWARD, meets=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
+    ),
+    Kind.RECV_F: KindRow(Lane.RECV, direction=Direction.FORWARD, meets=Kind.SEND_F, cost="hop_forward"),
+    Kind.SEND_B: KindRow(
+        Lane.SEND, direction=Direction.BACKWARD, meets=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
+    ),
+    Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True),
+    Kind.STEP: KindRow(Lane.REDUCE, per_stage=True),
+}
+
+# How a microbatch passes a stage in each direction: through all ops of one of these ways, in this order. The first takes
+# the tensor and gives the next; with the last way back the stage is done with the microbatch. The first way is the usual one.
+WAYS: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
+    Direction.FORWARD: ((Kind.F,),),
+    Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
+}
+MESSAGE_LANES = (Lane.SEND, Lane.RECV)
+
+
+def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
+    """The kinds whose row is as asked."""
+    return frozenset(kind for kind in Kind if holds(kind.row))
+
+
+(RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
