@@ -69,6 +69,8 @@ def predict(config: RunConfig) -> Shown:
         forward=config.cost.forward_seconds,
         backward=config.cost.backward_seconds,
         recompute=config.cost.recompute_seconds,
+        input_gradient=config.cost.input_gradient_seconds,
+        weight_gradient=config.cost.weight_gradient_seconds,
         hop=config.cost.hop_seconds,
     )
     return show_schedule(_schedule(config.pipeline, config.recompute, ranks, costs), costs)

@@ -7,6 +7,7 @@ that some are broken and some are sound in a way that no family makes; `mutants`
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.families import Generator, Shape, generator_of
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
@@ -34,8 +36,29 @@ class Case:
         return make_schedule(**self.arguments, costs=self.costs)
 
 
+def split(family: str, delay: int) -> Generator:
+    """`family` with I in the place of each B, and W after the I of the microbatch that is `delay` later, or at the end."""
+
+    def halved(shape: Shape) -> list[list[Op]]:
+        lanes = []
+        for compute in generator_of(family)(shape):
+            lane: list[Op] = []
+            late: defaultdict[int, list[Op]] = defaultdict(list)
+            for op in compute:
+                lane.append(dataclasses.replace(op, kind=Kind.I) if op.kind is Kind.B else op)
+                if op.kind is Kind.B:
+                    late[op.stage].append(dataclasses.replace(op, kind=Kind.W))
+                    if len(late[op.stage]) > delay:
+                        lane.append(late[op.stage].pop(0))
+            lanes.append([*lane, *(op for ops in late.values() for op in ops)])
+        return lanes
+
+    return halved
+
+
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20) -> Case:
+def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_split: bool = True) -> Case:
+    """What any family can be asked for; `with_split`: also with backward split into I and W."""
     family = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "inference"]))
     ranks = draw(st.integers(1, max_ranks))
     stages = ranks * (1 if family == "1f1b" else draw(st.integers(1, 3)))
@@ -59,6 +82,9 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20) -> Ca
         arguments["warmup"] = draw(
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
         )
+    if with_split and family != "inference" and draw(st.integers(0, 3)) == 0:
+        places = 4 if policy.mode is Mode.NEVER else policy.ahead
+        arguments["family"] = split(family, draw(st.integers(0, places - 1)))
     return Case(arguments, draw(costs_of(stages)))
 
 
@@ -69,7 +95,16 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
             return (draw(TIMES),) * count
         return tuple(draw(st.lists(TIMES, min_size=count, max_size=count)))
 
-    return Costs(times(stages), times(stages), times(stages), times(stages - 1), times(stages - 1))
+    halves = (times(stages), times(stages)) if draw(st.booleans()) else ((), ())
+    return Costs(
+        times(stages),
+        times(stages),
+        times(stages),
+        times(stages - 1),
+        times(stages - 1),
+        input_gradient=halves[0],
+        weight_gradient=halves[1],
+    )
 
 
 @st.composite
@@ -124,14 +159,15 @@ def with_lane(schedule: Schedule, rank: int, lane: Lane, ops: tuple[Op, ...]) ->
 
 @st.composite
 def random_schedules(
-    draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5, max_changes: int = 4
+    draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5, max_changes: int = 4, with_split: bool = True
 ) -> tuple[Schedule, Costs]:
     """A schedule of any family, shape and mode with up to `max_changes` changes, and costs for it. About half are sound.
 
     Most changes add a wait that the simulated step obeys in any case, so that they add up to schedules which are sound
     and which no family makes: F waits for a SEND, a RECV for an R, sends and receives of one queue for different ops.
+    `with_split=False` leaves out schedules with I and W (but for an op that becomes one, which `check` refuses).
     """
-    case = draw(cases(max_ranks=max_ranks, max_microbatches=max_microbatches))
+    case = draw(cases(max_ranks=max_ranks, max_microbatches=max_microbatches, with_split=with_split))
     schedule = case.make()
     for _ in range(draw(st.integers(0, max_changes))):
         change = draw(st.sampled_from([delayed, delayed, delayed, delayed, *CHANGES]))

@@ -33,7 +33,7 @@ def bound(
     `split_backward`: every backward is an I and a W, not a B.
 
     The proof is that of `bound_of`. Where no family fixes which sets are kept, stage s can keep few: a kept set lives
-    from F to B, at least L = f_s + b_s and the round trip through the stages after s. The `keep` places of a stage
+    from F to B (or I), at least L = f_s + b_s and the round trip through the stages after s. The `keep` places of a stage
     offer keep * W seconds of life in the window W = T - head - tail in which the stage runs, so that at most
     keep * W / L sets are kept and n_rec(s) >= m - keep * W / L. T is at least the least time that satisfies this.
     """
@@ -169,7 +169,7 @@ def _least_recompute(
         return 0.0
     if policy.keep == 0:
         return float(microbatches)
-    life = links.forward[stage] + links.beyond(stage) + links.turn[stage] + links.after[stage]
+    life = links.forward[stage] + links.beyond(stage) + links.turn[stage]  # at least: to its last turn
     window = step_seconds - links.head(stage) - links.tail(stage)
     return max(0.0, microbatches - policy.keep * window / life) if life > 0 else 0.0
 

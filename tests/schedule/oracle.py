@@ -54,7 +54,9 @@ class Oracle:
             for microbatch in range(self.schedule.num_microbatches):
                 self.need(Op(stage, Kind.F, microbatch) in self.done, "F missing")
                 wanted = stage >= self.schedule.first_backward
-                self.need((Op(stage, Kind.B, microbatch) in self.done) == wanted, "B missing or too many")
+                whole, *halves = (Op(stage, kind, microbatch) in self.done for kind in (Kind.B, Kind.I, Kind.W))
+                self.need(whole + all(halves) == wanted, "B missing or too many")
+                self.need(all(halves) == any(halves), "half a backward")
 
     def ready(self, op: Op) -> bool:
         return all(other in self.done for other in self.schedule.waits.get(op, ()))
@@ -79,9 +81,14 @@ class Oracle:
 
     def pass_on(self, send: Op, receive: Op, source: Kind) -> None:
         self.need(send.microbatch == receive.microbatch, f"{send} meets {receive}")
-        self.need(Op(send.stage, source, send.microbatch) in self.done, f"{send}: nothing to send")
+        self.need(self.ran(send.stage, source, send.microbatch), f"{send}: nothing to send")
         self.need(not {send, receive} & self.done, f"{send} twice")
         self.done |= {send, receive}
+
+    def ran(self, stage: int, kind: Kind, microbatch: int | None) -> bool:
+        """Whether the stage has what F, or B or the I in its place, gives."""
+        kinds = (Kind.B, Kind.I) if kind is Kind.B else (kind,)
+        return any(Op(stage, one, microbatch) in self.done for one in kinds)
 
     def arrived(self, op: Op, kind: Kind) -> bool:
         """Whether the activation (F) or the gradient (B) for `op` is on its rank."""
@@ -90,13 +97,15 @@ class Oracle:
             return True
         local = self.schedule.stage_ranks[other] == self.schedule.stage_ranks[op.stage]
         message = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
-        return (Op(other, kind, op.microbatch) if local else Op(op.stage, message, op.microbatch)) in self.done
+        return self.ran(other, kind, op.microbatch) if local else Op(op.stage, message, op.microbatch) in self.done
 
     def execute(self, op: Op) -> None:
         place = (op.stage, op.microbatch or 0)
         self.need(op not in self.done, f"{op} twice")
-        if op.kind is not Kind.R:
-            self.need(self.arrived(op, op.kind), f"{op} without its input")
+        if op.kind not in (Kind.R, Kind.W):
+            self.need(self.arrived(op, Kind.F if op.kind is Kind.F else Kind.B), f"{op} without its input")
+        if op.kind is Kind.W:
+            self.need(Op(op.stage, Kind.I, op.microbatch) in self.done, f"{op} before its I")
         if op.kind is Kind.F and place in self.schedule.kept:
             self.kept.add(place)
         if op.kind is Kind.R:
@@ -106,8 +115,9 @@ class Oracle:
             self.need(not inline or self.arrived(op, Kind.B), f"{op} before its gradient")
             self.recomputed.add(place)
         self.within_bounds(op)
-        if op.kind is Kind.B:
+        if op.kind in (Kind.B, Kind.I, Kind.W):
             self.need(place in self.kept | self.recomputed, f"{op} without its set")
+        if op.kind in (Kind.B, Kind.W):
             self.kept.discard(place)
             self.recomputed.discard(place)
         self.done.add(op)
