@@ -1,0 +1,87 @@
+"""One row per kind of op, and nobody who asks for a kind by its name."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pipetrain.config.records import CostConfig
+from pipetrain.schedule.check import ScheduleError, check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.kinds import MESSAGE_LANES, WAYS, Direction, Holding, Kind, Lane
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Op
+from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.draw.palette import LOOKS
+
+PACKAGE = Path(__file__).parents[2] / "pipetrain"
+NAMES_KINDS = {"schedule/kinds.py", "schedule/families.py"}  # the rows; and what a family is
+READERS = sorted(
+    path for room in ("schedule", "timeline", "plan", "observe") for path in (PACKAGE / room).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", READERS, ids=[str(path.relative_to(PACKAGE)) for path in READERS])
+def test_nobody_names_a_kind(path: Path) -> None:
+    named = [
+        f"line {node.lineno}: Kind.{node.attr}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Kind"
+        if node.attr in Kind.__members__
+    ]
+    assert str(path.relative_to(PACKAGE)) in NAMES_KINDS or not named
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind.row.cost is not None])
+def test_what_runs_has_a_cost_that_can_be_given(kind: Kind) -> None:
+    row = kind.row
+    assert row.cost in {field.name for field in dataclasses.fields(Costs)}
+    key = "hop_seconds" if row.meets else f"{row.cost}_seconds"
+    assert key in {field.name for field in dataclasses.fields(CostConfig)}
+    assert len(Costs.spread(3).of(kind)) == 3
+    assert Op.parse(f"2{kind}1") == Op(2, kind, 1)
+
+
+def test_what_computes_is_drawn_and_the_rest_is_not() -> None:
+    assert {kind.row.looks for kind in Kind if kind.computes} == set(LOOKS)
+    assert all(kind.row.looks is None for kind in Kind if not kind.computes)
+    assert {kind for kind in Kind if kind.row.in_csv} == {kind for kind in Kind if kind.computes}
+
+
+def test_messages_meet() -> None:
+    for kind in Kind:
+        row = kind.row
+        assert (row.lane in MESSAGE_LANES) == (row.meets is not None)
+        if row.meets is not None:
+            assert row.meets.row.meets is kind
+            assert row.meets.row.direction is row.direction
+            assert {row.lane, row.meets.row.lane} == set(MESSAGE_LANES)
+        for message, lane in ((row.takes, Lane.RECV), (row.gives, Lane.SEND)):
+            assert message is None or (message.row.lane is lane and message.row.direction is row.direction)
+
+
+def test_each_way_takes_gives_and_closes_once() -> None:
+    for way in WAYS[Direction.FORWARD]:
+        assert Holding.STASH in way[0].row.opens
+    for direction, ways in WAYS.items():
+        for first, *rest in ways:
+            assert first.row.direction is direction
+            assert first.row.takes is not None
+            assert first.row.gives is not None
+            assert all(kind.row.direction is None for kind in rest)
+    for way in WAYS[Direction.BACKWARD]:
+        assert [bool(kind.row.closes) for kind in way] == [False] * (len(way) - 1) + [True]
+        assert all(kind.row.needs_set for kind in way)
+
+
+@pytest.mark.parametrize("op", ["0STEP", "0REDUCE_GRAD.1"])
+@pytest.mark.parametrize("lane", [Lane.REDUCE, Lane.COMPUTE])
+def test_what_nobody_runs_yet_is_refused(op: str, lane: Lane) -> None:
+    schedule = make_schedule(num_stages=2, num_microbatches=2, recompute="never")
+    first = {**schedule.lanes[0], lane: (*schedule.lane(0, lane), Op.parse(op))}
+    longer = dataclasses.replace(schedule, lanes=(first, *schedule.lanes[1:]))
+    with pytest.raises(ScheduleError, match=f"{op}: the executor does not know {Op.parse(op).kind} yet"):
+        check(longer)
+    with pytest.raises(ValueError, match="has no cost: nothing runs such an op yet"):
+        simulate(longer, Costs.spread(2))
