@@ -59,9 +59,13 @@ BROKEN = {
         "1RECV_F1: meets 0SEND_F0",
     ),
     "each_wait_is_for_an_op": (rewaited("1F0", "1RECV_F0", "9F0"), "1F0: waits for 9F0, which is not in the schedule"),
+    "other rank": (rewaited("1F0", "1RECV_F0", "0F0"), "1F0: waits for 0F0, which is of rank 0"),
     "each_op_after_what_it_reads": (rewaited("1F0"), "1F0: does not wait for 1RECV_F0"),
     "set": (rewaited("1B1", "1RECV_B1"), "1B1: does not wait for 1R1"),
     "producer": (rewaited("1SEND_B0"), "1SEND_B0: does not wait for 1B0"),
+    "sends of one queue": (rewaited("1SEND_F1", "1F0"), "1SEND_F1: does not wait for 1F1"),
+    "receive and r": (rewaited("1RECV_B1", "1R1", "1F2", "1B1"), "which waits for"),
+    "unsent output": (rewaited("1F1", "1RECV_F1", "1SEND_F1"), "which waits for"),
     "no_circle_of_waits": (rewaited("0F0", "0RECV_B0"), "which waits for"),
     "sets_within_bounds": (
         dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
@@ -134,3 +138,12 @@ def test_work_of_a_check_grows_with_the_ops() -> None:
         for stages, microbatches in ((4, 16), (16, 128))
     )
     assert large < 1.05 * small
+
+
+def test_waits_for_messages_and_between_lanes_are_sound() -> None:
+    """What bounds unsent outputs, a receive that waits for an R, sends of one queue that wait for different ops."""
+    added = {"1F2": "1SEND_F0", "1RECV_B2": "1R1", "1RECV_F1": "1F0", "1SEND_F0": "1F1", "1SEND_B1": "1R2"}
+    waits = dict(VALID.waits)
+    for op, other in added.items():
+        waits[Op.parse(op)] = (*waits.get(Op.parse(op), ()), Op.parse(other))
+    check(dataclasses.replace(VALID, waits=waits))

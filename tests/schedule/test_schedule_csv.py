@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from random_schedules import split
 
-from pipetrain.schedule.check import ScheduleError
+from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.csv_file import size_of_csv, write_csv
+from pipetrain.schedule.families import ComputeLanes, Shape, gpipe
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.recompute import AllKept
 from pipetrain.timeline.shown import show
 
 FAMILIES = [("gpipe", 4), ("1f1b", 4), ("interleaved", 2)]
@@ -55,6 +58,33 @@ def test_a_file_with_r_says_which_sets_are_kept(tmp_path: Path) -> None:
         show(str(path), num_stages=2, num_microbatches=3, recompute="never")
 
 
+def keeping_all(shape: Shape) -> ComputeLanes:
+    return AllKept(gpipe(shape))
+
+
+@pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
+def test_a_generator_or_a_file_may_say_that_all_sets_are_kept(mode: str, tmp_path: Path) -> None:
+    numbers = {"num_stages": 3, "num_microbatches": 4, "recompute": RecomputePolicy(mode, ahead=2, keep=2)}
+    schedule = make_schedule(keeping_all, **numbers)
+    check(schedule)
+    assert schedule.kept == {(stage, microbatch) for stage in range(3) for microbatch in range(4)}
+    assert "R" not in write_csv(schedule)
+    path = tmp_path / "mine.csv"
+    path.write_text(write_csv(schedule))
+    assert size_of_csv(path) == (3, 3, 4)
+    if mode != "never":
+        assert path.read_text().startswith("keep\n0F0,")
+        assert make_schedule(str(path), **numbers).kept == schedule.kept != make_schedule("gpipe", **numbers).kept
+
+
+def test_keeping_all_stays_within_the_policy() -> None:
+    with pytest.raises(ScheduleError, match=r"stage 0 may have 4 sets alive, recompute.ahead \+ keep = 1"):
+        check(make_schedule(keeping_all, num_stages=3, num_microbatches=4))
+    frozen = make_schedule(keeping_all, num_stages=3, num_microbatches=2, first_backward=2)
+    check(frozen)
+    assert frozen.kept == {(2, 0), (2, 1)}
+
+
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 BAD = {
     "unknown op": (GOOD.replace("1B0", "1X0"), "line 2, cell 2: '1X0' is no op of a schedule file; allowed are"),
@@ -69,6 +99,11 @@ BAD = {
     "truncated line": (GOOD[:-5], "line 2, cell 3: the line ends without 1B1"),
     "truncated cell": (GOOD[:-2], "line 2, cell 4: '1B' is no op of a schedule file"),
     "too few lines": (GOOD.splitlines()[0], "has 1 lines of ops; allowed is one per rank, which makes 2"),
+    "keep and r": (
+        "keep\n" + GOOD.replace("0B1", "0R1,0B1"),
+        "line 2, cell 4: 0R1 recomputes a set, but the first line says",
+    ),
+    "keep later": (GOOD + "keep\n", "line 3, cell 1: 'keep' is no op of a schedule file"),
     "empty": ("", "has 0 lines of ops"),
 }
 
@@ -107,12 +142,16 @@ def torch_stages() -> Iterator[Callable[[int, int], list]]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize(("family", "ranks"), FAMILIES)
-def test_torch_loads_what_we_write(family: str, ranks: int, tmp_path: Path, torch_stages: Callable) -> None:
+def test_torch_loads_what_we_write(
+    family: str, ranks: int, halved: bool, tmp_path: Path, torch_stages: Callable
+) -> None:
     """Its runtime reads the file and lowers it to the same sends and receives as ours."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    schedule = make_schedule(family, num_stages=4, num_ranks=ranks, num_microbatches=6, recompute="never")
+    made = split(family, 1) if halved else family
+    schedule = make_schedule(made, num_stages=4, num_ranks=ranks, num_microbatches=6, recompute="never")
     path = tmp_path / "torch.csv"
     path.write_text(write_csv(schedule))
     runtime = _PipelineScheduleRuntime(torch_stages(4, ranks), n_microbatches=6, loss_fn=lambda output, _: output.sum())
