@@ -33,6 +33,12 @@ def check_data(config: DataConfig) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
     make_tokenizer(config.tokenizer)
     check_limits(config, "data.")
+    check_text(config)
+
+
+def check_text(config: DataConfig) -> None:
+    """Raise ValueError where there is no text that makes a sample; the ranges of `config` were checked."""
+    make_tokenizer(config.tokenizer)
     if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
         raise ValueError(
             f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
