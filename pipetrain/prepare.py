@@ -62,13 +62,15 @@ def predict(config: RunConfig) -> Shown:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
-    ranks = _num_ranks(config.pipeline, config.cluster)
+    ranks, cost = _num_ranks(config.pipeline, config.cluster), config.cost
     costs = Costs.spread(
         ranks * config.pipeline.stages_per_rank,
-        forward=config.cost.forward_seconds,
-        backward=config.cost.backward_seconds,
-        recompute=config.cost.recompute_seconds,
-        hop=config.cost.hop_seconds,
+        forward=cost.forward_seconds,
+        backward=cost.backward_seconds,
+        recompute=cost.recompute_seconds,
+        hop=cost.hop_seconds,
+        input_gradient=cost.input_gradient_seconds,
+        weight_gradient=cost.weight_gradient_seconds,
     )
     schedule = _schedule(config.pipeline, config.recompute, ranks, costs)
     return show_schedule(schedule, costs)

@@ -237,6 +237,8 @@ class CostConfig:
     forward_seconds: float | tuple[float, ...] = 1.0  # F of a stage
     backward_seconds: float | tuple[float, ...] = 2.0  # B of a stage
     recompute_seconds: float | tuple[float, ...] = 1.0  # R of a stage
+    input_gradient_seconds: float | tuple[float, ...] | None = None  # I of a stage; None: half of its B
+    weight_gradient_seconds: float | tuple[float, ...] | None = None  # W of a stage; None: half of its B
     hop_seconds: float | tuple[float, ...] = 0.0  # one boundary tensor to the next stage
 
 
