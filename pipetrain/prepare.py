@@ -7,8 +7,7 @@ Without torch: the command line refuses a run that cannot be before a process st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import asdict, dataclass
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RecomputeConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule
@@ -18,7 +17,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import size_of_csv
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.shown import Shown, show_schedule
 
@@ -63,17 +62,18 @@ def predict(config: RunConfig) -> Shown:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
-    ranks = _num_ranks(config.pipeline, config.cluster)
+    ranks, cost = _num_ranks(config.pipeline, config.cluster), config.cost
     costs = Costs.spread(
         ranks * config.pipeline.stages_per_rank,
-        forward=config.cost.forward_seconds,
-        backward=config.cost.backward_seconds,
-        recompute=config.cost.recompute_seconds,
-        input_gradient=config.cost.input_gradient_seconds,
-        weight_gradient=config.cost.weight_gradient_seconds,
-        hop=config.cost.hop_seconds,
+        forward=cost.forward_seconds,
+        backward=cost.backward_seconds,
+        recompute=cost.recompute_seconds,
+        hop=cost.hop_seconds,
+        input_gradient=cost.input_gradient_seconds,
+        weight_gradient=cost.weight_gradient_seconds,
     )
-    return show_schedule(_schedule(config.pipeline, config.recompute, ranks, costs), costs)
+    schedule = _schedule(config.pipeline, config.recompute, ranks, costs)
+    return show_schedule(schedule, costs)
 
 
 def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
@@ -90,18 +90,12 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
 def _schedule(
     pipeline: PipelineConfig, recompute: RecomputeConfig, num_ranks: int, costs: Costs | None = None
 ) -> Schedule:
-    policy = RecomputePolicy(  # it makes enums of text itself, and names the nearest where there is none
-        mode=cast(Mode, recompute.mode),
-        ahead=recompute.ahead,
-        keep=recompute.keep,
-        last_stage=cast(LastStage, recompute.last_stage),
-    )
     schedule = make_schedule(
         pipeline.schedule,
         num_stages=num_ranks * pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         num_ranks=num_ranks,
-        recompute=policy,
+        recompute=RecomputePolicy(**asdict(recompute)),  # a field per key; it makes enums of text itself
         warmup=pipeline.warmup,
         costs=costs,
     )

@@ -31,7 +31,22 @@ class Mutant:
 
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
+MARKS = "tests/config/test_marks.py"
 MUTANTS = (
+    Mutant(
+        "a resume may change every key",
+        "pipetrain/config/schema.py",
+        "        if Resume.MAY_CHANGE in _marks(hint):",
+        "        if Resume.MAY_CHANGE not in _marks(hint):",
+        (MARKS, "-k", "guarded or goes_on"),
+    ),
+    Mutant(
+        "a range beside an optional key is not seen",
+        "pipetrain/config/schema.py",
+        "    if typing.get_origin(hint) in (Union, types.UnionType):\n        return tuple(mark",
+        "    if False:\n        return tuple(mark",
+        (MARKS, "-k", "unions"),
+    ),
     Mutant(
         "generators not seeded in R",
         "pipetrain/stage/stage.py",

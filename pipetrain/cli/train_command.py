@@ -67,9 +67,9 @@ def check_train(config: RunConfig) -> Run:
         check_free(config.run_dir)
     check_start(config.resume, config.init_from, config.run_dir)
     check_available(config)
-    from pipetrain.data.dataset import check_data  # with torch, so after what can be refused without
+    from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 
-    check_data(config.data)
+    check_text(config.data)
     return run
 
 

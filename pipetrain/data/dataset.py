@@ -33,6 +33,11 @@ def check_data(config: DataConfig) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
     make_tokenizer(config.tokenizer)
     check_limits(config, "data.")
+    check_text(config)
+
+
+def check_text(config: DataConfig) -> None:
+    """Raise ValueError where there is no text that makes a sample; the values of `config` were checked, each for itself."""
     if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
         raise ValueError(
             f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "

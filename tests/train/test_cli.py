@@ -24,6 +24,7 @@ MISTAKES = {
     "file": ["show", "pipeline.schedule=missing.csv"],
     "warm-up": ["show", "pipeline.warmup=3"],
     "costs": ["show", "cost.forward_seconds=[1,2,3]"],
+    "costs of a split backward": ["show", "cost.weight_gradient_seconds=[1,2,3]"],
     "format": ["show", "--out=x.png"],
     "run": ["report", "runs/nothing"],
     "command": ["trian"],
@@ -36,6 +37,7 @@ WORDS = {
     "against": ["recompute.mod:", "'recompute.mode'"],
     "warm-up": ["pipeline.warmup=3", "1f1b"],
     "costs": ["cost.forward_seconds has 3 numbers", "or 2"],
+    "costs of a split backward": ["cost.weight_gradient_seconds has 3 numbers", "or 2"],
     "command": ["trian", "train, show"],
 }
 
@@ -154,3 +156,16 @@ def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures[0] == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
     assert figures[1] == 35.0  # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
     assert figures[2] == 33.0  # rank 1 runs 8 x 3 from 4 to 28, the last gradient arrives at 31, then a B
+
+
+def test_costs_of_a_split_backward_reach_the_simulation(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "split.csv"
+    file.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    options = [f"pipeline.schedule={file}", "pipeline.num_microbatches=1", "recompute.mode=never"]
+    figures = []
+    for overrides in ([], ["cost.input_gradient_seconds=3"], ["cost.weight_gradient_seconds=[5,1]"]):
+        assert main(["show", "--json", *options, *overrides]) == 0
+        figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
+    assert figures == [5.0, 9.0, 9.0]  # 2 F, 2 I and the W of stage 0, one after the other; I and W take half of B each
