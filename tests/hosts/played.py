@@ -166,6 +166,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
     from pipetrain.group.torch_distributed import start_torch_distributed
+    from pipetrain.model.spec import spec_of
     from pipetrain.plan.plan import make_plan
     from pipetrain.runtime.agreement import Introduction, introduce
     from pipetrain.schedule.policy import RecomputePolicy
@@ -192,7 +193,8 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     chain = meet(name)
     align_clocks(chain)
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
-    introduce(Introduction(0, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
+    model = json.dumps(spec_of(_layers(num_ranks)).fingerprint, sort_keys=True)
+    introduce(Introduction(0, model, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"
