@@ -10,7 +10,7 @@ from typing import Any
 
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.executor import Program
+from pipetrain.runtime.program import Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
