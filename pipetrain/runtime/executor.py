@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import local_source, receive_of
+from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput, StageOutput
 from pipetrain.transport.forms import spec_text, structure
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, wanted
-
-_PRODUCER = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 
 
 @dataclass
@@ -91,18 +90,8 @@ class Executor:
         self._lanes = lanes
         self._monitor = monitor
         self._board = board
-        self._results: dict[
-            Op, _Result
-        ] = {}  # by the F or B that gave it, until a stage of this rank or a SEND takes it
-        self._table: Mapping[Kind, Callable[[_Turn], None]] = {
-            Kind.F: self._forward,
-            Kind.R: self._recompute,
-            Kind.B: self._backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
-        }
+        # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
+        self._results: dict[Op, _Result] = {}
 
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
@@ -148,7 +137,7 @@ class Executor:
             with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
                 if self.before_op is not None and step.with_graph:
                     self.before_op(op, step.index)
-                self._table[op.kind](turn)
+                _TABLE[op.kind](self, turn)
         except PipelineError:
             raise
         except BaseException as error:
@@ -173,7 +162,7 @@ class Executor:
         if op.stage == program.schedule.num_stages - 1:
             self._finish_microbatch(turn.microbatch, output, given, step)
         else:
-            self._results[op] = _Result(output.leaves, output.wants_gradient, output.spec)
+            self._give(turn, _Result(output.leaves, output.wants_gradient, output.spec))
 
     def _recompute(self, turn: _Turn) -> None:
         with self._lanes.timed(turn.lane, turn.op):
@@ -187,16 +176,15 @@ class Executor:
         with self._lanes.timed(lane, op):
             wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
         if op.stage > program.schedule.first_backward:
-            self._results[op] = _Result(wanted_back, (False,) * len(wanted_back))
+            self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
 
     def _send(self, turn: _Turn) -> None:
-        op = turn.op
-        result = self._results.pop(Op(op.stage, _PRODUCER[op.kind], op.microbatch))
+        result = self._results.pop(turn.op)
         for leaf in result.leaves:
             if isinstance(leaf, Tensor):
                 self._lanes.keep(leaf)  # allocated on the producer's stream, read on this queue's
         text = "" if result.spec is None else spec_text(result.spec)
-        self._transport.send(op, result.leaves, result.wants_gradient, text)
+        self._transport.send(turn.op, result.leaves, result.wants_gradient, text)
 
     def _receive(self, turn: _Turn) -> None:
         self._transport.post(turn.op)
@@ -234,6 +222,9 @@ class Executor:
         result = self._results.pop(source)
         return result.leaves, frozenset(n for n, want in enumerate(result.wants_gradient) if want), result.spec
 
+    def _give(self, turn: _Turn, result: _Result) -> None:
+        self._results[send_of(turn.program.schedule, turn.op) or turn.op] = result
+
     def _finish_microbatch(self, microbatch: int, output: StageOutput, given: StageInput, step: Step) -> None:
         if not step.with_loss:
             step.outputs[microbatch] = pytree.tree_unflatten(list(output.leaves), output.spec)
@@ -262,3 +253,29 @@ class Executor:
         for stage in self._stages.values():
             stage.drop()
         self._results.clear()
+
+
+# What the executor does in an op of each kind: a new kind is one entry here, one method above, and what its stage does.
+_TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
+    Kind.F: Executor._forward,
+    Kind.R: Executor._recompute,
+    Kind.B: Executor._backward,
+    Kind.SEND_F: Executor._send,
+    Kind.SEND_B: Executor._send,
+    Kind.RECV_F: Executor._receive,
+    Kind.RECV_B: Executor._receive,
+}
+
+
+def refuse_unknown_kinds(schedule: Schedule) -> None:
+    """Every rank refuses what one of them could not run.
+
+    Raises:
+        ValueError: an op of a kind that schedules know and this executor does not.
+    """
+    unknown = next((op for _, _, op in schedule.ops() if op.kind not in _TABLE), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(_TABLE)}; such a schedule can be "
+            "simulated and drawn: train with one whose backward is B alone"
+        )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
+from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.forms import Form, TensorForm, compact, conform, form_of, unpack
@@ -134,7 +135,7 @@ class Transport:
         assert not self._ended, f"nobody was told that {', '.join(map(str, self._ended))} ended"
 
     def _is_described(self, op: Op) -> bool:
-        return self._described[op.kind in (Kind.SEND_F, Kind.RECV_B)]
+        return self._described[partner_of(op).stage > op.stage]
 
     def post(self, op: Op) -> None:
         """Post a receive; it waits in its queue for those before it."""

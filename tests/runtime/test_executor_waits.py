@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from in_process import InProcessRun
 from random_schedules import random_schedules
 
+from pipetrain.runtime.executor import refuse_unknown_kinds
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 SEEDS = range(4)
@@ -48,6 +49,14 @@ def test_waits_of_every_kind(waits: dict[str, str], mode: str) -> None:
     check(schedule)
     for seed in SEEDS:
         run_two_steps(schedule, random.Random(seed), buffered=seed % 2 == 1)
+
+
+def test_a_kind_that_does_not_run_is_refused_by_every_rank() -> None:
+    schedule = make_schedule(num_stages=3, num_microbatches=2)
+    refuse_unknown_kinds(schedule)
+    step = {**schedule.lanes[1], Lane.COMPUTE: (*schedule.lane(1, Lane.COMPUTE), Op.parse("1STEP"))}
+    with pytest.raises(ValueError, match="1STEP: the runtime does not run STEP yet, only F, R, B, SEND_F"):
+        refuse_unknown_kinds(dataclasses.replace(schedule, lanes=(schedule.lanes[0], step, schedule.lanes[2])))
 
 
 def run_two_steps(schedule: Schedule, source: random.Random, *, buffered: bool) -> None:
