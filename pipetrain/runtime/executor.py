@@ -116,7 +116,7 @@ class Executor:
 
     def _start_transfers(self, turns: Turns, program: Program, step: Step) -> None:
         """All whose turn it is. Only this thread starts them: one that waits for a message alone starts after the F, R or B
-        that runs when the message comes, and never in the middle of a step's bookkeeping."""
+        that runs when the message comes."""
         for queue in range(len(COMPUTING), len(program.queues)):
             while (op := turns.take(queue)) is not None:
                 self._run(_Turn(op, program.lanes[queue], program, step))

@@ -24,7 +24,10 @@ MakeBuffers = Callable[[Form], list[Tensor]]
 
 
 class Inbound(Protocol):
-    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's."""
+    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's.
+
+    On a device with streams `post` is called on the stream of the queue, which waits for what the op waits for.
+    """
 
     peer: str
 
@@ -33,8 +36,8 @@ class Inbound(Protocol):
     ) -> None:
         """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`.
 
-        `arrived(form, collect)` is called, perhaps on another thread, when F or B of `op` may start; `collect()` gives the
-        tensors, on the lane that uses them.
+        `arrived(form, collect)` is called, perhaps on another thread, when `op` has ended, so that what waits for it may be
+        launched; `collect()` gives the tensors, on the lane that uses them.
         """
 
     def close(self) -> None:
@@ -45,13 +48,13 @@ class Inbound(Protocol):
 
 
 class Outbound(Protocol):
-    """The sending end of one stage edge and direction."""
+    """The sending end of one stage edge and direction; `send` is called on the stream of its queue."""
 
     peer: str
 
     def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
-        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when the
-        tensors need no longer be held."""
+        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when `op` has
+        ended: the tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
