@@ -156,7 +156,7 @@ class Executor:
         given = self._given(turn)
         with self._lanes.timed(lane, op):
             if step.with_graph:
-                output = stage.forward(turn.microbatch, given, keep=op not in program.recomputed)
+                output = stage.forward(turn.microbatch, given, keep=(op.stage, op.microbatch) not in program.recomputed)
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
         if op.stage == program.schedule.num_stages - 1:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, Kind, Lane
+from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
 COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # the first queues of a program; where both may go on, the first does
@@ -22,8 +23,8 @@ COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # the first queues of a program; whe
 class Program:
     """The ops of one rank, numbered queue after queue; `queues[q]` are the numbers of one queue, in `lanes[q]`.
 
-    `num_waits[n]` counts the ops that op n waits for, `followers[n]` are the ops that wait for op n. `recomputed` are the F
-    whose set is not kept.
+    `num_waits[n]` counts the ops that op n waits for, `followers[n]` are the ops that wait for op n. `recomputed` are the
+    (stage, microbatch) with an R: the others keep the set of their F.
     """
 
     schedule: Schedule
@@ -33,7 +34,7 @@ class Program:
     queues: tuple[range, ...]
     num_waits: tuple[int, ...]
     followers: tuple[tuple[int, ...], ...]
-    recomputed: frozenset[Op]
+    recomputed: frozenset[tuple[int, int | None]]
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -57,7 +58,7 @@ class Program:
             tuple(queues),
             tuple(len(schedule.waits.get(op, ())) for op in ops),
             tuple(map(tuple, followers)),
-            frozenset(Op(op.stage, Kind.F, op.microbatch) for op in ops if op.kind is Kind.R),
+            frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
         )
 
 
@@ -65,7 +66,7 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Lane, tuple[Op, ...
     for lane in COMPUTING:
         yield lane, schedule.lane(rank, lane)
     # Sends first: of two transfers that may start at once, the send is what another rank waits for.
-    for lane in (Lane.SEND, Lane.RECV):
+    for lane in MESSAGE_LANES:
         transfers: dict[tuple[int, Kind], list[Op]] = {}
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
+from pipetrain.schedule.kinds import Direction, Kind
 from pipetrain.schedule.messages import partner_of
-from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.op import Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.forms import Form, TensorForm, compact, conform, form_of, unpack
 from pipetrain.transport.gloo import GlooEdges
@@ -147,7 +148,7 @@ class Transport:
         def arrived(found: Form, collect: Collect) -> None:
             # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
             # receive it, from its F.
-            early = collect() if op.kind is Kind.RECV_F and self._device.type == "cpu" else ()
+            early = collect() if _is_activation(op) and self._device.type == "cpu" else ()
             self._early[op] = [self._meter.hold(tensor) for tensor in early]
             self._arrived[op] = (found, collect)
             self._forms[op] = found
@@ -178,7 +179,7 @@ class Transport:
         elif form != self._forms[op]:
             dense = conform(leaves, self._forms[op], form, self._device, f"rank {self._rank} in {op}")
         tensors = [leaf for leaf in dense if isinstance(leaf, Tensor)]
-        keys = [self._meter.hold(tensor) for tensor in tensors] if op.kind is Kind.SEND_F else []
+        keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
 
         def left() -> None:
@@ -215,6 +216,11 @@ class Transport:
         """A step has failed: break every connection, so that nobody waits on this rank."""
         for end in self._ends():
             end.abort()
+
+
+def _is_activation(op: Op) -> bool:
+    """Whether a message counts as an activation: gradients do not."""
+    return op.kind.row.direction is Direction.FORWARD
 
 
 def wanted(form: Form) -> frozenset[int]:
