@@ -203,6 +203,27 @@ MUTANTS = (
         (PARITY, "-k", "every_schedule and 2"),
     ),
     Mutant(
+        "one wait of several is enough",
+        "pipetrain/runtime/program.py",
+        "            self._open[follower] -= 1\n",
+        "            self._open[follower] = 0\n",
+        ("tests/runtime/test_executor_waits.py", "-k", "every_kind and overlap"),
+    ),
+    Mutant(
+        "what a step holds at its end is not looked at",
+        "pipetrain/runtime/executor.py",
+        "        self._assert_nothing_is_held()\n",
+        "",
+        ("tests/runtime/test_nothing_is_held.py", "-k", "is_an_error"),
+    ),
+    Mutant(
+        "a stream does not wait for an event",
+        "pipetrain/transport/lanes.py",
+        "                self.device.wait(stream, event)  # [1]\n",
+        "                pass\n",
+        ("tests/runtime/test_device.py",),
+    ),
+    Mutant(
         "norms summed from the last stage on",
         "pipetrain/parallel/clipping.py",
         "for stage in sorted(of_stage) for",

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "data": {"config"},
     "runtime": (LIBRARY := {"schedule", "timeline", "plan", "stage", "group", "transport", "parallel", "model"}),
     "engine": LIBRARY | {"runtime", "data.batch", "config"},
-    "snapshot": {"plan", "model", "stage", "group", "config"},
+    "snapshot": {"plan", "model", "stage", "group", "transport.device", "config"},
     "observe": {"schedule", "timeline", "plan", "config"},
     "launcher": {"group.address", "config"},
     "loop": (BELOW_LOOP := LIBRARY | {"runtime", "engine", "snapshot", "observe", "data", "config"}),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipetrain.runtime.executor import Program
+from pipetrain.runtime.program import Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.forms import Form, TensorForm
-from pipetrain.transport.lanes import CudaLanes, Lanes
+from pipetrain.transport.lanes import Lanes
 
 
 class Clock:
@@ -52,15 +51,15 @@ class ReplayEdges:
         self._clock = clock
         self._lanes = lanes
         self._monitor = monitor
-        self._device = device
+        self._pinned = device.type == "cuda"
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayInbound:  # noqa: ARG002
         courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
-        return ReplayInbound(peer, courier, self._arrivals, self._hop, self._clock, self._lanes, self._device)
+        return ReplayInbound(peer, courier, self._arrivals, self._hop, self._clock, self._lanes, self._pinned)
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayOutbound:  # noqa: ARG002
         courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
-        return ReplayOutbound(peer, courier, self._lanes, self._device)
+        return ReplayOutbound(peer, courier, self._lanes, self._pinned)
 
 
 class ReplayInbound:
@@ -74,35 +73,38 @@ class ReplayInbound:
         hop: float,
         clock: Clock,
         lanes: Lanes,
-        device: torch.device,
+        pinned: bool,
     ) -> None:
         self.peer = peer
-        self.storages: set[int] = set()
         self._courier = courier
         self._arrivals = arrivals
         self._hop = hop
         self._clock = clock
         self._lanes = lanes
-        self._device = device
-        self._stream = _stream(device)
+        self._pinned = pinned
         self._sources: dict[Form, list[Tensor]] = {}
 
-    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Callable[[], list[Tensor]]], None]) -> None:
+    def post(
+        self,
+        op: Op,
+        form: Form | None,
+        make_buffers: Callable[[Form], list[Tensor]],
+        arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
+    ) -> None:
         assert form is not None, "a replay knows all forms"
+        device = self._lanes.device
+        stream = device.current()  # the lane's
 
         def job() -> Callable[[], None]:
             start = time.perf_counter()
-            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-                tensors = [torch.empty_like(source, device=self._device) for source in self._of(form)]
-                self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            with device.on(stream):
+                tensors = make_buffers(form)
                 self._clock.sleep_until(max(self._arrivals[op] - self._hop, start - self._clock.zero))
                 for tensor, source in zip(tensors, self._of(form)):
                     tensor.copy_(source, non_blocking=True)
-            if self._stream:
-                self._stream.synchronize()
-            if isinstance(self._lanes, CudaLanes):
-                for tensor in tensors:
-                    self._lanes.share(tensor)
+            device.finish(stream)
+            for tensor in tensors:
+                self._lanes.share(tensor)
             self._clock.sleep_until(max(self._arrivals[op], start - self._clock.zero + self._hop))
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(form, lambda: tensors)
@@ -118,8 +120,7 @@ class ReplayInbound:
                 for leaf in form.leaves
                 if isinstance(leaf, TensorForm)
             ]
-            self._sources[form] = [tensor.pin_memory() for tensor in drawn] if self._stream else drawn
-            self.storages.update(tensor.untyped_storage()._cdata for tensor in self._sources[form])
+            self._sources[form] = [tensor.pin_memory() for tensor in drawn] if self._pinned else drawn
         return self._sources[form]
 
     def close(self) -> None:
@@ -132,29 +133,24 @@ class ReplayInbound:
 class ReplayOutbound:
     """A queue of messages that go to pinned host memory: `transport.Outbound`."""
 
-    def __init__(self, peer: str, courier: Courier, lanes: Lanes, device: torch.device) -> None:
+    def __init__(self, peer: str, courier: Courier, lanes: Lanes, pinned: bool) -> None:
         self.peer = peer
         self._courier = courier
         self._lanes = lanes
-        self._stream = _stream(device)
+        self._pinned = pinned
         self._targets: dict[torch.Size, Tensor] = {}
 
     def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
         assert form is None, "a replay knows all forms"
         start = time.perf_counter()
-        produced = torch.cuda.Event() if self._stream else None
-        if produced is not None and isinstance(self._lanes, CudaLanes):
-            with self._lanes.on(Lane.COMPUTE, (), op):
-                produced.record()  # [1] the producer's end, on the stream that ran it
+        device = self._lanes.device
+        stream = device.current()  # [1] the lane's, which waits for the producer's end: the executor's `on`
 
         def job() -> Callable[[], None]:
-            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-                if self._stream and produced is not None:
-                    self._stream.wait_event(produced)
+            with device.on(stream):
                 for tensor in tensors:
                     self._target(tensor).copy_(tensor, non_blocking=True)  # [2]
-            if self._stream:
-                self._stream.synchronize()  # [3] on this thread: the tensors are held until here
+            device.finish(stream)  # [3] on this thread: the tensors are held until here
             self._lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
@@ -162,9 +158,7 @@ class ReplayOutbound:
 
     def _target(self, tensor: Tensor) -> Tensor:
         if tensor.shape not in self._targets:
-            self._targets[tensor.shape] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None
-            )
+            self._targets[tensor.shape] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
         return self._targets[tensor.shape]
 
     def close(self) -> None:
@@ -172,7 +166,3 @@ class ReplayOutbound:
 
     def abort(self) -> None:
         """There is no connection to break."""
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None

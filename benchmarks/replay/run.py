@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.config.records import ModelConfig
 from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.model.transformer import transformer_layers
-from pipetrain.runtime.executor import Executor, Program, Step
+from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.program import Program
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
@@ -116,7 +117,7 @@ class Replay:
         board, meter, clock = FailureBoard(None), ActivationMeter(), Clock()
         monitor, lanes = Monitor(STAGE, board, timeout_seconds=300.0), make_lanes(STAGE, self.device)
         edges = ReplayEdges(arrivals, costs.hop_forward[STAGE], clock, lanes, monitor, self.device)
-        transport = Transport(schedule.stage_ranks, STAGE, edges, monitor, meter, self.device)
+        transport = Transport(schedule.stage_ranks, STAGE, edges, meter, self.device)
         stage = Stage(STAGE, self.layers, first_layer=STAGE * len(self.layers), device=self.device, meter=meter)
         executor = Executor(STAGE, {STAGE: stage}, transport, lanes, monitor, board)
         program = Program.of(schedule, STAGE)
@@ -125,8 +126,7 @@ class Replay:
         for number in range(steps):
             profile = _profile() if profiled and number == steps - 1 else nullcontext()
             _synchronize(self.device, reset=True)
-            executor.done.clear()
-            transport.start_step(self._forms(schedule), described=(False, False), done=executor.done)
+            transport.start_step(self._forms(schedule), described=(False, False))
             with profile:
                 clock.start()
                 executor.run(program, Step(number, 0, len(self.layers), with_graph=True, with_loss=False))

@@ -10,7 +10,8 @@ from typing import Any
 
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.executor import Program
+from pipetrain.runtime.executor import refuse_unknown_kinds
+from pipetrain.runtime.program import Program
 from pipetrain.schedule.check import check
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
@@ -118,6 +119,7 @@ class Programs:
                 first_backward=first_backward,
             )
             check(schedule)
+            refuse_unknown_kinds(schedule)
             self._cache[key] = Program.of(schedule, self._rank)
         return self._cache[key]
 

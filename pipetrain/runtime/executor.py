@@ -1,21 +1,24 @@
 """Runs one rank's part of a schedule: a table from kind to what it does, and a loop.
 
-One thread runs (on a GPU: launches) all F, R and B of the rank. It is work-conserving: when the next op of the compute
-lane waits for a message and the recompute lane has an op that may run, that one runs.
+One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers; the threads of the transport only
+say what has ended. It is work-conserving: when the next op of the compute lane waits for a message and the recompute lane
+has an op that may run, that one runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
+from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import layer_seed
@@ -23,8 +26,6 @@ from pipetrain.stage.stage import Stage, StageInput, StageOutput
 from pipetrain.transport.forms import spec_text, structure
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, wanted
-
-_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 
 
 @dataclass
@@ -47,35 +48,27 @@ class Step:
         return lambda layer: layer_seed(self.seed, self.index, microbatch, layer)
 
 
+class _Turn(NamedTuple):
+    """One op that runs now."""
+
+    op: Op
+    lane: Lane
+    program: Program
+    step: Step
+
+    @property
+    def microbatch(self) -> int:
+        assert self.op.microbatch is not None
+        return self.op.microbatch
+
+
 @dataclass(frozen=True)
-class Program:
-    """One rank's part of a schedule, laid out for the loop: `then[op]` are the transfers that start when `op` has ended."""
+class _Result:
+    """What F or B gives a neighbouring stage: the leaves of a tree, which of them want a gradient, and its structure."""
 
-    schedule: Schedule
-    compute: tuple[Op, ...]
-    recompute: tuple[Op, ...]
-    first: tuple[Op, ...]
-    then: Mapping[Op, tuple[Op, ...]]
-    recomputed: frozenset[Op]
-
-    @staticmethod
-    def of(schedule: Schedule, rank: int) -> Program:
-        compute, recompute = schedule.lane(rank, Lane.COMPUTE), schedule.lane(rank, Lane.RECOMPUTE)
-        place = {op: number for number, op in enumerate(compute)}
-        first: list[Op] = []
-        then: dict[Op, list[Op]] = {}
-        for op in (*schedule.lane(rank, Lane.RECV), *schedule.lane(rank, Lane.SEND)):
-            before = [wait for wait in schedule.waits.get(op, ()) if wait in place]
-            if before:
-                then.setdefault(max(before, key=place.__getitem__), []).append(op)
-            else:
-                first.append(op)
-        recomputed = frozenset(
-            Op(op.stage, Kind.F, op.microbatch) for op in (*compute, *recompute) if op.kind is Kind.R
-        )
-        return Program(
-            schedule, compute, recompute, tuple(first), {op: tuple(ops) for op, ops in then.items()}, recomputed
-        )
+    leaves: Sequence[Any]
+    wants_gradient: Sequence[bool]
+    spec: pytree.TreeSpec | None = None
 
 
 class Executor:
@@ -91,165 +84,146 @@ class Executor:
         board: FailureBoard,
     ) -> None:
         self.rank = rank
-        self.done: set[Op] = set()
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
         self._stages = stages
         self._transport = transport
         self._lanes = lanes
         self._monitor = monitor
         self._board = board
-        self._handed: dict[Op, tuple[Sequence[Any], frozenset[int], pytree.TreeSpec | None]] = {}
-        self._outgoing: dict[Op, tuple[Sequence[Any], Sequence[bool], str]] = {}
-        self._table: Mapping[Kind, Callable[[Op, Step, Program], None]] = {
-            Kind.F: self._forward,
-            Kind.R: self._recompute,
-            Kind.B: self._backward,
-        }
+        # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
+        self._results: dict[Op, _Result] = {}
 
     def run(self, program: Program, step: Step) -> None:
-        """Run every op of the rank; returns when all its messages have left.
+        """Run every op of the rank; returns when all have ended: its messages have left, too.
 
         Raises:
             PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
-        queues = {Lane.COMPUTE: deque(program.compute), Lane.RECOMPUTE: deque(program.recompute)}
+        turns = Turns(program)
         self._lanes.start_step()
-        for op in program.first:
-            self._start_transfer(op, step)
-        while queues[Lane.COMPUTE] or queues[Lane.RECOMPUTE]:
-            lane = self._next_lane(program, queues)
-            op = queues[lane].popleft()
-            try:
-                with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
-                    self._announce(op, step)
-                    self._table[op.kind](op, step, program)
-            except PipelineError:
-                raise
-            except BaseException as error:
-                self._report(error, op, lane, step, program)
-                raise
-            self.done.add(op)
-            for transfer in program.then.get(op, ()):
-                self._start_transfer(transfer, step)
-        self._transport.finish()
+        while True:
+            for transfer in self._transport.take_ended():
+                turns.end(transfer)
+            self._start_transfers(turns, program, step)
+            if turns.over:
+                break
+            if not self._compute_one(turns, program, step):
+                self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
         self._lanes.end_step()
-        assert not self._handed
-        assert not self._outgoing
+        self._assert_nothing_is_held()
 
     # Order --------------------------------------------------------------------------------------------------------
 
-    def _next_lane(self, program: Program, queues: Mapping[Lane, deque[Op]]) -> Lane:
-        """The lane whose head may run: compute before recompute. Waits for a message where neither may."""
-        lane = self._ready_lane(program, queues)
-        if lane is None:
-            self._monitor.wait(
-                lambda: self._ready_lane(program, queues) is not None, lambda: self._waits_for(program, queues)
-            )
-            lane = self._ready_lane(program, queues)
-            assert lane is not None
-        return lane
+    def _start_transfers(self, turns: Turns, program: Program, step: Step) -> None:
+        """All whose turn it is. Only this thread starts them: one that waits for a message alone starts after the F, R or B
+        that runs when the message comes."""
+        for queue in range(len(COMPUTING), len(program.queues)):
+            while (op := turns.take(queue)) is not None:
+                self._run(_Turn(op, program.lanes[queue], program, step))
 
-    def _ready_lane(self, program: Program, queues: Mapping[Lane, deque[Op]]) -> Lane | None:
-        for lane, queue in queues.items():
-            if queue and all(op in self.done for op in program.schedule.waits.get(queue[0], ())):
-                return lane
-        return None
+    def _compute_one(self, turns: Turns, program: Program, step: Step) -> bool:
+        """Run the next op of the compute lane, else of the recompute lane; False where both wait."""
+        for queue, lane in enumerate(COMPUTING):
+            op = turns.take(queue)
+            if op is not None:
+                self._run(_Turn(op, lane, program, step))
+                turns.end(op)
+                return True
+        return False
 
-    def _waits_for(self, program: Program, queues: Mapping[Lane, deque[Op]]) -> str:
-        head = next(queue[0] for queue in queues.values() if queue)
-        missing = [op for op in program.schedule.waits.get(head, ()) if op not in self.done]
-        transfer = next((op for op in missing if op.kind in (Kind.RECV_F, Kind.RECV_B)), None)
-        return self._transport.describe(transfer) if transfer else f"rank {self.rank} waits in {head} for {missing}"
+    def _run(self, turn: _Turn) -> None:
+        op, lane, program, step = turn
+        try:
+            with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
+                if self.before_op is not None and step.with_graph:
+                    self.before_op(op, step.index)
+                _TABLE[op.kind](self, turn)
+        except PipelineError:
+            raise
+        except BaseException as error:
+            self._report(error, turn)
+            raise
+
+    def _describe(self, op: Op, awaited: Op) -> str:
+        """What this rank waits in."""
+        return self._transport.describe(awaited) or f"rank {self.rank} waits in {op} for {awaited}"
 
     # The table ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, op: Op, step: Step, program: Program) -> None:
-        assert op.microbatch is not None
+    def _forward(self, turn: _Turn) -> None:
+        op, lane, program, step = turn
         stage = self._stages[op.stage]
-        given = self._given(op, step, program)
-        with self._lanes.timed(Lane.COMPUTE, op):
+        given = self._given(turn)
+        with self._lanes.timed(lane, op):
             if step.with_graph:
-                output = stage.forward(op.microbatch, given, keep=op not in program.recomputed)
+                output = stage.forward(turn.microbatch, given, keep=(op.stage, op.microbatch) not in program.recomputed)
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
         if op.stage == program.schedule.num_stages - 1:
-            self._finish_microbatch(op.microbatch, output, given, step)
+            self._finish_microbatch(turn.microbatch, output, given, step)
         else:
-            self._hand_on(op, op.stage + 1, output.leaves, output.wants_gradient, output.spec, program)
+            self._give(turn, _Result(output.leaves, output.wants_gradient, output.spec))
 
-    def _recompute(self, op: Op, step: Step, program: Program) -> None:  # noqa: ARG002
-        assert op.microbatch is not None
-        lane = Lane.RECOMPUTE if op in program.recompute else Lane.COMPUTE
-        with self._lanes.timed(lane, op):
-            self._stages[op.stage].recompute(op.microbatch)
+    def _recompute(self, turn: _Turn) -> None:
+        with self._lanes.timed(turn.lane, turn.op):
+            self._stages[turn.op.stage].recompute(turn.microbatch)
 
-    def _backward(self, op: Op, step: Step, program: Program) -> None:
-        assert op.microbatch is not None
+    def _backward(self, turn: _Turn) -> None:
+        op, lane, program, step = turn
         gradients: Sequence[Any] = ()
         if op.stage < program.schedule.num_stages - 1:
-            gradients, _, _ = self._received(op, Kind.RECV_B)
-        with self._lanes.timed(Lane.COMPUTE, op):
-            wanted_back = self._stages[op.stage].backward(op.microbatch, gradients, scale=step.scale)
+            gradients, _, _ = self._received(op, program)
+        with self._lanes.timed(lane, op):
+            wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
         if op.stage > program.schedule.first_backward:
-            self._hand_on(op, op.stage - 1, wanted_back, (False,) * len(wanted_back), None, program)
+            self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
 
-    # Hand-overs ---------------------------------------------------------------------------------------------------
+    def _send(self, turn: _Turn) -> None:
+        result = self._results.pop(turn.op)
+        for leaf in result.leaves:
+            if isinstance(leaf, Tensor):
+                self._lanes.keep(leaf)  # allocated on the producer's stream, read on this queue's
+        text = "" if result.spec is None else spec_text(result.spec)
+        self._transport.send(turn.op, result.leaves, result.wants_gradient, text)
 
-    def _given(self, op: Op, step: Step, program: Program) -> StageInput:
-        assert op.microbatch is not None
+    def _receive(self, turn: _Turn) -> None:
+        self._transport.post(turn.op)
+
+    # What F and B get and give ------------------------------------------------------------------------------------
+
+    def _given(self, turn: _Turn) -> StageInput:
+        op, _, program, step = turn
         if op.stage == 0:
-            leaves, spec = pytree.tree_flatten(step.microbatches[op.microbatch])
+            leaves, spec = pytree.tree_flatten(step.microbatches[turn.microbatch])
             wants: frozenset[int] = frozenset()
         else:
-            received, wants, found = self._received(op, Kind.RECV_F)
+            received, wants, found = self._received(op, program)
             assert found is not None
             leaves, spec = list(received), found
-        last = op.stage == program.schedule.num_stages - 1
-        on_layer = None if step.on_layer is None else functools.partial(step.on_layer, op.microbatch)
+        scored = step.with_loss and op.stage == program.schedule.num_stages - 1
         return StageInput(
             tuple(leaves),
             spec,
             wants,
-            step.seed_of(op.microbatch),
-            step.targets[op.microbatch] if last and step.with_loss else None,
-            step.weights[op.microbatch] if last and step.with_loss else 1.0,
-            on_layer,
+            step.seed_of(turn.microbatch),
+            step.targets[turn.microbatch] if scored else None,
+            step.weights[turn.microbatch] if scored else 1.0,
+            None if step.on_layer is None else functools.partial(step.on_layer, turn.microbatch),
         )
 
-    def _received(self, op: Op, kind: Kind) -> tuple[Sequence[Any], frozenset[int], pytree.TreeSpec | None]:
-        """What F or B of `op` gets from the neighbouring stage: from this rank, or from another by a message of `kind`."""
-        if op in self._handed:
-            return self._handed.pop(op)
-        leaves, form = self._transport.take(Op(op.stage, kind, op.microbatch))
-        return leaves, wanted(form), structure(form.spec) if form.spec else None
+    def _received(self, op: Op, program: Program) -> tuple[Sequence[Any], frozenset[int], pytree.TreeSpec | None]:
+        """What F or B gets from the neighbouring stage: by a message, or from this rank's own; which leaves want a gradient."""
+        message = receive_of(program.schedule, op)
+        if message is not None:
+            leaves, form = self._transport.take(message)
+            return leaves, wanted(form), structure(form.spec) if form.spec else None
+        source = local_source(program.schedule, op)
+        assert source is not None
+        result = self._results.pop(source)
+        return result.leaves, frozenset(n for n, want in enumerate(result.wants_gradient) if want), result.spec
 
-    def _hand_on(
-        self,
-        op: Op,
-        stage: int,
-        leaves: Sequence[Any],
-        wants: Sequence[bool],
-        spec: pytree.TreeSpec | None,
-        program: Program,
-    ) -> None:
-        """Give the result of `op` to `stage`: at once on the same rank, else when its SEND starts."""
-        if program.schedule.stage_ranks[stage] == self.rank:
-            needed = frozenset(n for n, want in enumerate(wants) if want)
-            self._handed[Op(stage, op.kind, op.microbatch)] = (leaves, needed, spec)
-        else:
-            text = "" if spec is None else spec_text(spec)
-            self._outgoing[Op(op.stage, _SEND[op.kind], op.microbatch)] = (leaves, wants, text)
-
-    def _announce(self, op: Op, step: Step) -> None:
-        if self.before_op is not None and step.with_graph:
-            self.before_op(op, step.index)
-
-    def _start_transfer(self, op: Op, step: Step) -> None:
-        self._announce(op, step)
-        if op.kind in (Kind.RECV_F, Kind.RECV_B):
-            self._transport.post(op)
-        else:
-            self._transport.send(op, *self._outgoing.pop(op))
+    def _give(self, turn: _Turn, result: _Result) -> None:
+        self._results[send_of(turn.program.schedule, turn.op) or turn.op] = result
 
     def _finish_microbatch(self, microbatch: int, output: StageOutput, given: StageInput, step: Step) -> None:
         if not step.with_loss:
@@ -257,10 +231,18 @@ class Executor:
         elif given.weight != 0:
             (step.outputs[microbatch],) = output.leaves
 
-    # Failure ------------------------------------------------------------------------------------------------------
+    # The end ------------------------------------------------------------------------------------------------------
 
-    def _report(self, error: BaseException, op: Op, lane: Lane, step: Step, program: Program) -> None:
+    def _assert_nothing_is_held(self) -> None:
+        """A step gives back all that it took: what it left would be memory that grows, or another step's message."""
+        assert not self._results, f"nobody took the results of {', '.join(map(str, self._results))}"
+        self._transport.assert_nothing_is_held()
+        for stage in self._stages.values():
+            stage.assert_nothing_is_held()
+
+    def _report(self, error: BaseException, turn: _Turn) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
+        op, lane, program, step = turn
         place = f"rank {self.rank} failed in {op} ({lane} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
@@ -270,5 +252,30 @@ class Executor:
         """Forget everything that is held: a step has failed."""
         for stage in self._stages.values():
             stage.drop()
-        self._handed.clear()
-        self._outgoing.clear()
+        self._results.clear()
+
+
+# What the executor does in an op of each kind: a new kind is one entry here, one method above, and what its stage does.
+_TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
+    Kind.F: Executor._forward,
+    Kind.R: Executor._recompute,
+    Kind.B: Executor._backward,
+    Kind.SEND_F: Executor._send,
+    Kind.SEND_B: Executor._send,
+    Kind.RECV_F: Executor._receive,
+    Kind.RECV_B: Executor._receive,
+}
+
+
+def refuse_unknown_kinds(schedule: Schedule) -> None:
+    """Every rank refuses what one of them could not run.
+
+    Raises:
+        ValueError: an op of a kind that schedules know and this executor does not.
+    """
+    unknown = next((op for _, _, op in schedule.ops() if op.kind not in _TABLE), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(_TABLE)}; such a schedule can be "
+            "simulated and drawn: train with one whose backward is B alone"
+        )

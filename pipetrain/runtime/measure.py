@@ -10,7 +10,7 @@ import torch
 
 from pipetrain.group.clocks import Clock
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.op import Kind
+from pipetrain.schedule.kinds import Holding
 from pipetrain.stage.stage import Stage
 from pipetrain.timeline.step_report import RankReport
 
@@ -38,11 +38,13 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, St
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
-        if op.kind not in (Kind.F, Kind.B) or op.stage not in stages:
+        row = op.kind.row
+        change = (Holding.STASH in row.opens) - (Holding.STASH in row.closes)
+        if not change or op.stage not in stages:
             continue
         stage = stages[op.stage]
         size = stage.set_bytes.get(op.microbatch or 0, 0) + stage.stash_bytes.get(op.microbatch or 0, 0)
-        alive += size if op.kind is Kind.F else -size
+        alive += change * size
         peak = max(peak, alive)
     return peak
 

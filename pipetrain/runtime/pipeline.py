@@ -130,7 +130,6 @@ class Pipeline:
                 device=self.device,
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                foreign=lambda: self._runner.transport.storages(),
                 share=sharing(self._lanes, policy.ahead),
             )
             for index in self.plan.stages_of(self.rank)

@@ -19,9 +19,8 @@ from pipetrain.runtime.executor import Executor, Step
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
-from pipetrain.transport.ends import make_edges
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport
+from pipetrain.transport.transport import Transport, make_edges
 
 
 class CallRunner:
@@ -51,7 +50,7 @@ class CallRunner:
         self._count_fn = count_fn
         self._calls = Calls(group.chain, plan, stages)
         edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, group.monitor, meter, group.device)
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device)
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
         group.monitor.on_failure = self._abort
 
@@ -98,8 +97,7 @@ class CallRunner:
             program = self._programs.training(call.first_backward)
         else:
             program = self._programs.inference(call.num_microbatches)
-        self.executor.done.clear()
-        self.transport.start_step(self._calls.forms(call), described=call.described, done=self.executor.done)
+        self.transport.start_step(self._calls.forms(call), described=call.described)
         with generators_restored(self._group.device):
             self.executor.run(program, step)
 

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipetrain.snapshot import files as folders
@@ -29,6 +28,7 @@ from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
 from pipetrain.snapshot.reader import STATE, rank_path
 from pipetrain.snapshot.state import Part, RunState
 from pipetrain.snapshot.tensors import Image
+from pipetrain.transport.device import Device, Stream, device_of
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
 
@@ -157,13 +157,13 @@ class Saver:
             self._save.job.join()
             self.poll()
 
-    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[torch.cuda.Stream]) -> None:
+    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[tuple[Device, Stream]]) -> None:
         with ExitStack() as stack:
-            for stream in streams:
-                stack.enter_context(torch.cuda.stream(stream))
+            for device, stream in streams:
+                stack.enter_context(device.on(stream))
             self._images = {part: _image(mapping, self._images.get(part)) for part, mapping in tensors.items()}
-        for stream in streams:
-            stream.synchronize()
+        for device, stream in streams:
+            device.finish(stream)
 
     def _open_draft(self, step: int) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
@@ -200,15 +200,15 @@ class Saver:
         return f"rank {self._rank} could not write the snapshot of step {step} ({reason}): training goes on; {older}"
 
 
-def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[torch.cuda.Stream]:
-    """One for each GPU that holds some of `tensors`, which begins when the work before it has made them."""
-    devices = {tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda}
-    streams = []
-    for device in devices:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        streams.append(stream)
-    return streams
+def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[Device, Stream]]:
+    """One for each device that holds some of `tensors`, which begins when the work before it has made them."""
+    found = []
+    for one in {tensor.device for mapping in tensors.values() for tensor in mapping.values()}:
+        device = device_of(one)
+        stream = device.stream()
+        device.follow(stream, device.current())
+        found.append((device, stream))
+    return found
 
 
 def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:

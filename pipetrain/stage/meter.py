@@ -19,6 +19,7 @@ class ActivationMeter:
         self._holders: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
+        self.message_storages: set[int] = set()  # of what comes from other ranks in this step; other threads make them
         self.current_bytes = 0
         self.peak_bytes = 0
         # Re-entrant: a slot may be collected, and release, while the same thread holds.

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.meter import ActivationMeter
+
 # Less than this per microbatch is not worth a word. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
 _SMALL_BYTES = 1 << 16
 
@@ -42,10 +44,10 @@ class HeldOutsideProbe:
     layer computes once and keeps (a table of positions) is then there already and is not taken for a leak.
     """
 
-    def __init__(self, name_of: Callable[[int], str], foreign: Callable[[], Set[int]]) -> None:
-        """`foreign()` are the storages that other threads make meanwhile: messages that arrive."""
+    def __init__(self, name_of: Callable[[int], str], meter: ActivationMeter) -> None:
+        """`meter` knows the storages that other threads make meanwhile: messages that arrive."""
         self._name_of = name_of
-        self._foreign = foreign
+        self._meter = meter
         self._forwards = 0
         self.done = False
         self._before: dict[int, int] = {}
@@ -92,5 +94,5 @@ class HeldOutsideProbe:
     def _left(self, allowed: Set[int]) -> dict[int, int]:
         alive = storages_alive()
         time.sleep(0.005)  # a thread that has just made a message's buffer gets to say so
-        foreign = self._foreign()
-        return {key: size for key, size in alive.items() if size and key not in allowed and key not in foreign}
+        messages = self._meter.message_storages
+        return {key: size for key, size in alive.items() if size and key not in allowed and key not in messages}

@@ -189,6 +189,13 @@ class LateBoundSet:
         self._phase = _Phase.WAITING
         self._slots.clear()
 
+    # B ----------------------------------------------------------------------------------------------------------
+
+    def assert_closed(self) -> None:
+        """B is done: whatever is left of the set belongs to the graph, which goes."""
+        assert not self._slots, f"{len(self._slots)} slots are still held after their B"
+        assert not self._witnesses, f"{len(self._witnesses)} witnesses are still held after their B"
+
     # --------------------------------------------------------------------------------------------------------------
 
     def _check_witnesses(self, when: str) -> None:

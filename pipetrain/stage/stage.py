@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +108,6 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        foreign: Callable[[], Set[int]] = frozenset,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.index = index
@@ -125,7 +124,7 @@ class Stage:
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
         self._buffers = ChangingBuffers(self.layers)
-        self._probe = HeldOutsideProbe(self._name_of, foreign)
+        self._probe = HeldOutsideProbe(self._name_of, meter)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
@@ -328,12 +327,17 @@ class Stage:
             torch.autograd.backward(roots, seeds)
         for key in held.keys:
             self._meter.release(key)
+        held.late.assert_closed()
         return [held.sink.pop(leaf, None) for leaf in range(held.num_inputs)]
 
     def _loss_gradient(self, held: _Held, kind: tuple[torch.Size, torch.dtype], scale: float) -> Tensor:
         """What is back-propagated from the loss; zeros into the output of a microbatch that does not count."""
         shape, dtype = kind
         return torch.full(shape, scale if held.counts else 0.0, dtype=dtype, device=self._device)
+
+    def assert_nothing_is_held(self) -> None:
+        """The end of a step: each input and each set that F or R brought has had its B."""
+        assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""

@@ -17,7 +17,7 @@ from pipetrain.group.courier import Courier, finish
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport.forms import Form, TensorForm, flat_bytes
+from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.lanes import Lanes
 
 CPU = torch.device("cpu")
@@ -47,18 +47,22 @@ class GlooInbound:
 
     def __init__(self, pair: Pair, source: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
-        self.storages: set[int] = set()
         self._pair = pair
         self._source = source
         self._lanes = lanes
         self._courier = Courier(f"receive from {peer}", peer, monitor)
 
-    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Callable[[], list[Tensor]]], None]) -> None:
+    def post(
+        self,
+        op: Op,
+        form: Form | None,
+        make_buffers: Callable[[Form], list[Tensor]],
+        arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
+    ) -> None:
         def job() -> Callable[[], None]:
             start = time.perf_counter()
             known = receive_form(self._pair, self._source) if form is None else form
-            tensors = [leaf.empty(CPU) for leaf in known.leaves if isinstance(leaf, TensorForm)]
-            self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            tensors = make_buffers(known)
             for tensor in tensors:
                 finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())

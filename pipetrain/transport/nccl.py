@@ -20,9 +20,9 @@ from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport.forms import Form, TensorForm, flat_bytes
+from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.gloo import receive_form, send_form
-from pipetrain.transport.lanes import CudaLanes
+from pipetrain.transport.lanes import Lanes
 
 _TAG = 0
 # A transfer needs few thread blocks; the rest of the GPU belongs to F, R and B.
@@ -32,7 +32,7 @@ _MAX_BLOCKS = 4
 class NcclEdges:
     """Makes the ends of the stage edges of one rank."""
 
-    def __init__(self, store: Store, lanes: CudaLanes, monitor: Monitor, device: torch.device) -> None:
+    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, device: torch.device) -> None:
         self._store = store
         self._lanes = lanes
         self._monitor = monitor
@@ -40,7 +40,7 @@ class NcclEdges:
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> NcclInbound:
         data, forms = self._meet(edge, direction, place, sends=False)
-        return NcclInbound(data, forms, 1 - place, peer, self._lanes, self._monitor, self._device)
+        return NcclInbound(data, forms, 1 - place, peer, self._lanes, self._monitor)
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclOutbound:
         data, forms = self._meet(edge, direction, place, sends=True)
@@ -58,51 +58,52 @@ class NcclEdges:
         greeting = torch.zeros(1, device=self._device)
         work = data.send([greeting], 1 - place, _TAG) if sends else data.recv([greeting], 1 - place, _TAG)
         work.wait()
-        torch.cuda.synchronize(self._device)
+        self._lanes.device.finish(self._lanes.device.current())
         return data, forms
 
 
 class NcclInbound:
     """The receiving end of one stage edge and direction: `transport.Inbound`."""
 
-    def __init__(
-        self, data: Pair, forms: Pair, source: int, peer: str, lanes: CudaLanes, monitor: Monitor, device: torch.device
-    ) -> None:
+    def __init__(self, data: Pair, forms: Pair, source: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
-        self.storages: set[int] = set()
         self._data = data
         self._forms = forms
         self._source = source
         self._lanes = lanes
-        self._device = device
         self._courier = Courier(f"forms from {peer}", peer, monitor)
 
-    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Callable[[], list[Tensor]]], None]) -> None:
+    def post(
+        self,
+        op: Op,
+        form: Form | None,
+        make_buffers: Callable[[Form], list[Tensor]],
+        arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
+    ) -> None:
         if form is not None:
-            tensors = self._receive(op, form)
+            tensors = self._receive(op, make_buffers, form)
             arrived(form, lambda: tensors)
             return
 
         def job() -> Callable[[], None]:
             found = receive_form(self._forms, self._source)
-            return lambda: arrived(found, lambda: self._receive_now(op, found))
+            return lambda: arrived(found, lambda: self._receive_now(op, make_buffers, found))
 
         self._courier.submit(str(op), job)
 
-    def _receive(self, op: Op, form: Form) -> list[Tensor]:
-        """Post the receive on the queue's own stream. [1] nothing to wait for [2] receive [3] record the arrival."""
+    def _receive(self, op: Op, make_buffers: Callable[[Form], list[Tensor]], form: Form) -> list[Tensor]:
+        """Post the receive on the queue's own stream. [1] is the executor's [2] receive [3] record the arrival."""
         with self._lanes.on(Lane.RECV, (), op), self._lanes.timed(Lane.RECV, op):
-            tensors = [leaf.empty(self._device) for leaf in form.leaves if isinstance(leaf, TensorForm)]
+            tensors = make_buffers(form)
             for tensor in tensors:
                 self._data.recv([flat_bytes(tensor)], self._source, _TAG).wait()
         for tensor in tensors:
             self._lanes.share(tensor)  # allocated on the queue's stream, read by F, R and B on theirs
-        self.storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
         return tensors
 
-    def _receive_now(self, op: Op, form: Form) -> list[Tensor]:
+    def _receive_now(self, op: Op, make_buffers: Callable[[Form], list[Tensor]], form: Form) -> list[Tensor]:
         """Receive just in time: the lane that uses the tensors waits for them here."""
-        tensors = self._receive(op, form)
+        tensors = self._receive(op, make_buffers, form)
         self._lanes.join(op)
         return tensors
 
@@ -117,7 +118,7 @@ class NcclInbound:
 class NcclOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
-    def __init__(self, data: Pair, forms: Pair, target: int, peer: str, lanes: CudaLanes, monitor: Monitor) -> None:
+    def __init__(self, data: Pair, forms: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
         self._data = data
         self._forms = forms
@@ -133,10 +134,8 @@ class NcclOutbound:
                 return lambda: None
 
             self._courier.submit(str(op), job)
-        with self._lanes.on(Lane.SEND, (self._lanes.producer_of(op),), op), self._lanes.timed(Lane.SEND, op):
+        with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
             for tensor in tensors:
-                # Allocated on the compute stream, read on this one: its memory must not be given away before that.
-                tensor.record_stream(torch.cuda.current_stream())
                 self._data.send([flat_bytes(tensor)], self._target, _TAG).wait()
         left()
 

@@ -1,33 +1,44 @@
-"""All messages of one rank between stages: posted, sent and taken by op."""
+"""All messages of one rank between stages: posted, sent and taken by op; and which library carries them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
-from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.kinds import Direction, Kind
+from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.op import Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.forms import Form, TensorForm, compact, conform, form_of, unpack
+from pipetrain.transport.gloo import GlooEdges
+from pipetrain.transport.lanes import Lanes
 
 Collect = Callable[[], list[Tensor]]
+MakeBuffers = Callable[[Form], list[Tensor]]
 
 
 class Inbound(Protocol):
-    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's."""
+    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's.
+
+    On a device with streams `post` is called on the stream of the queue, which waits for what the op waits for.
+    """
 
     peer: str
-    storages: set[int]
 
-    def post(self, op: Op, form: Form | None, arrived: Callable[[Form, Collect], None]) -> None:
-        """Receive the next message: of a known `form`, or with its form in front.
+    def post(
+        self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Callable[[Form, Collect], None]
+    ) -> None:
+        """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`.
 
-        `arrived(form, collect)` is called, perhaps on another thread, when F or B of `op` may start; `collect()` gives the
-        tensors, on the lane that uses them.
+        `arrived(form, collect)` is called, perhaps on another thread, when `op` has ended, so that what waits for it may be
+        launched; `collect()` gives the tensors, on the lane that uses them.
         """
 
     def close(self) -> None:
@@ -38,13 +49,13 @@ class Inbound(Protocol):
 
 
 class Outbound(Protocol):
-    """The sending end of one stage edge and direction."""
+    """The sending end of one stage edge and direction; `send` is called on the stream of its queue."""
 
     peer: str
 
     def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
-        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when the
-        tensors need no longer be held."""
+        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when `op` has
+        ended: the tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -66,7 +77,8 @@ class Transport:
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
     step with the same forms sends the tensors' bytes alone.
 
-    `edges` makes the ends: over gloo on a CPU, over NCCL on a GPU.
+    `edges` makes the ends. A transfer that has ended stands in a list until `take_ended` is called: the threads of the ends
+    only add to it.
     """
 
     def __init__(
@@ -74,12 +86,10 @@ class Transport:
         stage_ranks: Sequence[int],
         rank: int,
         edges: Edges | None,
-        monitor: Monitor,
         meter: ActivationMeter,
         device: torch.device,
     ) -> None:
         self._rank = rank
-        self._monitor = monitor
         self._meter = meter
         self._device = device
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
@@ -87,9 +97,9 @@ class Transport:
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
+        self._ended: deque[Op] = deque()
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
-        self._done: set[Op] = set()
         if edges is not None:
             self._connect(stage_ranks, edges)
 
@@ -107,23 +117,29 @@ class Transport:
                 self._outbound[edge, Kind.SEND_F] = edges.outbound(edge, "F", place, peer)
                 self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
 
-    def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool], done: set[Op]) -> None:
-        """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere.
+    def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
+        """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
+        self.assert_nothing_is_held()
+        self._forms, self._described = forms, described
+        self._meter.message_storages.clear()
 
-        Receives that have arrived are put into `done`.
-        """
-        assert not self._arrived
-        assert not self._unsent
-        self._forms, self._described, self._done = forms, described, done
-        for end in self._inbound.values():
-            end.storages.clear()
+    def has_ended(self) -> bool:
+        """Whether a transfer has ended that `take_ended` has not given yet."""
+        return bool(self._ended)
 
-    def storages(self) -> set[int]:
-        """Of the messages that came, or are coming, in this step."""
-        return set().union(*(end.storages for end in self._inbound.values()))
+    def take_ended(self) -> Iterator[Op]:
+        """The transfers that have ended since the last call: messages that have arrived, and that have left."""
+        while self._ended:
+            yield self._ended.popleft()
+
+    def assert_nothing_is_held(self) -> None:
+        """A step takes all that came, and all that it sent has left."""
+        for what, ops in (("not taken", self._arrived), ("early", self._early), ("not sent", self._unsent)):
+            assert not ops, f"messages are left over, {what}: {', '.join(map(str, ops))}"
+        assert not self._ended, f"nobody was told that {', '.join(map(str, self._ended))} ended"
 
     def _is_described(self, op: Op) -> bool:
-        return self._described[op.kind in (Kind.SEND_F, Kind.RECV_B)]
+        return self._described[partner_of(op).stage > op.stage]
 
     def post(self, op: Op) -> None:
         """Post a receive; it waits in its queue for those before it."""
@@ -132,13 +148,19 @@ class Transport:
         def arrived(found: Form, collect: Collect) -> None:
             # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
             # receive it, from its F.
-            early = collect() if op.kind is Kind.RECV_F and self._device.type == "cpu" else ()
+            early = collect() if _is_activation(op) and self._device.type == "cpu" else ()
             self._early[op] = [self._meter.hold(tensor) for tensor in early]
             self._arrived[op] = (found, collect)
             self._forms[op] = found
-            self._done.add(op)
+            self._ended.append(op)
 
-        self._inbound[op.stage, op.kind].post(op, form, arrived)
+        self._inbound[op.stage, op.kind].post(op, form, self._make_buffers, arrived)
+
+    def _make_buffers(self, form: Form) -> list[Tensor]:
+        """What a message of this form is received into, on any thread."""
+        buffers = [leaf.empty(self._device) for leaf in form.leaves if isinstance(leaf, TensorForm)]
+        self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
+        return buffers
 
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""
@@ -157,7 +179,7 @@ class Transport:
         elif form != self._forms[op]:
             dense = conform(leaves, self._forms[op], form, self._device, f"rank {self._rank} in {op}")
         tensors = [leaf for leaf in dense if isinstance(leaf, Tensor)]
-        keys = [self._meter.hold(tensor) for tensor in tensors] if op.kind is Kind.SEND_F else []
+        keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
 
         def left() -> None:
@@ -165,18 +187,16 @@ class Transport:
                 self._meter.release(key)
             tensors.clear()
             self._unsent.discard(op)
+            self._ended.append(op)
 
         self._outbound[op.stage, op.kind].send(op, form if described else None, tensors, left)
 
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        self._monitor.wait(lambda: not self._unsent, lambda: self.describe(min(self._unsent, key=str)))
-
     def describe(self, op: Op) -> str:
-        """What a rank says that waits for a transfer."""
-        if op.kind in (Kind.RECV_F, Kind.RECV_B):
-            return f"rank {self._rank} waits in {op} from {self._inbound[op.stage, op.kind].peer}"
-        return f"rank {self._rank} waits in {op} to {self._outbound[op.stage, op.kind].peer}"
+        """What a rank says that waits for a transfer; nothing of another op."""
+        key = (op.stage, op.kind)
+        if key in self._inbound:
+            return f"rank {self._rank} waits in {op} from {self._inbound[key].peer}"
+        return f"rank {self._rank} waits in {op} to {self._outbound[key].peer}" if key in self._outbound else ""
 
     def disconnect(self, op: Op) -> None:
         """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
@@ -198,6 +218,20 @@ class Transport:
             end.abort()
 
 
+def _is_activation(op: Op) -> bool:
+    """Whether a message counts as an activation: gradients do not."""
+    return op.kind.row.direction is Direction.FORWARD
+
+
 def wanted(form: Form) -> frozenset[int]:
     """The leaves of a received message that need a gradient."""
     return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
+
+
+def make_edges(store: Store, lanes: Lanes, monitor: Monitor, device: torch.device) -> Edges:
+    """The library that carries the messages: gloo on a CPU, NCCL on a GPU."""
+    if device.type == "cuda":
+        from pipetrain.transport.nccl import NcclEdges  # only where torch was built with NCCL
+
+        return NcclEdges(store, lanes, monitor, device)
+    return GlooEdges(store, lanes, monitor)

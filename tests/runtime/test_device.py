@@ -1,0 +1,180 @@
+"""The device seam: on a recorder of streams, every op of a rank comes after the ops that it waits for.
+
+The recorder is a device like another: it has streams, events and waits, and keeps of each event what must have happened
+before (a vector clock). Ends as NCCL's are given to one rank in the middle: they launch on the lane's stream and do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetrain.group.failure import FailureBoard, Monitor
+from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.program import Program
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.stage import Stage
+from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.forms import Form, TensorForm
+from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.transport import Transport
+
+CPU = torch.device("cpu")
+RANK, STAGES, M = 1, 3, 4
+
+
+@dataclass(eq=False)
+class _Stream:
+    number: int
+    count: int = 0
+    after: dict[int, int] = field(
+        default_factory=dict
+    )  # stream -> how many of its events come before what is launched now
+
+
+@dataclass(frozen=True)
+class _Event:
+    stream: int
+    count: int
+    after: dict[int, int]
+
+    def comes_before(self, other: _Event) -> bool:
+        return self.count <= other.after.get(self.stream, 0)
+
+
+class Recorder(CpuDevice):
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, _Stream]] = []
+        self._streams: list[_Stream] = []
+        self._current = self.stream()
+
+    def stream(self, *, priority: int = 0) -> _Stream:  # noqa: ARG002
+        self._streams.append(_Stream(len(self._streams)))
+        return self._streams[-1]
+
+    def current(self) -> _Stream:
+        return self._current
+
+    @contextmanager
+    def on(self, stream: _Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def record(self, stream: _Stream) -> Any:
+        stream.count += 1
+        stream.after[stream.number] = stream.count
+        return _Event(stream.number, stream.count, dict(stream.after))
+
+    def wait(self, stream: _Stream, event: Any) -> None:
+        for number, count in event.after.items():
+            stream.after[number] = max(count, stream.after.get(number, 0))
+
+    def follow(self, stream: _Stream, other: _Stream) -> None:
+        self.wait(stream, self.record(other))
+
+    def keep(self, tensor: Tensor, stream: _Stream) -> None:
+        self.kept.append((tensor.untyped_storage()._cdata, stream))
+
+    def clock(self, stream: _Stream) -> Callable[[Any], float]:  # noqa: ARG002
+        return lambda event: float(event.count)
+
+
+@dataclass
+class _End:
+    """Either end of an edge whose transfers only get launched."""
+
+    lanes: Lanes
+    lane: Lane
+    peer: str
+    sent: list[tuple[int, _Stream]]
+
+    def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
+        assert form is not None
+        with self.lanes.timed(self.lane, op):
+            buffers = [buffer.fill_(1.0) for buffer in make_buffers(form)]
+        arrived(form, lambda: buffers)
+
+    def send(self, op: Op, form: Form | None, tensors: Sequence[Tensor], left: Callable[[], None]) -> None:
+        assert form is None
+        with self.lanes.timed(self.lane, op):
+            self.sent += [(tensor.untyped_storage()._cdata, self.lanes.device.current()) for tensor in tensors]
+        left()
+
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class _Edges:
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.sent: list[tuple[int, _Stream]] = []
+
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
+        return _End(self.lanes, Lane.RECV, peer, self.sent)
+
+    def outbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
+        return _End(self.lanes, Lane.SEND, peer, self.sent)
+
+
+def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
+    """One step of the rank in the middle."""
+    meter, board = ActivationMeter(), FailureBoard(None)
+    lanes = Lanes(RANK, device)
+    edges = _Edges(lanes)
+    transport = Transport(schedule.stage_ranks, RANK, edges, meter, CPU)
+    stage = Stage(RANK, [nn.Linear(3, 3), nn.Tanh()], first_layer=RANK, device=CPU, meter=meter)
+    stage._probe.done = True
+    form = Form(
+        '[1, {"type": null, "context": null, "children_spec": []}]', (TensorForm((2, 3), (3, 1), "float32", True),)
+    )
+    gradient = Form("", (TensorForm((2, 3), (3, 1), "float32", False),))
+    forms = {op: form if op.kind in (Kind.SEND_F, Kind.RECV_F) else gradient for _, _, op in schedule.ops()}
+    executor = Executor(RANK, {RANK: stage}, transport, lanes, Monitor(RANK, board, timeout_seconds=1.0), board)
+    transport.start_step(forms, described=(False, False))
+    executor.run(Program.of(schedule, RANK), Step(0, 0, STAGES, with_graph=True, with_loss=True))
+    return lanes, edges
+
+
+def unordered(schedule: Schedule, lanes: Lanes) -> list[str]:
+    """The waits that no stream obeys."""
+    starts = {op: start for _, op, start, _ in lanes._spans}
+    ends = {op: end for _, op, _, end in lanes._spans}
+    assert starts.keys() == {op for rank, _, op in schedule.ops() if rank == RANK}
+    return [
+        f"{op} <- {awaited}"
+        for op in starts
+        for awaited in schedule.waits.get(op, ())
+        if not ends[awaited].comes_before(starts[op])
+    ]
+
+
+@pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
+@pytest.mark.parametrize("family", ["gpipe", "1f1b"])
+def test_streams_obey_every_wait(family: str, mode: str) -> None:
+    schedule = make_schedule(family, num_stages=STAGES, num_microbatches=M, recompute=RecomputePolicy(mode, ahead=2))
+    device = Recorder()
+    lanes, edges = launch(schedule, device)
+    assert unordered(schedule, lanes) == []
+    assert len(edges.sent) == 2 * M
+    assert set(edges.sent) <= set(device.kept), "what a send reads is kept until its stream has read it"
+
+
+def test_a_stream_that_does_not_wait_is_found() -> None:
+    class Deaf(Recorder):
+        def wait(self, stream: _Stream, event: Any) -> None: ...
+
+    schedule = make_schedule(num_stages=STAGES, num_microbatches=M)
+    lanes, _ = launch(schedule, Deaf())
+    found = unordered(schedule, lanes)
+    assert {"1F0 <- 1RECV_F0", "1R0 <- 1F0", "1B0 <- 1R0", "1SEND_F0 <- 1F0", "1RECV_B2 <- 1B0"} <= set(found)

@@ -1,0 +1,111 @@
+"""The executor obeys exactly the waits of a schedule and the order of its queues, however late messages come."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_process import InProcessRun, mean_square
+from random_schedules import random_schedules
+from torch import nn
+
+from pipetrain.runtime.executor import refuse_unknown_kinds
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.check import check
+from pipetrain.schedule.families import ComputeLanes, Shape
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.schedule import Schedule
+
+SEEDS = range(4)
+
+
+def with_waits(schedule: Schedule, waits: dict[str, str]) -> Schedule:
+    """The schedule with other waits for some ops; `add 0F2` leaves those that it has."""
+    changed = dict(schedule.waits)
+    for text, awaited in waits.items():
+        op = Op.parse(text.removeprefix("add "))
+        kept = changed.get(op, ()) if text.startswith("add ") else ()
+        changed[op] = (*kept, *map(Op.parse, awaited.split()))
+    return dataclasses.replace(schedule, waits=changed)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        pytest.param({"add 0F2": "0SEND_F0"}, id="F waits until an output has left: bounds what is not sent"),
+        pytest.param({"add 1RECV_B2": "1R1"}, id="a receive waits for an R"),
+        pytest.param({"add 1RECV_F1": "1F0", "1RECV_F2": ""}, id="the second of a queue waits, the third does not"),
+        pytest.param({"add 0SEND_F0": "0F2"}, id="the first of a queue waits longer than the second"),
+        pytest.param({"0SEND_F0": "0F1", "0SEND_F1": ""}, id="a send waits through the one before it in its queue"),
+        pytest.param({"add 0F3": "0SEND_F1", "add 0R0": "0SEND_F2"}, id="R waits for a send"),
+        pytest.param({"add 1SEND_B0": "1RECV_B1", "add 1RECV_F3": "1SEND_F0"}, id="transfers wait for transfers"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["overlap", "inline"])
+def test_waits_of_every_kind(waits: dict[str, str], mode: str) -> None:
+    schedule = with_waits(make_schedule(num_stages=3, num_microbatches=4, recompute=mode), waits)
+    check(schedule)
+    for seed in SEEDS:
+        run_two_steps(schedule, random.Random(seed), buffered=seed % 2 == 1)
+
+
+def split(shape: Shape) -> ComputeLanes:
+    """A family with the backward in two halves."""
+    microbatches = range(shape.num_microbatches)
+    return [
+        [
+            *(Op(rank, Kind.F, m) for m in microbatches),
+            *(Op(rank, kind, m) for m in microbatches for kind in (Kind.I, Kind.W)),
+        ]
+        for rank in range(shape.num_ranks)
+    ]
+
+
+def test_kinds_that_do_not_run_are_refused_by_every_rank() -> None:
+    schedule = make_schedule(split, num_stages=1, num_microbatches=2)
+    with pytest.raises(ValueError, match="0I0: the runtime does not run I yet, only F, R, B, SEND_F"):
+        Pipeline([nn.Linear(2, 2)], mean_square, num_microbatches=2, schedule=schedule)
+    half = make_schedule(num_stages=2, num_microbatches=2)
+    lanes = ({**half.lanes[0], Lane.COMPUTE: (*half.lane(0, Lane.COMPUTE), Op.parse("0W1"))}, half.lanes[1])
+    with pytest.raises(ValueError, match="0W1: the runtime does not run W yet"):
+        refuse_unknown_kinds(dataclasses.replace(half, lanes=lanes))
+
+
+def run_two_steps(schedule: Schedule, source: random.Random, *, buffered: bool) -> None:
+    """The first step says the forms of its messages, the second knows them."""
+    run = InProcessRun(schedule, source.randrange, buffered=buffered)
+    for _ in range(2):
+        run.assert_right(run.step())
+
+
+def check_and_run(schedule: Schedule, seed: int) -> None:
+    """What is refused is of no interest here: tests/schedule asks what the refusal says."""
+    try:
+        check(schedule)
+        refuse_unknown_kinds(schedule)
+    except ValueError:
+        return
+    run_two_steps(schedule, random.Random(seed), buffered=seed % 2 == 1)
+
+
+SCHEDULES = random_schedules(max_ranks=4, max_microbatches=4).map(lambda drawn: drawn[0])
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@given(SCHEDULES, st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=100)
+def test_what_check_accepts_runs(schedule: Schedule, seed: int) -> None:
+    """Random schedules: no hang, every wait obeyed, every value right, whatever comes when."""
+    check_and_run(schedule, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(SCHEDULES, st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=2000)
+def test_what_check_accepts_runs_at_length(schedule: Schedule, seed: int) -> None:
+    check_and_run(schedule, seed)
