@@ -18,9 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ranks import PATIENCE_SECONDS
+
 NUM_MICROBATCHES = 8
 WIDTH = 64
-_SECONDS = 60.0
+_SECONDS = PATIENCE_SECONDS
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
 
@@ -147,6 +149,10 @@ def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
     before = _num_sockets()
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("counted", 1) == num_ranks:
+        store.set("all have counted", "")
+    store.wait(["all have counted"])  # whoever used the group before would connect to those that still count
     value = torch.tensor(own)
     dist.all_reduce(value)
     dist.barrier()
@@ -166,6 +172,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
     from pipetrain.group.torch_distributed import start_torch_distributed
+    from pipetrain.model.spec import spec_of
     from pipetrain.plan.plan import make_plan
     from pipetrain.runtime.agreement import Introduction, introduce
     from pipetrain.schedule.policy import RecomputePolicy
@@ -192,7 +199,8 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     chain = meet(name)
     align_clocks(chain)
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
-    introduce(Introduction(0, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
+    model = json.dumps(spec_of(_layers(num_ranks)).fingerprint, sort_keys=True)
+    introduce(Introduction(0, model, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"

@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.root,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 
