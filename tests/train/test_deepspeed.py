@@ -59,6 +59,7 @@ def test_a_batch_of_more_than_two_tensors_is_refused() -> None:
         engine._cut(Batch(ids, (ids, ids)))
 
 
+@pytest.mark.slow
 def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
     zero_0, zero_1 = (config_of(*options_of(zero, "inline"), "steps=6") for zero in (0, 1))
     native = config_of("recompute=inline", "steps=6")

@@ -84,6 +84,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path)
     assert "; rank 2 waits " in message
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     process = start(tmp_path, text, "kill rank=1 op=1B1 step=3", NEVER_SECONDS)
     dead = lambda: any(state_of(pid) in ("", "Z") for pid in ranks_of(tmp_path))  # noqa: E731

@@ -41,6 +41,7 @@ def jobs_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted((folder / "jobs").glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_each_job_has_a_run_folder_that_its_ranks_share(
     folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

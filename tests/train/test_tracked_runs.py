@@ -122,6 +122,7 @@ def test_twenty_sigterms_lose_no_row(folder: pathlib.Path) -> None:
             assert_nothing_lost(folder / name)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Path) -> None:
     """Killed within a second after its last rows, wandb lacks some; what goes on writes them again."""
     options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.evaluate_every_steps=5"]
