@@ -83,7 +83,7 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any) -> li
         os.kill(ranks[rank][0].pid, signal.SIGABRT)
     outcomes = []
     for rank, (process, connection) in enumerate(ranks):
-        process.join(20)
+        process.join(PATIENCE_SECONDS)
         if process.is_alive():
             process.kill()
             process.join()
