@@ -238,6 +238,13 @@ MUTANTS = (
         ("tests/runtime/test_failures.py", "-k", "raises and 1F1"),
     ),
     Mutant(
+        "who hosts the store leaves at once",
+        "pipetrain/group/versions.py",
+        "        _stay_until_all_have_read(store, num_ranks)\n",
+        "",
+        ("tests/hosts/test_start_up.py", "-k", "stays"),
+    ),
+    Mutant(
         "nobody says who is gone",
         "pipetrain/group/courier.py",
         "                self._monitor.lost(what, self.peer, error)\n",

@@ -16,12 +16,11 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 # For what takes a second on an idle machine. With eight busy processes beside it a start alone takes ten.
@@ -84,7 +83,7 @@ def run_outcomes(num_ranks: int, function: Callable[..., Any], *args: Any) -> li
         os.kill(ranks[rank][0].pid, signal.SIGABRT)
     outcomes = []
     for rank, (process, connection) in enumerate(ranks):
-        process.join(20)
+        process.join(PATIENCE_SECONDS)
         if process.is_alive():
             process.kill()
             process.join()
@@ -105,18 +104,22 @@ def time_out_once(struck: Callable[[], bool]) -> None:
     """
     from pipetrain.group import failure
 
-    leaps = _leaps(struck)
-    failure.time = SimpleNamespace(monotonic=lambda: time.monotonic() + next(leaps))  # type: ignore[assignment]
+    failure.time = _LeapingClock(struck)  # type: ignore[assignment]
 
 
-def _leaps(struck: Callable[[], bool]) -> Iterator[float]:
-    while not struck():
-        yield 0.0
-    since = time.monotonic()
-    while time.monotonic() - since < _SETTLED_SECONDS:
-        yield 0.0
-    while True:
-        yield NEVER_SECONDS
+class _LeapingClock:
+    """Goes as time does, and leaps once."""
+
+    def __init__(self, struck: Callable[[], bool]) -> None:
+        self._struck = struck
+        self._struck_at: float | None = None
+
+    def monotonic(self) -> float:
+        now = time.monotonic()
+        if self._struck_at is None and self._struck():
+            self._struck_at = now
+        leaps = self._struck_at is not None and now - self._struck_at > _SETTLED_SECONDS
+        return now + (NEVER_SECONDS if leaps else 0.0)
 
 
 def is_stopped(pid: int) -> bool:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,7 +81,7 @@ def bad_batch_after_unfreezing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     inputs, targets = batch()
-    with Pipeline(model, mean_square, num_microbatches=3, timeout_seconds=10.0) as pipeline:
+    with Pipeline(model, mean_square, num_microbatches=3, timeout_seconds=NEVER_SECONDS) as pipeline:
         pipeline.step(inputs, targets)
         model[0].requires_grad_(True)
         with pytest.raises(ValueError, match="num_microbatches=3"):
@@ -138,7 +138,7 @@ def step_with_a_schedule_for_a_frozen_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
     reference = copy.deepcopy(model)
     schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3, first_backward=1)
-    with Pipeline(model, mean_square, num_microbatches=3, schedule=schedule, timeout_seconds=10.0) as pipeline:
+    with Pipeline(model, mean_square, num_microbatches=3, schedule=schedule, timeout_seconds=NEVER_SECONDS) as pipeline:
         assert pipeline.schedule == schedule
         assert torch.equal(
             pipeline.step(*batch()), reference_step(reference, mean_square, *batch(), num_microbatches=3)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ranks import PATIENCE_SECONDS
+
 from benchmarks.links.hosts import DEVICE, Host, Hosts
 
 PORT = 29400
@@ -85,11 +87,11 @@ def start(words: Sequence[str], folder: pathlib.Path, variables: dict[str, str])
     )
 
 
-def end(process: Process, seconds: float) -> tuple[int, str]:
-    """Exit code and stderr; whatever of it is still there after `seconds` is killed and fails the test."""
+def end(process: Process) -> tuple[int, str]:
+    """Exit code and stderr; whatever of it is still there after PATIENCE_SECONDS is killed and fails the test."""
     ranks = children_of(process.pid)
     try:
-        _, stderr = process.communicate(timeout=seconds)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         left = [pid for pid in {process.pid, *ranks} if process.poll() is None or is_alive(pid)]
         for pid in left:
@@ -112,9 +114,9 @@ def children_of(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
-def wait_until(ready: Callable[[], bool], processes: Sequence[Process], seconds: float = 60.0) -> None:
+def wait_until(ready: Callable[[], bool], processes: Sequence[Process]) -> None:
     """Looks again and again, as long as the processes run."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not ready():
         for process in processes:
             assert process.poll() is None, process.communicate()[1]

@@ -18,9 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ranks import PATIENCE_SECONDS
+
 NUM_MICROBATCHES = 8
 WIDTH = 64
-_SECONDS = 60.0
+_SECONDS = PATIENCE_SECONDS
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
 
@@ -147,6 +149,10 @@ def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
     before = _num_sockets()
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("counted", 1) == num_ranks:
+        store.set("all have counted", "")
+    store.wait(["all have counted"])  # whoever used the group before would connect to those that still count
     value = torch.tensor(own)
     dist.all_reduce(value)
     dist.barrier()

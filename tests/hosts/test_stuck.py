@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from ranks import PATIENCE_SECONDS
 
 from pipetrain.launcher import stuck
 
@@ -41,14 +42,14 @@ def test_one_that_does_not_look_is_ended(capfd: pytest.CaptureFixture[str]) -> N
     launcher, rank, _ = start("0")
     with launcher:
         stuck.main(launcher.pid, rank, "why it failed")
-        assert launcher.wait(10) == -signal.SIGKILL
+        assert launcher.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     first, last = capfd.readouterr().err.splitlines()
     assert f"torchrun (process {launcher.pid}) waits for its store over a link that seems cut" in first
     assert last == "pipetrain: why it failed"
 
 
 def test_one_that_waits_for_another_rank_is_left(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher, rank, other = start("60")
+    launcher, rank, other = start("600")
     with launcher:
         assert launcher.stdin is not None
         assert launcher.stdout is not None
@@ -60,7 +61,7 @@ def test_one_that_waits_for_another_rank_is_left(capfd: pytest.CaptureFixture[st
         launcher.stdin.write("look\n")
         launcher.stdin.flush()
         assert launcher.stdout.readline() == "seen\n"
-        watching.join(10)
+        watching.join(PATIENCE_SECONDS)
         assert not watching.is_alive()
         os.kill(other, signal.SIGKILL)
         launcher.kill()

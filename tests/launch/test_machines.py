@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from ranks import run_outcomes
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from small_text import make_text
 
 from pipetrain.group.group import join_group
@@ -31,9 +31,9 @@ def start(command: list[str], folder: pathlib.Path, **variables: str) -> Process
     )  # fmt: skip
 
 
-def end_all(processes: list[Process[str]], seconds: float) -> list[tuple[int, str, str]]:
+def end_all(processes: list[Process[str]]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each; nothing is left behind."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         texts = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
     finally:
@@ -58,7 +58,7 @@ def losses(run: pathlib.Path) -> list[float]:
 @pytest.mark.slow
 def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
     variables = {
-        "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": "60", "PYTHON": sys.executable,
+        "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": f"{PATIENCE_SECONDS:.0f}", "PYTHON": sys.executable,
     }  # fmt: skip
     command = [
         "bash",
@@ -67,7 +67,7 @@ def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
         *make_text(tmp_path / "text"),
         f"run_dir={tmp_path}/run",
     ]
-    ended = end_all([start(command, tmp_path, **variables) for _ in range(2)], 100)
+    ended = end_all([start(command, tmp_path, **variables) for _ in range(2)])
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert sum(f"run folder: {tmp_path}/run" in out for _, out, _ in ended) == 1
     assert len(losses(tmp_path / "run")) == 6
@@ -97,19 +97,19 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 
     machines = on_both("stopped", "resume=auto")
     metrics = tmp_path / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (metrics.is_file() and metrics.stat().st_size):
         assert time.monotonic() < deadline
-        assert all(machine.poll() is None for machine in machines), end_all(machines, 5)
+        assert all(machine.poll() is None for machine in machines), end_all(machines)
         time.sleep(0.02)
     machines[1].send_signal(signal.SIGUSR1)
-    ended = end_all(machines, 60)
+    ended = end_all(machines)
     assert [code for code, _, _ in ended] == [75, 75], ended
     assert sum("stopped by SIGUSR1" in err for _, _, err in ended) == 1, ended
-    assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"), 100)] == [0, 0]
+    assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"))] == [0, 0]
 
     alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *text, "steps=60", "run_dir=alone"]
-    assert [code for code, _, _ in end_all([start(alone, tmp_path)], 100)] == [0]
+    assert [code for code, _, _ in end_all([start(alone, tmp_path)])] == [0]
     assert losses(tmp_path / "stopped") == losses(tmp_path / "alone")
 
 
@@ -127,7 +127,7 @@ def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None
         "timeout_seconds=3",
         *where,
     ]
-    ((code, _, err),) = end_all([start(command, tmp_path)], 60)
+    ((code, _, err),) = end_all([start(command, tmp_path)])
     assert code == 1, err
     assert err.splitlines()[-1].startswith(
         "pipetrain: this machine of 2 did not meet the others at cluster.rendezvous=127.0.0.1:"
@@ -148,7 +148,7 @@ def test_a_signal_before_all_ranks_are_there_ends_at_once(num_announced: int) ->
                 told.append(str(error).startswith("stopped by SIGUSR1 before the ranks"))
         assert told == ([True] if num_announced == 1 else [])
         if num_announced == 2:
-            assert process.wait(20) == -signal.SIGUSR1
+            assert process.wait(PATIENCE_SECONDS) == -signal.SIGUSR1
     finally:
         process.kill()
         process.wait()
@@ -161,7 +161,7 @@ def agree_on(folder: str, port: int) -> None:
     dist.destroy_process_group()
     meeting = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in meeting.items()}
-    with join_group(timeout_seconds=20.0) as group:
+    with join_group(timeout_seconds=NEVER_SECONDS) as group:
         own = pathlib.Path(folder) / f"disk-of-machine-{rank // 2}"
         own.mkdir(exist_ok=True)
         check_shared(own, group, timeout_seconds=0.2)

@@ -208,7 +208,7 @@ def _now_and_then() -> Callable[[], Any]:
     return lambda: half() if next(calls) % 2 else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_a_step_may_be_given(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, steps, num_ranks)
 
@@ -268,6 +268,6 @@ def six_linears() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_layers_that_need_no_gradient(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, freezing, num_ranks)

@@ -187,7 +187,7 @@ def test_a_rank_that_is_killed_from_outside(at_rank: int, tmp_path: Path) -> Non
     killer = threading.Thread(target=lambda: os.kill(int(fifo.read_text()), signal.SIGKILL), daemon=True)
     killer.start()
     outcomes = run_outcomes(3, train_and_tell, str(fifo), at_rank)
-    killer.join(1)
+    killer.join(PATIENCE_SECONDS)
     check_killed(outcomes, at_rank)
 
 

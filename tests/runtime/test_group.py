@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity_cases import assert_same_tensors, mean_square, rows
-from ranks import run_outcomes, run_ranks
+from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import nn
 
 from pipetrain.group import neighbour as neighbours
@@ -31,7 +31,7 @@ def test_every_rank_has_a_place_in_the_grid(grid: Grid) -> None:
 
 def talk() -> dict[str, Any]:
     long = 3 * neighbours._FRAME_BYTES
-    with join_group(timeout_seconds=20.0) as group:
+    with join_group(timeout_seconds=NEVER_SECONDS) as group:
         chain, own = group.chain, str(group.rank).encode()
         assert (group.coordinates.stage, group.grid.size) == (group.rank, 3)
         clock = align_clocks(chain)
@@ -64,7 +64,7 @@ def test_what_a_chain_can_carry() -> None:
 
 def runs_ahead() -> int:
     """Of two ranks, the first sends without an answer; returns how many messages it held when the second began to take them."""
-    with join_group(timeout_seconds=20.0) as group:
+    with join_group(timeout_seconds=NEVER_SECONDS) as group:
         store, unsent = group.store, 0
         assert store is not None
         neighbour = group.chain._after
@@ -95,7 +95,7 @@ def pairs_of_three() -> int:
     pairs = [pair for pair in [dist.new_group([0, 1]), dist.new_group([0, 2])] if dist.get_rank(pair) >= 0]
     for pair in pairs:
         layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-        with Pipeline(layers, mean_square, num_microbatches=2, group=pair, timeout_seconds=20.0) as pipeline:
+        with Pipeline(layers, mean_square, num_microbatches=2, group=pair, timeout_seconds=NEVER_SECONDS) as pipeline:
             pipeline.step(*rows(4)[0])
     return len(pairs)
 
@@ -123,7 +123,7 @@ class Odd(nn.Module):
 def gathers_odd() -> None:
     whole_state._PIECE_BYTES = 3000
     model = nn.Sequential(*(Odd(number) for number in range(6)))
-    with Pipeline(list(model), num_microbatches=1, timeout_seconds=20.0) as pipeline:
+    with Pipeline(list(model), num_microbatches=1, timeout_seconds=NEVER_SECONDS) as pipeline:
         for _ in range(2):
             found = pipeline.full_state_dict()
             assert (found is not None) == (pipeline.rank == 0)
@@ -153,7 +153,7 @@ class Nothing(nn.Module):
 
 def gathers_little() -> list[str] | None:
     layers = [nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Tanh(), Nothing())]
-    with Pipeline(layers, num_microbatches=1, balance=[1, 1, 1], timeout_seconds=20.0) as pipeline:
+    with Pipeline(layers, num_microbatches=1, balance=[1, 1, 1], timeout_seconds=NEVER_SECONDS) as pipeline:
         found = pipeline.full_state_dict()
         return None if found is None else [f"{name}={value}" for name, value in found.items() if name.startswith("2")]
 
@@ -172,7 +172,7 @@ class FailsAlone(nn.Linear):
 
 
 def makes_one_that_fails() -> None:
-    Pipeline([FailsAlone] * 3, mean_square, timeout_seconds=60.0)
+    Pipeline([FailsAlone] * 3, mean_square, timeout_seconds=NEVER_SECONDS)
 
 
 def test_a_rank_that_cannot_make_its_part_is_named_by_all() -> None:
@@ -186,9 +186,11 @@ def test_a_rank_that_cannot_make_its_part_is_named_by_all() -> None:
 def makes_with_own_mistake() -> str:
     """Rank 1 is told nonsense: every rank says so, and a good pipeline works afterwards."""
     with pytest.raises(ValueError, match=r"pipeline\.num_microbatches=0") as caught:
-        Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], num_microbatches=1 - dist.get_rank(), timeout_seconds=20.0)
+        Pipeline(
+            [nn.Linear(8, 8), nn.Linear(8, 8)], num_microbatches=1 - dist.get_rank(), timeout_seconds=NEVER_SECONDS
+        )
     with Pipeline(
-        [nn.Linear(8, 8), nn.Linear(8, 8)], mean_square, num_microbatches=2, timeout_seconds=20.0
+        [nn.Linear(8, 8), nn.Linear(8, 8)], mean_square, num_microbatches=2, timeout_seconds=NEVER_SECONDS
     ) as pipeline:
         pipeline.step(*rows(4)[0])
     return str(caught.value)

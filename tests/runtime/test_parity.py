@@ -31,6 +31,7 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
+SLOW_2 = pytest.param(2, marks=pytest.mark.slow)
 EVEN = {1: (6,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 2, 2, 1)}
 UNEVEN = {1: (6,), 2: (1, 5), 3: (3, 1, 2), 4: (1, 1, 3, 1)}
 MODELS: dict[str, tuple[Callable[[float], list[nn.Module]], Callable[..., Any]]] = {
@@ -58,7 +59,7 @@ def every_mode(num_stages: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, SLOW_2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode_split_and_layout(num_stages: int) -> None:
     counts = run_ranks(num_stages, run_cases, every_mode, num_stages)
     assert counts == [12 if num_stages == 1 else 24] * num_stages
@@ -90,7 +91,7 @@ def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [SLOW_2, 3])
 def test_every_schedule_and_policy(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, every_schedule, num_ranks)
 

@@ -14,7 +14,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down
 
-many = settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 more = settings(many, max_examples=5000)
 
 

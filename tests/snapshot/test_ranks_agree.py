@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import PATIENCE_SECONDS, run_ranks
 
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import steps_in
@@ -62,7 +62,7 @@ def one_is_slow(folder: str) -> list[int]:
 
     def wait_and_write(*args: object) -> None:
         if dist.get_rank() == 1:
-            assert may_write.wait(30)
+            assert may_write.wait(PATIENCE_SECONDS)
         write(*args)
 
     seen = []

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from ranks import PATIENCE_SECONDS
 from saved import CPU, save, saver_of, state_of, trained
 from torch import Tensor
 
@@ -115,7 +116,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     may_copy = threading.Event()
 
     def wait_and_copy(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
-        assert may_copy.wait(60)
+        assert may_copy.wait(PATIENCE_SECONDS)
         return copies(tensors, before)
 
     copies = saver_module._image
@@ -142,7 +143,7 @@ def test_a_save_lets_training_go_on_until_weights_change(tmp_path: pathlib.Path,
     updating.start()
     assert not updated.wait(0.2)
     copying.set()
-    updating.join(60)
+    updating.join(PATIENCE_SECONDS)
     assert updated.is_set()
     saver.wait()
     read = Snapshot(path_of(tmp_path, 3)).tensors(Part.WEIGHTS)

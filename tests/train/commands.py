@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from ranks import PATIENCE_SECONDS
+
 Process = subprocess.Popen  # of text
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -60,17 +62,17 @@ def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process
     )
 
 
-def complete(folder: pathlib.Path, command: list[str], seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
+def complete(folder: pathlib.Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder` to its end, whatever its exit code."""
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=folder, env=environment(), timeout=seconds
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment(), timeout=PATIENCE_SECONDS
     )
 
 
-def end(process: Process, seconds: float = 100.0) -> tuple[int, str]:
+def end(process: Process) -> tuple[int, str]:
     """Exit code and stderr; nothing of the run is left behind."""
     try:
-        _, stderr = process.communicate(timeout=seconds)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         if process.poll() is None:
             for child in children_of(process.pid):
@@ -79,9 +81,9 @@ def end(process: Process, seconds: float = 100.0) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def wait_until(ready: Callable[[], bool], process: Process, seconds: float = 60.0) -> None:
+def wait_until(ready: Callable[[], bool], process: Process) -> None:
     """Looks again and again, as long as the process runs."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not ready():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the run did not get that far in time"

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
+from ranks import PATIENCE_SECONDS
 from safetensors.torch import load_file
 from torch import equal
 
@@ -76,9 +77,9 @@ def kill_at_random(process: Process, run: pathlib.Path, num_kills: int, chance: 
     return num_kills
 
 
-def has_reached(process: Process, run: pathlib.Path, step: int, seconds: float = 60.0) -> bool:
+def has_reached(process: Process, run: pathlib.Path, step: int) -> bool:
     """Waits until the run is at `step`; False where it was done before."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while num_steps_of(run) < step:
         if process.poll() is not None:
             return False

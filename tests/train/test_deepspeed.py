@@ -5,13 +5,12 @@ import json
 import os
 import pathlib
 import signal
-import time
 
 import pytest
 import torch
 from commands import PIPETRAIN, children_of, complete, end, make_text, wait_until
 from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_data
-from ranks import run_ranks
+from ranks import NEVER_SECONDS, run_ranks
 from resumed import num_steps_of, start
 
 from pipetrain.cli.main import main
@@ -60,6 +59,7 @@ def test_a_batch_of_more_than_two_tensors_is_refused() -> None:
         engine._cut(Batch(ids, (ids, ids)))
 
 
+@pytest.mark.slow
 def test_snapshots_are_exact_and_fit_the_other_engine() -> None:
     zero_0, zero_1 = (config_of(*options_of(zero, "inline"), "steps=6") for zero in (0, 1))
     native = config_of("recompute=inline", "steps=6")
@@ -101,7 +101,6 @@ def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_quickstart_over_20_steps() -> None:
     tiny = ("data.sequence_length=256", "pipeline.balance=auto", "optim.warmup_steps=20")
     quickstart = ("experiment=quickstart", "model.num_blocks=4", *tiny)
@@ -113,20 +112,21 @@ def test_the_quickstart_over_20_steps() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("sent", "words"), [(signal.SIGSTOP, "timeout_seconds"), (signal.SIGKILL, "is gone")])
 def test_a_rank_that_hangs_or_dies_ends_the_others(sent: signal.Signals, words: str, tmp_path: pathlib.Path) -> None:
     """Rank 0 waits no longer than timeout_seconds, and says for whom."""
     make_text(tmp_path / "text")
-    options = ["steps=100000", "timeout_seconds=8", "snapshot.every_steps=null", "run_dir=run"]
+    options = [
+        "steps=100000",
+        f"timeout_seconds={8 if sent is signal.SIGSTOP else NEVER_SECONDS}",
+        "snapshot.every_steps=null",
+        "run_dir=run",
+    ]
     process = start(tmp_path, PIPETRAIN, *OPTIONS, *options)
     wait_until(lambda: num_steps_of(tmp_path / "run") >= 2, process)
     rank_0, rank_1 = children_of(process.pid)
     os.kill(rank_1, sent)
-    began = time.monotonic()
-    while process.poll() is None and rank_0 in children_of(process.pid):
-        assert time.monotonic() - began < 8 + 20  # on a machine that is busy with other things
-        time.sleep(0.1)
+    wait_until(lambda: process.poll() is not None or rank_0 not in children_of(process.pid), process)
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank_1, signal.SIGKILL)  # torchrun would wait for it
     code, stderr = end(process)
@@ -136,7 +136,6 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(sent: signal.Signals, words: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_cpu_adam_is_adamw_and_resumes() -> None:
     """The first use compiles DeepSpeed's extension."""
     adamw = config_of("recompute=inline", "steps=6")

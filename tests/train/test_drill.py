@@ -24,7 +24,6 @@ def test_the_table_has_a_verdict_for_each_fault_and_for_all() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_faults_of_two_ranks(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--faults", "--quick", f"--json={tmp_path / 'faults.json'}"]) == 0
     results = json.loads((tmp_path / "faults.json").read_text())

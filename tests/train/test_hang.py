@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import pytest
 from commands import PIPETRAIN, Process, begin, end, make_text, wait_until
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 
 from pipetrain.launcher import remains
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
 
-TIMEOUT_SECONDS = 3
-MARGIN_SECONDS = 15  # after timeout_seconds; and after a death
+TIMEOUT_SECONDS = 15  # longer than ranks that start on a busy machine wait for each other
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder / "text"
 
 
-def start(folder: pathlib.Path, text: pathlib.Path, fault: str, *options: str) -> Process:
+def start(folder: pathlib.Path, text: pathlib.Path, fault: str, timeout_seconds: float, *options: str) -> Process:
     run = ["experiment=smoke", "data=text", f"data.path={text}", "observe.progress=false", "run_dir=run", *options]
-    command = [*PIPETRAIN, *run, f"timeout_seconds={TIMEOUT_SECONDS}"]
+    command = [*PIPETRAIN, *run, f"timeout_seconds={timeout_seconds}"]
     return begin(folder, command, PIPETRAIN_FAULTS=fault, TMPDIR=str(folder))
 
 
@@ -60,38 +60,35 @@ def listening_addresses(pid: int) -> set[str]:
     return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def seconds_until_the_end(process: Process, folder: pathlib.Path, struck: Callable[[], bool]) -> tuple[float, str]:
-    """From the moment of the fault; and stderr. Every rank is gone."""
+def last_words(process: Process, folder: pathlib.Path, struck: Callable[[], bool]) -> str:
+    """What the run says at the end, when the fault has struck. Every rank is gone."""
     wait_until(lambda: len(ranks_of(folder)) > 1, process)
     ranks = ranks_of(folder)
     wait_until(struck, process)
-    began = time.monotonic()
     code, stderr = end(process)
-    seconds = time.monotonic() - began
     assert code == Exit.FAILED, stderr
     assert "Traceback" not in stderr
     assert [pid for pid in ranks if state_of(pid) not in ("", "Z")] == []
-    return seconds, stderr.splitlines()[-1]
+    return stderr.splitlines()[-1]
 
 
-def test_a_stopped_rank_ends_the_run_in_time(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
-    process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", "pipeline.num_stages=3")
+def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", TIMEOUT_SECONDS, "pipeline.num_stages=3")
     stopped = lambda: "T" in [state_of(pid) for pid in ranks_of(tmp_path)]  # noqa: E731
     wait_until(stopped, process)
     listening = {address for pid in ranks_of(tmp_path) for address in listening_addresses(pid)}
     assert listening <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
-    seconds, message = seconds_until_the_end(process, tmp_path, stopped)
-    assert TIMEOUT_SECONDS - 1 < seconds < TIMEOUT_SECONDS + MARGIN_SECONDS
+    message = last_words(process, tmp_path, stopped)
     assert f"and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds): that rank hangs, is stopped" in message
     assert "no word from rank 1; rank 0 waits in 0RECV_B" in message
     assert "; rank 2 waits " in message
 
 
-def test_a_dead_rank_ends_the_run_in_time(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
-    process = start(tmp_path, text, "kill rank=1 op=1B1 step=3")
+@pytest.mark.slow
+def test_a_dead_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    process = start(tmp_path, text, "kill rank=1 op=1B1 step=3", NEVER_SECONDS)
     dead = lambda: any(state_of(pid) in ("", "Z") for pid in ranks_of(tmp_path))  # noqa: E731
-    seconds, message = seconds_until_the_end(process, tmp_path, dead)
-    assert seconds < MARGIN_SECONDS
+    message = last_words(process, tmp_path, dead)
     assert re.search(r"rank 1 is gone: rank 0 lost its connection in 0(RECV_B|SEND_F)\d", message)
 
 
@@ -108,7 +105,7 @@ def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeyp
         process.stdout.readline()
         (tmp_path / f"process-{rank:04d}").write_text(str(process.pid))
     os.kill(started[0].pid, signal.SIGSTOP)
-    alarm = threading.Timer(20, lambda: [process.kill() for process in started])
+    alarm = threading.Timer(PATIENCE_SECONDS, lambda: [process.kill() for process in started])
     alarm.start()
     with remains.remains_ended(tmp_path):
         leave(Outcome(1, Exit.DONE))
@@ -135,5 +132,5 @@ def test_a_run_that_is_stopped_on_request_is_left_alone(
         while len(looks) < 2:
             time.sleep(0.01)
     assert process.poll() is None
-    process.communicate(b"\n", timeout=10)
+    process.communicate(b"\n", timeout=PATIENCE_SECONDS)
     assert process.returncode == 0

@@ -82,6 +82,7 @@ def test_ten_random_kills_change_nothing(folder: pathlib.Path, num_ranks: int) -
     assert_same_training(folder / f"soak-{num_ranks}", folder / "whole")
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_is_told_and_the_one_before_used(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     process = start(folder, PIPETRAIN, "run_dir=damaged", "snapshot.keep_last=3")
     wait_until(lambda: len(steps_in(folder / "damaged" / "snapshots")) >= 2, process)

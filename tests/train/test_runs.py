@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import PIPETRAIN, TORCHRUN, begin, complete, make_text, wait_until
+from ranks import PATIENCE_SECONDS
 
 from pipetrain.cli.main import main
 
@@ -166,7 +167,7 @@ def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path
     try:
         wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2, started)
         os.killpg(started.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
-        stdout, stderr = started.communicate(timeout=60)
+        stdout, stderr = started.communicate(timeout=PATIENCE_SECONDS)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
@@ -188,7 +189,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path
         ranks = [int(file.read_text()) for file in sorted(tmp_path.glob("pipetrain-*/process-*"))]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
-        stdout, stderr = started.communicate(timeout=60)
+        stdout, stderr = started.communicate(timeout=PATIENCE_SECONDS)
     finally:
         started.kill()
     assert started.returncode == 1

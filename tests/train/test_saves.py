@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import make_text
+from ranks import PATIENCE_SECONDS
 from torch import Tensor
 
 from pipetrain import train as rank
@@ -39,7 +40,7 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
         before_update(self)
 
     def late_copies(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
-        assert about_to_change.wait(20), "the run went on to its next save without before_update"
+        assert about_to_change.wait(PATIENCE_SECONDS), "the run went on to its next save without before_update"
         return copies(tensors, before)
 
     monkeypatch.setattr(Saver, "save", recorded_save)

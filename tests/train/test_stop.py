@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 
 from pipetrain.launcher.stop import StopRequest
 
@@ -69,7 +70,7 @@ def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathl
         ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
         root = str(pathlib.Path(__file__).resolve().parents[2])
         launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, "experiment=smoke", "timeout_seconds=90"],
+            [sys.executable, "-c", LAUNCHER, "experiment=smoke", f"timeout_seconds={NEVER_SECONDS}"],
             cwd=tmp_path,
             env={**os.environ, **ranks, **place, "PYTHONPATH": root, "TORCHELASTIC_USE_AGENT_STORE": "True"},
             stdout=subprocess.PIPE,
@@ -82,7 +83,7 @@ def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathl
             launcher.kill()
             launcher.wait()
             launcher.stdout.close()
-            deadline = time.monotonic() + 40  # it may still be loading torch
+            deadline = time.monotonic() + PATIENCE_SECONDS  # it may still be loading torch
             while is_there(rank) and time.monotonic() < deadline:
                 time.sleep(0.1)
             assert not is_there(rank)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import PIPETRAIN, begin, complete, make_text, wait_until
+from ranks import PATIENCE_SECONDS
 from resumed import num_steps_of
 
 from pipetrain.cli.main import main
@@ -25,7 +26,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(folder: pathlib.Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    return complete(folder, [*SWEEP, *TINY, *options], seconds=110)
+    return complete(folder, [*SWEEP, *TINY, *options])
 
 
 def config_of(run_dir: str) -> str:
@@ -40,6 +41,7 @@ def jobs_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted((folder / "jobs").glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_each_job_has_a_run_folder_that_its_ranks_share(
     folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,12 +91,12 @@ def test_jobs_under_submitit_are_stopped_and_killed_one_by_one(folder: pathlib.P
     options = [*ALONE, "steps=100000,3", "seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
     process = begin(folder, [*SWEEP, *TINY, *options])
     runs = [folder / "sweep" / name for name in ("0", "1")]  # the long ones: `steps` comes before `seed`
-    wait_until(lambda: all(num_steps_of(run) >= 1 for run in runs), process, seconds=90)
+    wait_until(lambda: all(num_steps_of(run) >= 1 for run in runs), process)
     asked, killed = map(launcher_of, runs)
     os.kill(asked, signal.SIGTERM)
     os.kill(parent_of(killed), signal.SIGKILL)
     os.kill(killed, signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, stderr
     assert [job["code"] for job in jobs_of(sweep_folder(stdout))] == [75, None, 0, 0]
     line = stderr.splitlines()[-1]
@@ -121,9 +123,9 @@ def launcher_of(run_dir: pathlib.Path) -> int:
 def test_a_request_to_stop_reaches_the_job_that_runs_and_no_other_starts(folder: pathlib.Path) -> None:
     options = [*ALONE, "seed=1,2", "steps=100000", "hydra.sweep.dir=sweep"]
     process = begin(folder, [*SWEEP, *TINY, *options])
-    wait_until(lambda: num_steps_of(folder / "sweep" / "0") >= 1, process, seconds=60)
+    wait_until(lambda: num_steps_of(folder / "sweep" / "0") >= 1, process)
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, stderr
     assert [job["code"] for job in jobs_of(sweep_folder(stdout))] == [75]
     assert "pipetrain: job 1 (" in stderr

@@ -12,6 +12,7 @@ import time
 import pytest
 import wandb_log
 from commands import PIPETRAIN, Process, begin, children_of, end, environment, make_text, wait_until
+from ranks import PATIENCE_SECONDS
 from resumed import metrics_of, num_steps_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,7 +47,7 @@ def name_of(pid: int) -> str:
         return ""
 
 
-def assert_gone(pids: list[int], seconds: float = 20.0) -> None:
+def assert_gone(pids: list[int]) -> None:
     """Processes that have ended, whether or not somebody has asked how."""
 
     def is_there(pid: int) -> bool:
@@ -55,7 +56,7 @@ def assert_gone(pids: list[int], seconds: float = 20.0) -> None:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while left := [pid for pid in pids if is_there(pid)]:
         assert time.monotonic() < deadline, f"left running: {[(pid, name_of(pid)) for pid in left]}"
         time.sleep(0.05)
@@ -91,7 +92,7 @@ def test_sigterm_loses_no_row_and_the_key_is_told_to_nobody(folder: pathlib.Path
         families += family
         stop_at_random(folder, process, name, chance)
     for name, process in zip(names, runs):
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 75, stderr
         assert 0 < assert_nothing_lost(folder / name) < 100000
         assert stderr.startswith("pipetrain: stopped by SIGTERM"), stderr  # and no word of wandb
@@ -107,7 +108,6 @@ def files_of(run: pathlib.Path) -> list[pathlib.Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_twenty_sigterms_lose_no_row(folder: pathlib.Path) -> None:
     """On two ranks under their launcher, two runs at once."""
     chance = random.Random(2)
@@ -122,6 +122,7 @@ def test_twenty_sigterms_lose_no_row(folder: pathlib.Path) -> None:
             assert_nothing_lost(folder / name)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Path) -> None:
     """Killed within a second after its last rows, wandb lacks some; what goes on writes them again."""
     options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.evaluate_every_steps=5"]
@@ -215,7 +216,7 @@ def test_online_without_a_key_asks_nobody_and_goes_on_offline(folder: pathlib.Pa
             if not piece:
                 break
             told += piece
-    assert process.wait(timeout=60) == 0, told
+    assert process.wait(timeout=PATIENCE_SECONDS) == 0, told
     assert told.count(b"going on offline") == 1
     assert assert_nothing_lost(folder / "no-key") == 6
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch.distributed as dist
-from ranks import run_outcomes
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from torch.distributed import TCPStore
 
 from pipetrain.group.group import join_group
@@ -27,7 +27,7 @@ def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.Monk
     stores = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(store_of_this_attempt(datetime.timedelta(seconds=20)))
+        stores.append(store_of_this_attempt(datetime.timedelta(seconds=PATIENCE_SECONDS)))
     stores[0].set("address", "of a rank that was killed")
     assert not stores[1].check(["address"])
     stores[1].set("address", "of the new one")
@@ -35,7 +35,7 @@ def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.Monk
 
 
 def agree_with_one_that_leaves() -> None:
-    with join_group(timeout_seconds=20.0) as group:
+    with join_group(timeout_seconds=NEVER_SECONDS) as group:
         if dist.get_rank() == 1:
             os._exit(0)
         group.largest(1)
