@@ -25,7 +25,7 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     files = _CORPORA[config.name](config)
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ValueError(f"{source_of(config)}: {file} may not be read; allow it with: chmod +r {file}")
+            raise ValueError(f"{key_of_text(config)}: {file} may not be read; allow it with: chmod +r {file}")
     return files
 
 
@@ -94,6 +94,6 @@ def _neighbour(path: pathlib.Path) -> str:
     return f"; did you mean data.path={path.with_name(near[0])}?" if near else "; give a file or folder that exists"
 
 
-def source_of(config: DataConfig) -> str:
+def key_of_text(config: DataConfig) -> str:
     """What the user typed to choose the text, for messages."""
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"

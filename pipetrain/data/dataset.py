@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipetrain.config.records import DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import find_files, source_of
+from pipetrain.data.corpus import find_files, key_of_text
 from pipetrain.data.split import fingerprint_of, split_files
 from pipetrain.data.tokenizer import Tokenizer, make_tokenizer
 
@@ -72,7 +72,7 @@ def make_data(config: DataConfig, seed: int) -> Data:
 
 
 def _too_short(what: str, size: int, config: DataConfig) -> ValueError:
-    where = source_of(config)
+    where = key_of_text(config)
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
     if size < 2:
         return ValueError(f"{where}: {what} has {size} bytes and {need}; give more text, or data.heldout_fraction=0")
