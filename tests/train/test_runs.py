@@ -86,7 +86,7 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
     page = (folder / "timeline.html").read_text()
-    assert page.count("rank 1</text>") == 2  # predicted, and below it measured
+    assert page.count("rank 1</text>") == 4  # predicted, and below it measured: the ops, and what they hold
     assert page.index("Above: Predicted") < page.index("Below: Measured")
     assert "unexplained" in page
     assert "residual ms" in page
