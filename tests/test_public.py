@@ -49,8 +49,8 @@ SIGNATURES = {
     "Pipeline.close": "self",
     "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None",
     "make_schedule": (
-        "family='gpipe' * num_stages num_microbatches num_ranks=None recompute='overlap' warmup=None costs=None "
-        "first_backward=0 transport_ahead=2"
+        "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
+        "costs=None first_backward=0 transport_ahead=2"
     ),
     "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'>",
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
