@@ -31,7 +31,8 @@ NAMES = {
 SIGNATURES = {
     "Pipeline": (
         "model loss_fn=None * num_microbatches=8 schedule='gpipe' recompute='overlap' balance='auto' num_stages=None "
-        "stages_per_rank=1 num_replicas=1 group=None device=None seed=0 count_fn=None timeout_seconds=600.0 on_event=None"
+        "stages_per_rank=1 num_replicas=1 plan=None group=None device=None seed=0 count_fn=None timeout_seconds=600.0 "
+        "on_event=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
     "Pipeline.evaluate": "self inputs=None targets=None",
