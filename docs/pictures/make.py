@@ -32,6 +32,7 @@ def drawn(overrides: dict[str, str]) -> str:
         overrides["pipeline.schedule"],
         num_stages=stages,
         num_ranks=stages // int(overrides.get("pipeline.stages_per_rank", 1)),
+        placement=overrides.get("pipeline.placement", "loop"),
         num_microbatches=int(overrides["pipeline.num_microbatches"]),
         recompute=policy,
     )

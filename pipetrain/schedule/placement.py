@@ -34,6 +34,8 @@ def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None 
     Raises:
         ValueError: an unknown name, a list that does not fit, or a rank that would hold no stage.
     """
+    if not placement:
+        raise ValueError("pipeline.placement=[] names no rank; give the rank of each stage, as in [0,1,1,0]")
     if num_stages < 1:
         raise ValueError(f"pipeline.num_stages={num_stages}: at least 1 is needed")
     if isinstance(placement, str):
@@ -55,8 +57,8 @@ def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None 
 
 
 def ranks_named_in(listed: Sequence[int]) -> int:
-    """How many ranks a list speaks of: one more than the highest that it names."""
-    return max(listed, default=-1) + 1
+    """How many ranks a list speaks of: one more than the highest that it names, at least one."""
+    return max((0, *listed)) + 1
 
 
 def spelling_of(stage_ranks: Sequence[int]) -> str:
