@@ -15,7 +15,8 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.model.spec import ModelSpec, check_sharing, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, plan_of
+from pipetrain.plan.given_plan import plan_of
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.build import build_stage_layers
