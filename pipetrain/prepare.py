@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RecomputeConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule
 from pipetrain.model.size import ModelSize, size_of
-from pipetrain.plan.plan import Plan, make_plan
+from pipetrain.plan.plan import Plan, make_plan, place_stages
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import size_of_csv
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.make import make
+from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
 
 _DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
@@ -51,8 +53,10 @@ def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
+        placement=pipeline.placement,
+        warmup=pipeline.warmup,
     )
-    return Run(plan, _schedule(pipeline, config.recompute, ranks), size)
+    return Run(plan, _schedule(pipeline, config.recompute, plan.stage_ranks), size)
 
 
 def predict(config: RunConfig) -> Shown:
@@ -62,9 +66,15 @@ def predict(config: RunConfig) -> Shown:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
-    ranks, cost = _num_ranks(config.pipeline, config.cluster), config.cost
+    pipeline, cost = config.pipeline, config.cost
+    stage_ranks = place_stages(
+        pipeline.placement,
+        num_ranks=_num_ranks(pipeline, config.cluster),
+        num_stages=pipeline.num_stages,
+        stages_per_rank=pipeline.stages_per_rank,
+    )
     costs = Costs.spread(
-        ranks * config.pipeline.stages_per_rank,
+        len(stage_ranks),
         forward=cost.forward_seconds,
         backward=cost.backward_seconds,
         recompute=cost.recompute_seconds,
@@ -72,12 +82,13 @@ def predict(config: RunConfig) -> Shown:
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
     )
-    schedule = _schedule(config.pipeline, config.recompute, ranks, costs)
-    return show_schedule(schedule, costs)
+    return show_schedule(_schedule(pipeline, config.recompute, stage_ranks, costs), costs)
 
 
 def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
-    """As many as the stages need, as the schedule's file has, as the machines have, or two."""
+    """As many as the placement names, as the stages need, as the schedule's file has, as the machines have, or two."""
+    if not isinstance(pipeline.placement, str):
+        return ranks_named_in(pipeline.placement)
     if pipeline.num_stages is not None:
         return pipeline.num_stages // pipeline.stages_per_rank
     if pipeline.schedule.endswith(".csv"):
@@ -88,16 +99,17 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
 
 
 def _schedule(
-    pipeline: PipelineConfig, recompute: RecomputeConfig, num_ranks: int, costs: Costs | None = None
+    pipeline: PipelineConfig, recompute: RecomputeConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None
 ) -> Schedule:
-    schedule = make_schedule(
-        pipeline.schedule,
-        num_stages=num_ranks * pipeline.stages_per_rank,
-        num_microbatches=pipeline.num_microbatches,
-        num_ranks=num_ranks,
-        recompute=RecomputePolicy(**asdict(recompute)),  # a field per key; it makes enums of text itself
-        warmup=pipeline.warmup,
-        costs=costs,
+    schedule = make(
+        ScheduleSpec(
+            family=pipeline.schedule,
+            stage_ranks=stage_ranks,
+            num_microbatches=pipeline.num_microbatches,
+            policy=RecomputePolicy(**asdict(recompute)),  # a field per key; it makes enums of text itself
+            warmup=pipeline.warmup,
+            costs=costs,
+        )
     )
     check(schedule)
     return schedule

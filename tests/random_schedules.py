@@ -62,6 +62,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
     family = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "inference"]))
     ranks = draw(st.integers(1, max_ranks))
     stages = ranks * (1 if family == "1f1b" else draw(st.integers(1, 3)))
+    placement = draw(placements(family, stages, ranks))
     microbatches = draw(st.integers(1, max_microbatches))
     policy = RecomputePolicy(
         mode=draw(st.sampled_from(Mode)),
@@ -73,6 +74,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
         "family": family,
         "num_stages": stages,
         "num_ranks": ranks,
+        "placement": placement,
         "num_microbatches": microbatches,
         "recompute": policy,
         "first_backward": draw(st.one_of(st.just(0), st.integers(0, stages))),
@@ -86,6 +88,15 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
         places = 4 if policy.mode is Mode.NEVER else policy.ahead
         arguments["family"] = split(family, draw(st.integers(0, places - 1)))
     return Case(arguments, draw(costs_of(stages)))
+
+
+def placements(family: str, stages: int, ranks: int) -> st.SearchStrategy[str | list[int]]:
+    """Those that the family takes: names, and each rank once with the other stages anywhere."""
+    if family == "interleaved":
+        return st.just("loop")
+    anywhere = st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks)
+    lists = anywhere.flatmap(lambda others: st.permutations([*range(ranks), *others]))
+    return st.one_of(st.just("loop"), st.just("v"), lists)
 
 
 @st.composite

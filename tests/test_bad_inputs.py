@@ -177,6 +177,14 @@ TOGETHER = [
     train("pipeline.balance=evenly", "pipeline.balance", "auto"),
     train("pipeline.num_stages=9", "9", "4 layers"),
     train("pipeline.num_stages=4 pipeline.stages_per_rank=3", "stages_per_rank=3", "multiple"),
+    train("pipeline.placement=zigzag", "pipeline.placement='zigzag'", "loop, v, or a list"),
+    train("pipeline.placement=[0,2]", "pipeline.placement=[0, 2]", "rank 1 holds no stage"),
+    train("pipeline.placement=[0,1] pipeline.num_stages=3", "pipeline.placement=[0, 1]", "2 entries for 3 stages"),
+    train("pipeline.placement=[]", "pipeline.placement=[] names no rank"),
+    train("pipeline.placement=[0,-1]", "pipeline.placement=[0, -1]", "there is no rank -1"),
+    train(
+        "pipeline.placement=[0,1,1,0] pipeline.schedule=interleaved", "pipeline.placement=v", "pipeline.schedule=gpipe"
+    ),
     train("pipeline.schedule=inference", "no backward", "gpipe"),
     train("pipeline.warmup=3 pipeline.num_stages=2", "warmup"),
     train("data.sequence_length=2048", "data.sequence_length=2048", "model.max_sequence_length=2048"),

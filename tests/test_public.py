@@ -31,7 +31,8 @@ NAMES = {
 SIGNATURES = {
     "Pipeline": (
         "model loss_fn=None * num_microbatches=8 schedule='gpipe' recompute='overlap' balance='auto' num_stages=None "
-        "stages_per_rank=1 num_replicas=1 group=None device=None seed=0 count_fn=None timeout_seconds=600.0 on_event=None"
+        "stages_per_rank=1 num_replicas=1 plan=None group=None device=None seed=0 count_fn=None timeout_seconds=600.0 "
+        "on_event=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
     "Pipeline.evaluate": "self inputs=None targets=None",
@@ -49,8 +50,8 @@ SIGNATURES = {
     "Pipeline.close": "self",
     "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None",
     "make_schedule": (
-        "family='gpipe' * num_stages num_microbatches num_ranks=None recompute='overlap' warmup=None costs=None "
-        "first_backward=0 transport_ahead=2"
+        "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
+        "costs=None first_backward=0 transport_ahead=2"
     ),
     "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'>",
     "ModelSpec.build": "self first last * seed=0 device='cpu'",

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.shown import show
+from pipetrain.timeline.shown import show_schedule
 
 PAGE = Path(__file__).parent.parent / "SCHEDULES.md"
 
@@ -27,14 +28,15 @@ def drawn(overrides: dict[str, str]) -> str:
         mode=overrides.get("recompute.mode", "overlap"),  # type: ignore[arg-type]
         keep=int(overrides.get("recompute.keep", 0)),
     )
-    shown = show(
+    schedule = make_schedule(
         overrides["pipeline.schedule"],
         num_stages=stages,
         num_ranks=stages // int(overrides.get("pipeline.stages_per_rank", 1)),
+        placement=overrides.get("pipeline.placement", "loop"),
         num_microbatches=int(overrides["pipeline.num_microbatches"]),
         recompute=policy,
     )
-    return svg(shown)
+    return svg(show_schedule(schedule))
 
 
 if __name__ == "__main__":

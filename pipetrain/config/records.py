@@ -81,6 +81,8 @@ class PipelineConfig:
     schedule: str = "gpipe"  # name of a schedule family, or a CSV file
     num_stages: Count | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Count = 1  # stages that live on one rank (interleaving)
+    # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
+    placement: str | tuple[int, ...] = "loop"
     num_microbatches: Count = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic

@@ -92,6 +92,8 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
             pipeline.stages_per_rank,
             "has one stage per rank; use pipeline.stages_per_rank=1",
         )
+    if pipeline.placement != "loop":
+        yield _refused("pipeline.placement", pipeline.placement, "holds stage s on rank s; use pipeline.placement=loop")
     if pipeline.warmup is not None:
         yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
     if config.parallel.zero > 1:

@@ -57,12 +57,9 @@ class NativeEngine:
         self._device = device
         self._pipeline = Pipeline(
             spec,
-            num_microbatches=plan.num_microbatches,
+            plan=plan,
             schedule=schedule,
             recompute=schedule.policy,
-            balance=list(plan.balance),
-            num_stages=plan.num_stages,
-            stages_per_rank=plan.num_stages // plan.num_ranks,
             device=device,
             seed=seed,
             timeout_seconds=timeout_seconds,

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
+
+DEFAULT_MICROBATCHES = 8
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The placement of a model: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
+    """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica.
+    Ranks count from 0 within one replica. `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     """
 
     balance: tuple[int, ...]
     stage_ranks: tuple[int, ...]
     num_microbatches: int
     num_replicas: int = 1
+    warmup: int | tuple[int, ...] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -29,7 +34,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Ranks of one replica."""
-        return max(self.stage_ranks) + 1
+        return ranks_named_in(self.stage_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, ascending."""
@@ -59,38 +64,69 @@ def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def make_plan(
     num_layers: int,
     *,
-    num_ranks: int = 1,
+    num_ranks: int | None = None,
     num_stages: int | None = None,
     stages_per_rank: int = 1,
-    num_microbatches: int = 8,
+    num_microbatches: int = DEFAULT_MICROBATCHES,
     num_replicas: int = 1,
     balance: str | Sequence[int] = "auto",
+    placement: Placement = "loop",
+    warmup: int | Sequence[int] | None = None,
 ) -> Plan:
-    """The placement of `num_layers` layers over `num_ranks` ranks of one replica.
-
-    Stage s lives on rank s mod num_ranks, so that with several stages per rank a microbatch visits each rank in turn
-    (Narayanan et al. 2021, section 2.2).
+    """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key, the value and what is allowed.
     """
     if num_microbatches < 1:
         raise ValueError(f"pipeline.num_microbatches={num_microbatches}: at least 1 is needed")
+    stage_ranks = place_stages(placement, num_ranks=num_ranks, num_stages=num_stages, stages_per_rank=stages_per_rank)
+    return Plan(
+        balance=_check_balance(num_layers, len(stage_ranks), balance),
+        stage_ranks=stage_ranks,
+        num_microbatches=num_microbatches,
+        num_replicas=num_replicas,
+        warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
+    )
+
+
+def place_stages(
+    placement: Placement, *, num_ranks: int | None, num_stages: int | None, stages_per_rank: int
+) -> tuple[int, ...]:
+    """The rank of each stage: of as many as there are ranks x `stages_per_rank`, or as a list has.
+
+    `num_ranks` defaults to those that the list names or that `num_stages` needs, and to 1.
+
+    Raises:
+        ValueError: ranks, stages and placement do not fit each other.
+    """
     if stages_per_rank < 1:
         raise ValueError(f"pipeline.stages_per_rank={stages_per_rank}: at least 1 is needed")
-    wanted = num_ranks * stages_per_rank
+    if not isinstance(placement, str):
+        return _place_as_listed(tuple(placement), num_ranks, num_stages, stages_per_rank)
+    ranks = max(1, (num_stages or 1) // stages_per_rank) if num_ranks is None else num_ranks
+    wanted = ranks * stages_per_rank
     stages = wanted if num_stages is None else num_stages
     if stages != wanted:
         raise ValueError(
-            f"pipeline.num_stages={stages} does not fit {num_ranks} ranks x pipeline.stages_per_rank={stages_per_rank} "
+            f"pipeline.num_stages={stages} does not fit {ranks} ranks x pipeline.stages_per_rank={stages_per_rank} "
             f"= {wanted} stages: start {stages} ranks / stages_per_rank, or set pipeline.num_stages={wanted}"
         )
-    return Plan(
-        balance=_check_balance(num_layers, stages, balance),
-        stage_ranks=tuple(stage % num_ranks for stage in range(stages)),
-        num_microbatches=num_microbatches,
-        num_replicas=num_replicas,
-    )
+    return stage_ranks_of(placement, stages, ranks)
+
+
+def _place_as_listed(
+    listed: tuple[int, ...], num_ranks: int | None, num_stages: int | None, stages_per_rank: int
+) -> tuple[int, ...]:
+    """A list says itself how many stages there are, and ranks may hold different numbers of them."""
+    stage_ranks = stage_ranks_of(listed, len(listed) if num_stages is None else num_stages, num_ranks)
+    most = max(stage_ranks.count(rank) for rank in stage_ranks)
+    if stages_per_rank not in (1, most):
+        raise ValueError(
+            f"pipeline.stages_per_rank={stages_per_rank} does not fit pipeline.placement={list(listed)}, which has up to {most} "
+            "stages on a rank: leave out pipeline.stages_per_rank"
+        )
+    return stage_ranks
 
 
 def _check_balance(num_layers: int, num_stages: int, balance: str | Sequence[int]) -> tuple[int, ...]:

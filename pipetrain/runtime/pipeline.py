@@ -15,10 +15,12 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.model.spec import ModelSpec, check_sharing, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
-from pipetrain.plan.plan import make_plan
+from pipetrain.plan.given_plan import plan_of
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan
 from pipetrain.runtime import whole_state as weights
-from pipetrain.runtime.agreement import Programs, introduced
+from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.build import build_stage_layers
+from pipetrain.runtime.call_programs import GivenSchedule, Programs
 from pipetrain.runtime.cut import join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
@@ -43,10 +45,13 @@ class Pipeline:
             argument.
         loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
         num_microbatches: slices of a batch.
-        schedule: the name of a family, a CSV file, or a `Schedule`.
+        schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
+            `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
         balance: `"auto"` or the number of layers of each stage.
         num_stages: default: ranks x stages_per_rank.
+        plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
+            and `num_microbatches`, and can say more: `placement`, `warmup`.
         group: a process group of torch.distributed; default: all its ranks. Where torch.distributed is not initialised,
             it is from torchrun's variables, and without them the pipeline has one rank.
         device: default: this rank's GPU where there are enough, else the CPU.
@@ -68,13 +73,14 @@ class Pipeline:
         model: Any,
         loss_fn: LossFn | None = None,
         *,
-        num_microbatches: int = 8,
-        schedule: str | Schedule = "gpipe",
+        num_microbatches: int = DEFAULT_MICROBATCHES,
+        schedule: GivenSchedule = "gpipe",
         recompute: str | RecomputePolicy = "overlap",
         balance: str | Sequence[int] = "auto",
         num_stages: int | None = None,
         stages_per_rank: int = 1,
         num_replicas: int = 1,
+        plan: Plan | None = None,
         group: Any = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -82,8 +88,9 @@ class Pipeline:
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
-        if num_replicas != 1:
-            raise ValueError(f"parallel.num_replicas={num_replicas}: only one replica is supported so far")
+        replicas = num_replicas if plan is None else max(num_replicas, plan.num_replicas)
+        if replicas != 1:
+            raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
         spec = spec_of(model)
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
@@ -101,7 +108,8 @@ class Pipeline:
             self._clock = align_clocks(self._group.chain)
             with introduced(self._group.chain, seed) as own:
                 own.model = json.dumps(spec.fingerprint, sort_keys=True)
-                self.plan = make_plan(
+                self.plan = plan_of(
+                    plan,
                     spec.num_layers,
                     num_ranks=self._group.size,
                     num_stages=num_stages,
@@ -113,7 +121,7 @@ class Pipeline:
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(schedule, policy, self.plan, self._group.rank)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
-                self._stages = self._build(spec, loss_fn, policy, checked=balance == "auto")
+                self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
             self._runner = CallRunner(
                 self._group, self.plan, self._programs, self._stages, self._lanes, self._meter, loss_fn, count_fn
             )

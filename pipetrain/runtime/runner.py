@@ -12,7 +12,7 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
-from pipetrain.runtime.agreement import Programs
+from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.cut import cut, cut_targets
 from pipetrain.runtime.executor import Executor, Step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import WAYS, Direction, Kind
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 
@@ -20,44 +20,29 @@ def bound(
     num_microbatches: int,
     *,
     policy: str | RecomputePolicy = "overlap",
-    family: str | None = None,
     num_ranks: int | None = None,
-    warmup: int | Sequence[int] | None = None,
+    placement: Placement = "loop",
     first_backward: int = 0,
     split_backward: bool = False,
 ) -> float:
-    """Seconds below which no step can be, for any order or for the orders of one family.
+    """Seconds below which no step can be, for any order; `bound_of` says it for the sets that one schedule keeps.
 
-    With a family, the recomputed microbatches are counted in its schedule. Without one, every stage before the last
-    is taken to send a second microbatch on before the first comes back, so that it recomputes all that it does not keep.
-    `split_backward`: every backward is an I and a W, not a B.
+    Every stage before the last is taken to send a second microbatch on before the first comes back, so that it recomputes
+    all that it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
-    The proof is that of `bound_of`. Where no family fixes which sets are kept, stage s can keep few: a kept set lives
+    The proof is that of `bound_of`. As nothing fixes which sets are kept, stage s can keep few: a kept set lives
     from F to B (or I), at least L = f_s + b_s and the round trip through the stages after s. The `keep` places of a stage
     offer keep * W seconds of life in the window W = T - head - tail in which the stage runs, so that at most
     keep * W / L sets are kept and n_rec(s) >= m - keep * W / L. T is at least the least time that satisfies this.
     """
-    policy = RecomputePolicy.of(policy)
-    stages = costs.num_stages
-    ranks = stages if num_ranks is None else num_ranks
-    if family is not None:
-        schedule = make_schedule(
-            family,
-            num_stages=stages,
-            num_microbatches=num_microbatches,
-            num_ranks=ranks,
-            recompute=policy,
-            warmup=warmup,
-            costs=costs,
-            first_backward=first_backward,
-        )
-        return bound_of(schedule, costs)
+    wanted = RecomputePolicy.of(policy)
     way = WAYS[Direction.BACKWARD][-1 if split_backward else 0]
-    ways = [Counter({way: num_microbatches})] * stages
-    links = _Links(costs, tuple(stage % ranks for stage in range(stages)), first_backward, ways, _places(policy))
+    ways = [Counter({way: num_microbatches})] * costs.num_stages
+    stage_ranks = stage_ranks_of(placement, costs.num_stages, num_ranks)
+    links = _Links(costs, stage_ranks, first_backward, ways, _places(wanted))
 
     def recompute(stage: int, step_seconds: float) -> float:
-        return _least_recompute(links, stage, step_seconds, num_microbatches, policy) * costs.recompute[stage]
+        return _least_recompute(links, stage, step_seconds, num_microbatches, wanted) * costs.recompute[stage]
 
     return _least_time(links, num_microbatches, recompute)
 

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipetrain.schedule.families import ComputeLanes, Shape
+from pipetrain.schedule.families import ComputeLanes, Shape, fault_of
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -73,7 +73,7 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
     for rank, row in enumerate(rows):
         places: dict[Op, str] = {}
         for place, op in row:
-            fault = _fault(op, rank, shape)
+            fault = fault_of(op, rank, shape)
             if op in places:
                 fault = "stands in this line twice; allowed is once"
             elif all_kept and _recomputes(op):
@@ -117,19 +117,6 @@ def _parsed(place: str, cell: str) -> Op:
             f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
         )
     return op
-
-
-def _fault(op: Op, rank: int, shape: Shape) -> str | None:
-    if op.stage >= shape.num_stages:
-        return (
-            f"is of stage {op.stage}; allowed are 0 to {shape.num_stages - 1} (pipeline.num_stages={shape.num_stages})"
-        )
-    if (op.microbatch or 0) >= shape.num_microbatches:
-        allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
-        return f"is of microbatch {op.microbatch}; allowed are {allowed}"
-    if shape.stage_ranks[op.stage] != rank:
-        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
-    return None
 
 
 def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.placement import ranks_named_in, spelling_of
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,43 @@ class Shape:
     flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care.
     """
 
-    num_stages: int
+    stage_ranks: tuple[int, ...]
     num_microbatches: int
-    num_ranks: int
     alternate_last: bool = True
     warmup: int | Sequence[int] | None = None
     first_backward: int = 0
 
     @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        return tuple(stage % self.num_ranks for stage in range(self.num_stages))
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)
 
-    def stages_of(self, rank: int) -> range:
-        return range(rank, self.num_stages, self.num_ranks)
+    @property
+    def num_ranks(self) -> int:
+        return ranks_named_in(self.stage_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on `rank`, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
 
 ComputeLanes = list[list[Op]]
 Generator = Callable[[Shape], ComputeLanes]
+
+
+def fault_of(op: Op, rank: int, shape: Shape) -> str | None:
+    """What is wrong with `op` on the compute lane of `rank`, if something is."""
+    if not op.kind.computes or op.part is not None or op.peer is not None:
+        return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
+    if not 0 <= op.stage < shape.num_stages:
+        return (
+            f"is of stage {op.stage}; allowed are 0 to {shape.num_stages - 1} (pipeline.num_stages={shape.num_stages})"
+        )
+    if op.microbatch is None or not 0 <= op.microbatch < shape.num_microbatches:
+        allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
+        return f"is of microbatch {op.microbatch}; allowed are {allowed}"
+    if shape.stage_ranks[op.stage] != rank:
+        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
+    return None
 
 
 def gpipe(shape: Shape) -> ComputeLanes:
@@ -46,6 +67,9 @@ def gpipe(shape: Shape) -> ComputeLanes:
     rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2
     rank 1     F0 F1 F2 B0 .  B1 .  B2
     rank 2        F0 B0 F1 B1 F2 B2
+
+    A rank with several stages goes through them in their order and back, so that any placement will do: each lane is a
+    part of one order that nobody waits against, all F stage by stage and then all B from the last stage.
     """
     lanes: ComputeLanes = []
     for rank in range(shape.num_ranks):
@@ -96,7 +120,10 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     them cover slow hops.
     """
     _one_stage_per_rank(shape)
-    return [_in_turns(stage, in_flight, shape) for stage, in_flight in enumerate(in_flight_of(shape))]
+    in_flight = in_flight_of(shape)
+    return [
+        _in_turns(stage, in_flight[stage], shape) for rank in range(shape.num_ranks) for stage in shape.stages_of(rank)
+    ]
 
 
 def _in_turns(stage: int, in_flight: int, shape: Shape) -> list[Op]:
@@ -154,9 +181,10 @@ def in_flight_of(shape: Shape) -> tuple[int, ...]:
 
 def _one_stage_per_rank(shape: Shape) -> None:
     if shape.num_ranks != shape.num_stages:
+        other = "interleaved" if spelling_of(shape.stage_ranks) == "loop" else "gpipe"
         raise ValueError(
             f"pipeline.schedule='1f1b' holds one stage per rank, not {shape.num_stages} stages on {shape.num_ranks} ranks; "
-            "set pipeline.schedule=interleaved"
+            f"set pipeline.schedule={other}"
         )
 
 
@@ -171,6 +199,11 @@ def interleaved(shape: Shape) -> ComputeLanes:
     a number of microbatches that p does not divide, it is the order of the next multiple without those beyond.
     """
     ranks = shape.num_ranks
+    if spelling_of(shape.stage_ranks) != "loop":
+        raise ValueError(
+            f"pipeline.placement={spelling_of(shape.stage_ranks)}: pipeline.schedule='interleaved' goes round the ranks, so it needs "
+            "pipeline.placement=loop; for other placements use pipeline.schedule=gpipe"
+        )
     per_rank, rest = divmod(shape.num_stages, ranks)
     if rest:
         raise ValueError(

@@ -1,28 +1,33 @@
-"""From a family's name to a schedule: the generator, then one pass for each concern."""
+"""From what is wanted to a schedule: the generator, then one pass for each concern."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import WITH_WARMUP, ComputeLanes, Generator, Shape, generator_of
+from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.policy import LastStage, RecomputePolicy
+from pipetrain.schedule.placement import Placement, stage_ranks_of
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.waits import add_edges
 
 
 def make_schedule(
-    family: str | Generator = "gpipe",
+    family: str | os.PathLike[str] | Generator = "gpipe",
     *,
     num_stages: int,
     num_microbatches: int,
     num_ranks: int | None = None,
+    placement: Placement = "loop",
     recompute: str | RecomputePolicy = "overlap",
     warmup: int | Sequence[int] | None = None,
     costs: Costs | None = None,
@@ -31,70 +36,112 @@ def make_schedule(
 ) -> Schedule:
     """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
-    Stage s lives on rank s mod `num_ranks` (default: a rank per stage). `warmup` is for `1f1b`: forwards in flight, a
-    number or one per stage. `first_backward` is the first stage in which something needs a gradient, `num_stages` for
-    forwards only. `costs` help to choose which sets to keep, where the policy keeps some.
+    `placement` says which of `num_ranks` ranks (default: a rank per stage, or those that a list names) holds which stage:
+    `loop`, `v`, or a list with the rank of each stage. The rest is as in `ScheduleSpec`.
 
     Raises:
         ValueError: an unknown family, a file that does not fit, or numbers that do not fit each other.
     """
-    policy = RecomputePolicy.of(recompute)
-    ranks = num_stages if num_ranks is None else num_ranks
-    _check_numbers(num_stages, num_microbatches, ranks, first_backward, transport_ahead)
-    if family == "inference":
-        first_backward = num_stages
-    if warmup is not None and family not in WITH_WARMUP and isinstance(family, str):
-        raise ValueError(
-            f"pipeline.warmup={warmup} is for pipeline.schedule={WITH_WARMUP[0]}, not for {family!r}; leave it out"
+    return make(
+        ScheduleSpec(
+            family=family,
+            stage_ranks=stage_ranks_of(placement, num_stages, num_ranks),
+            num_microbatches=num_microbatches,
+            policy=RecomputePolicy.of(recompute),
+            warmup=warmup,
+            costs=costs,
+            first_backward=first_backward,
+            transport_ahead=transport_ahead,
         )
-    if policy.keep > num_microbatches and first_backward < num_stages:
-        raise ValueError(f"recompute.keep={policy.keep}: a step has {num_microbatches} microbatches, so 0 to that many")
-    shape = Shape(num_stages, num_microbatches, ranks, policy.last_stage is LastStage.AUTO, warmup, first_backward)
-    name, compute = _ordered(family, shape)
-    draft = draft_of(name, shape, compute, policy)
-    return with_best_kept(draft, costs or Costs.spread(num_stages), lambda kept: lower(draft, kept, transport_ahead))
+    )
 
 
-def _ordered(family: str | Generator, shape: Shape) -> tuple[str, ComputeLanes]:
-    if not isinstance(family, str):
-        return getattr(family, "__name__", "custom"), family(shape)
-    return family, read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
+def make(spec: ScheduleSpec) -> Schedule:
+    """The schedule that `spec` asks for.
+
+    Raises:
+        ValueError: as `make_schedule`.
+    """
+    draft = draft_of(spec, _ordered(spec))
+    costs = spec.costs or Costs.spread(spec.num_stages)
+    return with_best_kept(draft, costs, lambda kept: lower(draft, kept))
 
 
-def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: RecomputePolicy) -> Schedule:
-    """The compute lanes alone, without the R and B of stages in which nothing needs a gradient."""
+def _ordered(spec: ScheduleSpec) -> ComputeLanes:
+    shape = spec.shape
+    if callable(spec.family):
+        return _checked(spec.family(shape), spec.name, shape)
+    family = str(spec.family)
+    return read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
 
-    def needed(op: Op) -> bool:
-        return op.kind.row.direction is Direction.FORWARD or op.stage >= shape.first_backward
 
+def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
+    """What a generator gave; the passes rely on ops of stages and microbatches that there are."""
+    if len(lanes) != shape.num_ranks:
+        raise ValueError(
+            f"generator {name}: gave {len(lanes)} lanes; allowed is one per rank, which makes {shape.num_ranks}"
+        )
+    for rank, lane in enumerate(lanes):
+        for op in lane:
+            fault = fault_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
+            if fault:
+                raise ValueError(f"generator {name}, rank {rank}: {op} {fault}")
+    return lanes
+
+
+def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
+    """The compute lanes alone, without R and the backward of stages in which nothing needs a gradient."""
     draft = Schedule(
-        family=family,
-        num_microbatches=shape.num_microbatches,
-        stage_ranks=shape.stage_ranks,
-        policy=policy,
-        lanes=tuple({Lane.COMPUTE: tuple(op for op in ops if needed(op))} for ops in compute),
+        family=spec.name,
+        num_microbatches=spec.num_microbatches,
+        stage_ranks=spec.stage_ranks,
+        policy=spec.policy,
+        lanes=tuple({Lane.COMPUTE: _needed(ops, spec.first_backward)} for ops in compute),
         waits={},
         kept=frozenset(),
-        first_backward=shape.first_backward,
+        first_backward=spec.first_backward,
+        transport_ahead=spec.transport_ahead,
     )
     return keep_all(draft) if isinstance(compute, AllKept) else draft
 
 
-def lower(draft: Schedule, chosen: Sets, transport_ahead: int) -> Schedule:
+def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
+    return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
+
+
+def lower(draft: Schedule, chosen: Sets) -> Schedule:
     """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    return add_edges(add_messages(add_recompute(draft, chosen)), transport_ahead)
+    return with_waits(add_recompute(draft, chosen))
 
 
-def _check_numbers(stages: int, microbatches: int, ranks: int, first_backward: int, transport_ahead: int) -> None:
-    if stages < 1:
-        raise ValueError(f"pipeline.num_stages={stages}: at least 1 is needed")
-    if microbatches < 1:
-        raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
-    if not 1 <= ranks <= stages:
+def with_waits(ordered: Schedule) -> Schedule:
+    """The last two passes, on compute and recompute lanes that are in order."""
+    return add_edges(add_messages(ordered), ordered.transport_ahead)
+
+
+def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:
+    """`schedule` for a model in which nothing below stage `first_backward` needs a gradient.
+
+    What is left keeps its order and its sets; messages and waits are made again, from the lanes and `transport_ahead`.
+
+    Raises:
+        ValueError: `schedule` has no B for a stage that needs one now.
+    """
+    if first_backward == schedule.first_backward:
+        return schedule
+    if first_backward < schedule.first_backward:
         raise ValueError(
-            f"{ranks} ranks for pipeline.num_stages={stages}: each rank holds a stage or more, so use 1 to {stages} ranks"
+            f"the schedule runs B from stage {schedule.first_backward} on, but the first stage in which something needs a "
+            f"gradient is {first_backward}: give a schedule made with first_backward={first_backward}"
         )
-    if not 0 <= first_backward <= stages:
-        raise ValueError(f"first_backward={first_backward}: a stage, or num_stages={stages} for forwards only")
-    if transport_ahead < 0:
-        raise ValueError(f"transport.ahead={transport_ahead}: tensors received ahead of use are 0 or more")
+    queues = (Lane.COMPUTE, Lane.RECOMPUTE)
+    ordered = dataclasses.replace(
+        schedule,
+        lanes=tuple(
+            {lane: _needed(ops, first_backward) for lane, ops in lanes.items() if lane in queues}
+            for lanes in schedule.lanes
+        ),
+        kept=frozenset((stage, microbatch) for stage, microbatch in schedule.kept if stage >= first_backward),
+        first_backward=first_backward,
+    )
+    return with_waits(ordered)

@@ -34,6 +34,8 @@ class Schedule:
     `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
     backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
     before them needs a gradient. It is `num_stages` for a schedule of forwards only.
+
+    `transport_ahead`: tensors of a link that the waits let come in before they are used.
     """
 
     family: str
@@ -44,6 +46,7 @@ class Schedule:
     waits: Mapping[Op, tuple[Op, ...]]
     kept: frozenset[tuple[int, int]]
     first_backward: int = 0
+    transport_ahead: int = 2
 
     @property
     def num_stages(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,7 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
-from pipetrain.schedule.families import Generator
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
@@ -39,9 +37,11 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For example `gpipe, overlap: 4 stages x 8 microbatches`."""
+        """For example `gpipe, overlap: 4 stages x 8 microbatches`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`."""
         schedule = self.schedule
         ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
+        placement = spelling_of(schedule.stage_ranks)
+        ranks += "" if placement == "loop" else f", placed {placement},"
         size = (
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
@@ -97,40 +97,13 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def show(
-    family: str | Generator = "gpipe",
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    num_ranks: int | None = None,
-    recompute: str | RecomputePolicy = "overlap",
-    warmup: int | Sequence[int] | None = None,
-    costs: Costs | None = None,
-    first_backward: int = 0,
-    transport_ahead: int = 2,
-) -> Shown:
-    """Makes, checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop.
+def show_schedule(schedule: Schedule, costs: Costs | None = None) -> Shown:
+    """Checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop.
 
     Raises:
-        ValueError: as `make_schedule`, `check` and `simulate` do.
+        ValueError: as `check` and `simulate` do.
     """
-    known = costs or Costs.spread(num_stages)
-    schedule = make_schedule(
-        family,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_ranks=num_ranks,
-        recompute=recompute,
-        warmup=warmup,
-        costs=known,
-        first_backward=first_backward,
-        transport_ahead=transport_ahead,
-    )
-    return show_schedule(schedule, known)
-
-
-def show_schedule(schedule: Schedule, costs: Costs) -> Shown:
-    """Checks and simulates a schedule that there is already."""
     check(schedule)
-    timeline = simulate(schedule, costs)
-    return Shown(schedule, costs, timeline, bound_of(schedule, costs), break_down(schedule, timeline))
+    known = costs or Costs.spread(schedule.num_stages)
+    timeline = simulate(schedule, known)
+    return Shown(schedule, known, timeline, bound_of(schedule, known), break_down(schedule, timeline))

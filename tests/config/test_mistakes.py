@@ -87,6 +87,7 @@ REFUSED_BY_DEEPSPEED = {
     "recompute.keep=2": ["recompute.keep=2", "recompute.keep=0"],
     "recompute.ahead=2": ["recompute.ahead=2", "recompute.ahead=1"],
     "pipeline.stages_per_rank=2": ["pipeline.stages_per_rank=2", "pipeline.stages_per_rank=1"],
+    "pipeline.placement=v": ["pipeline.placement=v", "pipeline.placement=loop"],
     "pipeline.warmup=3": ["pipeline.warmup=3", "pipeline.warmup=null"],
     "parallel.zero=2": ["parallel.zero=2", "parallel.zero=1"],
     "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],

@@ -3,11 +3,11 @@
 import dataclasses
 import re
 
+from shows import show
 from test_report import REPORT
 
 from pipetrain.observe.run_page import run_page
 from pipetrain.timeline.draw.page import html, recompute_words
-from pipetrain.timeline.shown import show
 
 MEASURED = show(num_stages=4, num_microbatches=8, recompute="inline")
 PREDICTED = show(num_stages=4, num_microbatches=8)

@@ -5,10 +5,11 @@ import pathlib
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from shows import show
 
 from pipetrain.observe.drawing import draw, write_drawing
 from pipetrain.schedule.op import Op
-from pipetrain.timeline.shown import Shown, show
+from pipetrain.timeline.shown import Shown
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import wandb_log
 from ranks import run_ranks
+from shows import show
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.cli.main import main
@@ -22,7 +23,6 @@ from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.jsonl import JsonLines, read_lines
 from pipetrain.observe.trackers.tensorboard import TensorBoardTracker
 from pipetrain.observe.trackers.tracker import Ending, Tracker, Trackers, figures
-from pipetrain.timeline.shown import show
 
 METRICS = StepMetrics(
     step=3,

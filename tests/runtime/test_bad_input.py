@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.spec import make_spec
+from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.families import Shape, gpipe, one_forward_one_backward
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Op
 
 
 def linears(count: int = 3) -> list[nn.Module]:
@@ -33,6 +37,15 @@ def shared_by_two_stages() -> list[nn.Module]:
     return layers
 
 
+def of_five_stages(shape: Shape) -> list[list[Op]]:
+    return [[Op(4, Kind.F, 0)] for _ in range(shape.num_ranks)]
+
+
+def own_order(shape: Shape) -> list[list[Op]]:
+    """The same function on both ranks, which orders the ops differently."""
+    return one_forward_one_backward(shape) if dist.get_rank() == 1 else gpipe(shape)
+
+
 ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fewer layers than stages": (linears(2), {}, r"2 layers cannot fill 3 stages"),
     "balance adds up to less": (linears(), {"balance": [1, 1, 2]}, r"adds up to 4 layers, the model has 3"),
@@ -44,6 +57,12 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown schedule": (linears(), {"schedule": "gpip"}, r"did you mean 'gpipe'"),
     "unknown mode": (linears(), {"recompute": "overlapp"}, r"did you mean 'overlap'"),
     "shared parameter": (shared_by_two_stages(), {}, r"parameter 0.weight of stage 0 is 2.weight of stage 2 as well"),
+    "a plan for other ranks": (linears(4), {"plan": make_plan(4, placement=[0, 1, 1, 0])}, r"plan: it is for 2 ranks, and there are 3"),
+    "a plan and another balance": (linears(), {"plan": make_plan(3, num_ranks=3), "balance": [1, 2]}, r"balance=\[1, 2\]: the plan says \[1, 1, 1\]"),
+    "a plan of replicas": (linears(), {"plan": make_plan(3, num_ranks=3, num_replicas=2)}, r"num_replicas=2: only one"),
+    "a schedule of other ranks": (linears(), {"schedule": make_schedule(num_stages=3, placement=[2, 0, 1], num_microbatches=8)}, r"give a plan with its placement too, as in plan=make_plan\(..., placement=\[2, 0, 1\]\)"),
+    "a generator of unknown stages": (linears(), {"schedule": of_five_stages}, r"^ValueError: generator of_five_stages, rank 0: 4F0 is of stage 4; allowed are 0 to 2 \(pipeline.num_stages=3\)$"),
+    "not a schedule": (linears(), {"schedule": 5}, r"pipeline.schedule=5: give the name of a family, a path"),
     "stage without parameters": ([*linears(2), nn.Tanh()], {}, r"stage 2 the layers 2 to 2 \(Tanh\).*no parameters"),
     "callable that returns no layer": ([lambda: nn.Linear(8, 8)] * 2 + [lambda: 3], {}, r"callable for layer 2 returned a int"),
 }  # fmt: skip
@@ -84,13 +103,15 @@ def makes_with_own_arguments(name: str) -> str:
         "seed": {"seed": own},
         "plan": {"num_microbatches": 2 + own},
         "schedule": {"recompute": ["inline", "overlap"][own]},
+        "generator": {"schedule": own_order},
     }[name]
-    with pytest.raises(ValueError, match=f"rank 1 was given another {name} than rank 0") as caught:
+    what = {"generator": "schedule"}.get(name, name)
+    with pytest.raises(ValueError, match=f"rank 1 was given another {what} than rank 0") as caught:
         Pipeline(model, mean_square, timeout_seconds=NEVER_SECONDS, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model", "seed", "plan", "schedule"])
+@pytest.mark.parametrize("name", ["model", "seed", "plan", "schedule", "generator"])
 def test_ranks_given_different_arguments(name: str) -> None:
     first, second = run_ranks(2, makes_with_own_arguments, name)
     assert first == second

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from pipetrain.runtime.cut import Whole
+from pipetrain.schedule.make import make_schedule
 
 
 class Apply(nn.Module):
@@ -261,7 +262,15 @@ def freezing(num_ranks: int) -> list[Case]:
                     before_step=before,
                 )
             )
+            cases += [given_and_frozen(name, before, mode, num_ranks) for mode in ("never", "inline", "overlap")]
     return cases
+
+
+def given_and_frozen(name: str, before: Callable[[int, nn.Sequential], None], mode: str, num_ranks: int) -> Case:
+    """A schedule that is given, as `pipetrain train` does, has B for stages that may not need one."""
+    given = make_schedule("1f1b", num_stages=num_ranks, num_microbatches=4, recompute=mode)
+    options = {"schedule": given, "recompute": mode}
+    return Case(f"{name}, given {mode}", six_linears, lambda: rows(8, 9, 8), options=options, before_step=before)
 
 
 def six_linears() -> list[nn.Module]:

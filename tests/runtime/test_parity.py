@@ -26,9 +26,12 @@ from torch import nn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import transformer_layers
+from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
 SLOW_2 = pytest.param(2, marks=pytest.mark.slow)
@@ -88,7 +91,18 @@ def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
         found[f"1f1b, warmup {warmup}"] = {"schedule": given}
     just_in_time = make_schedule("gpipe", num_stages=num_ranks, num_microbatches=4, transport_ahead=0)
     found["receives just in time"] = {"schedule": just_in_time}
+    found["a generator"] = {"schedule": depth_first}
+    found["a plan with its warm-up"] = {
+        "schedule": "1f1b",
+        "plan": make_plan(6, num_ranks=num_ranks, num_microbatches=4, warmup=4),
+    }
     return found
+
+
+def depth_first(shape: Shape) -> list[list[Op]]:
+    """A family of one's own: each microbatch all the way there and back before the next."""
+    pairs = [(kind, i) for i in range(shape.num_microbatches) for kind in (Kind.F, Kind.B)]
+    return [[Op(rank, kind, i) for kind, i in pairs] for rank in range(shape.num_ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [SLOW_2, 3])

@@ -1,6 +1,7 @@
 """Where the time goes: simulated steps, and a measured one in which R runs beside B."""
 
 import pytest
+from shows import show
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -9,7 +10,6 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.timeline.breakdown import break_down, bubble_fraction
 from pipetrain.timeline.memory import bytes_over_time, sets_over_time
-from pipetrain.timeline.shown import show
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from random_schedules import split
+from shows import show
 
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.csv_file import size_of_csv, write_csv
@@ -15,7 +16,6 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
-from pipetrain.timeline.shown import show
 
 FAMILIES = [("gpipe", 4), ("1f1b", 4), ("interleaved", 2)]
 

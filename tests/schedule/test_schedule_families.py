@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from shows import show
 
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
@@ -11,7 +12,6 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.timeline.draw.terminal import staircase
-from pipetrain.timeline.shown import show
 
 
 def drawn(family: str, stages: int, microbatches: int, recompute: str | RecomputePolicy = "never", **more: int) -> str:

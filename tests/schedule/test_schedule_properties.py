@@ -25,7 +25,7 @@ def holds(case: Case) -> None:
     timeline = simulate(schedule, case.costs)
     rounding = 1e-9 * (1 + timeline.step_seconds)
     assert timeline.step_seconds >= bound_of(schedule, case.costs) - rounding
-    arguments = {key: case.arguments[key] for key in ("num_ranks", "first_backward")}
+    arguments = {key: case.arguments[key] for key in ("num_ranks", "placement", "first_backward")}
     arguments["split_backward"] = callable(case.arguments["family"])
     if case.arguments["family"] != "inference":
         assert (

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from shows import show
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -19,7 +20,7 @@ from pipetrain.timeline.draw.palette import LOOKS, drawn_kinds, looks_of
 from pipetrain.timeline.draw.rank_table import ranks_table, schedules_table
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import legend, staircase
-from pipetrain.timeline.shown import Shown, show
+from pipetrain.timeline.shown import Shown
 
 
 class Tags(HTMLParser):

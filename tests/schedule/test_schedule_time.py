@@ -4,10 +4,11 @@ import itertools
 import math
 
 import pytest
+from shows import show
 from work import calls_per_op
 
 from pipetrain.schedule.alive import peak_stash
-from pipetrain.schedule.bound import bound
+from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
@@ -15,7 +16,6 @@ from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.shown import show
 
 SIZES = [(p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 4, 9, 17)]
 TIMES = [
@@ -148,7 +148,7 @@ def test_bound_of_unequal_stages_and_frozen_ones() -> None:
     costs = Costs.spread(3, forward=[1, 2, 1], backward=[2, 5, 2], recompute=[1, 2, 1], hop=[0.5, 0.25])
     assert bound(costs, 4) == (1 + 0.5) + 4 * (2 + 5 + 2) + (2 + 0.5)  # all work of stage 1 between head and tail
     assert bound(costs, 4, first_backward=3) == (1 + 0.5) + 4 * 2 + (0.25 + 1)
-    assert bound(costs, 4, family="gpipe") == bound(costs, 4)
+    assert bound_of(make_schedule(num_stages=3, num_microbatches=4), costs) == bound(costs, 4)
 
 
 def test_keeping_all_sets_is_bounded_by_the_work_alone() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from random_schedules import with_lane
+from shows import show
 
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.bound import bound, bound_of
@@ -25,7 +26,7 @@ from pipetrain.timeline.draw.page import html
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import staircase
 from pipetrain.timeline.memory import bytes_over_time, sets_over_time
-from pipetrain.timeline.shown import Shown, show
+from pipetrain.timeline.shown import Shown
 
 EQUAL = {"forward": 1, "backward": 2, "recompute": 1}
 

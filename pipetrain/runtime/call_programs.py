@@ -1,0 +1,94 @@
+"""The schedules of a pipeline: made from what the user gave, proven, and laid out for one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.executor import refuse_unknown_kinds
+from pipetrain.runtime.program import Program
+from pipetrain.schedule.check import check
+from pipetrain.schedule.families import Generator
+from pipetrain.schedule.make import make, with_first_backward
+from pipetrain.schedule.op import Lane
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+
+GivenSchedule = str | os.PathLike[str] | Generator | Schedule
+"""What a pipeline takes as its schedule: a family's name, a CSV file, a generator, or the schedule itself."""
+
+
+class Programs:
+    """A program for each kind of call: which stages need gradients, how many microbatches there are.
+
+    Raises:
+        ValueError: what was given makes no schedule of this plan.
+        ScheduleError: a schedule that could hang, or does not do what its policy says.
+    """
+
+    def __init__(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan, rank: int) -> None:
+        self._rank = rank
+        self._given = given if isinstance(given, Schedule) else None
+        self._spec = ScheduleSpec(
+            family="gpipe" if isinstance(given, Schedule) else given,
+            stage_ranks=plan.stage_ranks,
+            num_microbatches=plan.num_microbatches,
+            policy=policy,
+            warmup=None if isinstance(given, Schedule) else plan.warmup,
+        )
+        self._cache: dict[tuple[str, int, int], Program] = {}
+        if self._given is not None:
+            _check_fits(self._given, plan)
+        self.whole()
+
+    def describe(self) -> str:
+        """For comparing ranks: the same text where the same ops stand in the same order."""
+        schedule = self.whole().schedule
+        lanes = [[list(map(str, schedule.lane(rank, lane))) for lane in Lane] for rank in range(schedule.num_ranks)]
+        return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
+
+    def whole(self) -> Program:
+        """The program of `step` with every stage's gradients, or with those that a given schedule has."""
+        return self.training(0 if self._given is None else self._given.first_backward)
+
+    def training(self, first_backward: int) -> Program:
+        """The program of `step` where stages below `first_backward` need no gradient."""
+        key = ("step", self._spec.num_microbatches, first_backward)
+        if key not in self._cache:
+            self._cache[key] = self._program(self._training(first_backward))
+        return self._cache[key]
+
+    def inference(self, num_microbatches: int) -> Program:
+        """The program of `evaluate` and of a call: forwards only, of any number of microbatches."""
+        key = ("inference", num_microbatches, self._spec.num_stages)
+        if key not in self._cache:
+            forwards = dataclasses.replace(
+                self._spec, family="inference", num_microbatches=num_microbatches, warmup=None
+            )
+            self._cache[key] = self._program(make(forwards))
+        return self._cache[key]
+
+    def _training(self, first_backward: int) -> Schedule:
+        if self._given is not None:
+            return with_first_backward(self._given, first_backward)
+        return make(dataclasses.replace(self._spec, first_backward=first_backward))
+
+    def _program(self, schedule: Schedule) -> Program:
+        check(schedule)
+        refuse_unknown_kinds(schedule)
+        return Program.of(schedule, self._rank)
+
+
+def _check_fits(schedule: Schedule, plan: Plan) -> None:
+    if schedule.num_microbatches != plan.num_microbatches:
+        raise ValueError(
+            f"the schedule is for {schedule.num_microbatches} microbatches, the pipeline has num_microbatches={plan.num_microbatches}"
+        )
+    if schedule.stage_ranks != plan.stage_ranks:
+        raise ValueError(
+            f"the schedule has its stages on ranks {list(schedule.stage_ranks)}, the pipeline on {list(plan.stage_ranks)}; "
+            f"give a plan with its placement too, as in plan=make_plan(..., placement={list(schedule.stage_ranks)})"
+        )

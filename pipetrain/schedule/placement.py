@@ -1,0 +1,94 @@
+"""Placement: which rank holds which stage, as a name or as a list with the rank of each stage.
+
+    loop   0 1 2 0 1 2    a microbatch goes round the ranks (Narayanan et al. 2021, section 2.2)
+    v      0 1 2 2 1 0    to the last rank and back, so that rank 0 holds the first stage and the last (Qi et al. 2024, ZB-V);
+                          with more stages per rank there and back again
+    list   [2, 0, 1]      whatever suits the machines
+
+Its one other form is `stage_ranks`: stage s lives on rank `stage_ranks[s]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+
+Placement = str | Sequence[int]
+
+
+def _loop(stage: int, num_ranks: int) -> int:
+    return stage % num_ranks
+
+
+def _zigzag(stage: int, num_ranks: int) -> int:
+    way, place = divmod(stage, num_ranks)
+    return place if way % 2 == 0 else num_ranks - 1 - place
+
+
+PLACEMENTS: dict[str, Callable[[int, int], int]] = {"loop": _loop, "v": _zigzag}
+
+
+def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage. `num_ranks` defaults to those that a list names, or to a rank per stage.
+
+    Raises:
+        ValueError: an unknown name, a list that does not fit, or a rank that would hold no stage.
+    """
+    if not placement:
+        raise ValueError("pipeline.placement=[] names no rank; give the rank of each stage, as in [0,1,1,0]")
+    if num_stages < 1:
+        raise ValueError(f"pipeline.num_stages={num_stages}: at least 1 is needed")
+    if isinstance(placement, str):
+        ranks = num_stages if num_ranks is None else num_ranks
+        rank_of = _named(placement)
+        if not 1 <= ranks <= num_stages:
+            raise ValueError(
+                f"{ranks} ranks for pipeline.num_stages={num_stages}: each rank holds a stage or more, so use 1 to "
+                f"{num_stages} ranks"
+            )
+        return tuple(rank_of(stage, ranks) for stage in range(num_stages))
+    listed = tuple(placement)
+    if len(listed) != num_stages:
+        raise ValueError(
+            f"pipeline.placement={list(listed)} has {len(listed)} entries for {num_stages} stages; give the rank of each stage"
+        )
+    _check_ranks(listed, ranks_named_in(listed) if num_ranks is None else num_ranks)
+    return listed
+
+
+def ranks_named_in(listed: Sequence[int]) -> int:
+    """How many ranks a list speaks of: one more than the highest that it names, at least one."""
+    return max((0, *listed)) + 1
+
+
+def spelling_of(stage_ranks: Sequence[int]) -> str:
+    """What to write for `pipeline.placement` to have these ranks: a name where there is one."""
+    ranks = ranks_named_in(stage_ranks)
+    for name, rank_of in PLACEMENTS.items():
+        if all(rank == rank_of(stage, ranks) for stage, rank in enumerate(stage_ranks)):
+            return name
+    return str(list(stage_ranks))
+
+
+def _named(placement: str) -> Callable[[int, int], int]:
+    if placement in PLACEMENTS:
+        return PLACEMENTS[placement]
+    nearest = difflib.get_close_matches(placement, list(PLACEMENTS), n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"pipeline.placement={placement!r}: allowed are {', '.join(PLACEMENTS)}, or a list with the rank of each stage, as "
+        f"in [0,1,1,0]; did you mean {nearest!r}?"
+    )
+
+
+def _check_ranks(listed: tuple[int, ...], num_ranks: int) -> None:
+    for stage, rank in enumerate(listed):
+        if not 0 <= rank < num_ranks:
+            raise ValueError(
+                f"pipeline.placement={list(listed)}: there is no rank {rank} for stage {stage}; allowed are 0 to {num_ranks - 1}"
+            )
+    for rank in range(num_ranks):
+        if rank not in listed:
+            raise ValueError(
+                f"pipeline.placement={list(listed)}: rank {rank} holds no stage; give each of the ranks 0 to {num_ranks - 1} "
+                "one or more, or use fewer ranks"
+            )

@@ -1,0 +1,86 @@
+"""Which schedule: the one record of everything that a schedule is made from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.families import WITH_WARMUP, Generator, Shape
+from pipetrain.schedule.placement import ranks_named_in
+from pipetrain.schedule.policy import LastStage, RecomputePolicy
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """What `make` makes a schedule from.
+
+    `family` is a family's name, a path that ends in .csv, or a generator. Stage s lives on rank `stage_ranks[s]`.
+    `warmup` is for `1f1b`: forwards in flight, a number or one per stage. `costs` help to choose which sets to keep,
+    where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
+    gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
+
+    Raises:
+        ValueError: numbers that do not fit each other; the message names the config key.
+    """
+
+    family: str | os.PathLike[str] | Generator
+    stage_ranks: tuple[int, ...]
+    num_microbatches: int
+    policy: RecomputePolicy = field(default_factory=RecomputePolicy)
+    warmup: int | Sequence[int] | None = None
+    costs: Costs | None = None
+    first_backward: int = 0
+    transport_ahead: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.family, os.PathLike):
+            object.__setattr__(self, "family", os.fspath(self.family))
+        if self.family == "inference":
+            object.__setattr__(self, "first_backward", self.num_stages)
+        self._check_family()
+        self._check_numbers()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)
+
+    @property
+    def name(self) -> str:
+        """What `Schedule.family` says."""
+        return self.family if isinstance(self.family, str) else getattr(self.family, "__name__", "custom")
+
+    @property
+    def shape(self) -> Shape:
+        """What the generator gets to know."""
+        return Shape(
+            stage_ranks=self.stage_ranks,
+            num_microbatches=self.num_microbatches,
+            alternate_last=self.policy.last_stage is LastStage.AUTO,
+            warmup=self.warmup,
+            first_backward=self.first_backward,
+        )
+
+    def _check_family(self) -> None:
+        if not isinstance(self.family, str) and not callable(self.family):
+            raise ValueError(
+                f"pipeline.schedule={self.family!r}: give the name of a family, a path ending in .csv, or a generator, a "
+                "function from a Shape to the ops of each rank"
+            )
+        if self.warmup is not None and isinstance(self.family, str) and self.family not in WITH_WARMUP:
+            raise ValueError(
+                f"pipeline.warmup={self.warmup} is for pipeline.schedule={WITH_WARMUP[0]}, not for {self.family!r}; leave it out"
+            )
+
+    def _check_numbers(self) -> None:
+        stages, microbatches, keep = self.num_stages, self.num_microbatches, self.policy.keep
+        assert set(self.stage_ranks) == set(range(ranks_named_in(self.stage_ranks)))
+        if microbatches < 1:
+            raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
+        if not 0 <= self.first_backward <= stages:
+            raise ValueError(f"first_backward={self.first_backward}: a stage, or num_stages={stages} for forwards only")
+        if self.transport_ahead < 0:
+            raise ValueError(f"transport.ahead={self.transport_ahead}: tensors received ahead of use are 0 or more")
+        if keep > microbatches and self.first_backward < stages:
+            raise ValueError(f"recompute.keep={keep}: a step has {microbatches} microbatches, so 0 to that many")
