@@ -103,7 +103,7 @@ class Executor:
         self._lanes.start_step()
         while True:
             for transfer in self._transport.take_ended():
-                turns.end(transfer)
+                turns.end(program.number[transfer])
             self._start_transfers(turns, program, step)
             if turns.over:
                 break
@@ -118,23 +118,23 @@ class Executor:
         """All whose turn it is. Only this thread starts them: one that waits for a message alone starts after the F, R or B
         that runs when the message comes."""
         for queue in range(len(COMPUTING), len(program.queues)):
-            while (op := turns.take(queue)) is not None:
-                self._run(_Turn(op, program.lanes[queue], program, step))
+            while (place := turns.take(queue)) is not None:
+                self._run(_Turn(program.ops[place], program.lanes[queue], program, step), program.waits[place])
 
     def _compute_one(self, turns: Turns, program: Program, step: Step) -> bool:
         """Run the next op of the compute lane, else of the recompute lane; False where both wait."""
         for queue, lane in enumerate(COMPUTING):
-            op = turns.take(queue)
-            if op is not None:
-                self._run(_Turn(op, lane, program, step))
-                turns.end(op)
+            place = turns.take(queue)
+            if place is not None:
+                self._run(_Turn(program.ops[place], lane, program, step), program.waits[place])
+                turns.end(place)
                 return True
         return False
 
-    def _run(self, turn: _Turn) -> None:
-        op, lane, program, step = turn
+    def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
+        op, lane, _, step = turn
         try:
-            with self._lanes.on(lane, program.schedule.waits.get(op, ()), op):
+            with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:
                     self.before_op(op, step.index)
                 _TABLE[op.kind](self, turn)

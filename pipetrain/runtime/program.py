@@ -23,7 +23,7 @@ COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # the first queues of a program; whe
 class Program:
     """The ops of one rank, numbered queue after queue; `queues[q]` are the numbers of one queue, in `lanes[q]`.
 
-    `num_waits[n]` counts the ops that op n waits for, `followers[n]` are the ops that wait for op n. `recomputed` are the
+    `waits[n]` are the ops that op n waits for, `followers[n]` the ops that wait for op n. `recomputed` are the
     (stage, microbatch) with an R: the others keep the set of their F.
     """
 
@@ -32,7 +32,7 @@ class Program:
     number: dict[Op, int]
     lanes: tuple[Lane, ...]
     queues: tuple[range, ...]
-    num_waits: tuple[int, ...]
+    waits: tuple[tuple[Op, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: frozenset[tuple[int, int | None]]
 
@@ -46,9 +46,10 @@ class Program:
             queues.append(range(len(ops), len(ops) + len(own)))
             ops += own
         number = {op: place for place, op in enumerate(ops)}
+        waits = tuple(schedule.waits.get(op, ()) for op in ops)
         followers: list[list[int]] = [[] for _ in ops]
-        for place, op in enumerate(ops):
-            for awaited in schedule.waits.get(op, ()):
+        for place, own_waits in enumerate(waits):
+            for awaited in own_waits:
                 followers[number[awaited]].append(place)
         return Program(
             schedule,
@@ -56,7 +57,7 @@ class Program:
             number,
             tuple(lanes),
             tuple(queues),
-            tuple(len(schedule.waits.get(op, ())) for op in ops),
+            waits,
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
         )
@@ -78,7 +79,7 @@ class Turns:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._open = list(program.num_waits)  # what each op still waits for
+        self._open = [len(waits) for waits in program.waits]  # what each op still waits for
         self._heads = [queue.start for queue in program.queues]  # the first of each queue that had no turn yet
         self._ended = [False] * len(program.ops)
         self._num_left = len(program.ops)
@@ -88,18 +89,17 @@ class Turns:
         """Whether every op has ended."""
         return self._num_left == 0
 
-    def take(self, queue: int) -> Op | None:
+    def take(self, queue: int) -> int | None:
         """The op of this queue whose turn it is, which then has had it; None where there is none or it still waits."""
         head = self._heads[queue]
         if head == self._program.queues[queue].stop or self._open[head]:
             return None
         self._heads[queue] = head + 1
-        return self._program.ops[head]
+        return head
 
-    def end(self, op: Op) -> None:
-        """`op` has ended: those that wait for it wait for one op less."""
-        place = self._program.number[op]
-        assert not self._ended[place], f"{op} ended twice"
+    def end(self, place: int) -> None:
+        """This op has ended: those that wait for it wait for one op less."""
+        assert not self._ended[place], f"{self._program.ops[place]} ended twice"
         self._ended[place] = True
         self._num_left -= 1
         for follower in self._program.followers[place]:
@@ -113,7 +113,7 @@ class Turns:
         program = self._program
         under_way = first = next(place for place, ended in enumerate(self._ended) if not ended)
         while not self._had_its_turn(under_way):
-            waits = (program.number[op] for op in program.schedule.waits.get(program.ops[under_way], ()))
+            waits = (program.number[op] for op in program.waits[under_way])
             under_way = next((place for place in waits if not self._ended[place]), under_way - 1)
         return program.ops[first], program.ops[under_way]
 

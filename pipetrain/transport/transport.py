@@ -13,7 +13,6 @@ from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import Direction, Kind
-from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.forms import Form, TensorForm, compact, conform, form_of, unpack
@@ -94,6 +93,7 @@ class Transport:
         self._device = device
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
+        self._after: set[tuple[int, Kind]] = set()  # those of either that belong to the edge after their stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
@@ -116,6 +116,7 @@ class Transport:
             else:
                 self._outbound[edge, Kind.SEND_F] = edges.outbound(edge, "F", place, peer)
                 self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
+                self._after |= {(edge, Kind.SEND_F), (edge, Kind.RECV_B)}
 
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
@@ -139,7 +140,7 @@ class Transport:
         assert not self._ended, f"nobody was told that {', '.join(map(str, self._ended))} ended"
 
     def _is_described(self, op: Op) -> bool:
-        return self._described[partner_of(op).stage > op.stage]
+        return self._described[(op.stage, op.kind) in self._after]
 
     def post(self, op: Op) -> None:
         """Post a receive; it waits in its queue for those before it."""
