@@ -14,7 +14,7 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.waits import add_edges
+from pipetrain.schedule.waits import add_waits
 
 
 def make_schedule(
@@ -82,7 +82,7 @@ def draft_of(family: str, shape: Shape, compute: ComputeLanes, policy: Recompute
 
 def lower(draft: Schedule, chosen: Sets, transport_ahead: int) -> Schedule:
     """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    return add_edges(add_messages(add_recompute(draft, chosen)), transport_ahead)
+    return add_waits(add_messages(add_recompute(draft, chosen)), transport_ahead)
 
 
 def _check_numbers(stages: int, microbatches: int, ranks: int, first_backward: int, transport_ahead: int) -> None:
