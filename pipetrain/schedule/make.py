@@ -18,7 +18,7 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.waits import add_edges
+from pipetrain.schedule.waits import add_waits
 
 
 def make_schedule(
@@ -116,7 +116,7 @@ def lower(draft: Schedule, chosen: Sets) -> Schedule:
 
 def with_waits(ordered: Schedule) -> Schedule:
     """The last two passes, on compute and recompute lanes that are in order."""
-    return add_edges(add_messages(ordered), ordered.transport_ahead)
+    return add_waits(add_messages(ordered), ordered.transport_ahead)
 
 
 def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:

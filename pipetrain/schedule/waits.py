@@ -1,4 +1,4 @@
-"""The edge pass: what each op waits for in other lanes.
+"""The pass of waits: what each op waits for in other lanes.
 
     [1] F waits for its input, B for its gradient          1F0 <- 1RECV_F0      1B0 <- 1RECV_B0
     [2] B waits for its set                                1B1 <- 1R1
@@ -11,7 +11,7 @@
 
 With a split backward I stands for B in [1], [2], [4] and [6], and W in [3]: a set is free when its W has ended.
 
-Ops of the same lane need no edge: their order is the lane's. [1] between neighbours on one rank is written down all
+Ops of the same lane need none: their order is the lane's. [1] between neighbours on one rank is written down all
 the same, because there the order of the lane carries data from one stage to the other.
 """
 
@@ -30,11 +30,11 @@ from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
-Edge = tuple[Op, Op]  # (op, what it waits for)
+Wait = tuple[Op, Op]  # (op, what it waits for)
 
 
-def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
-    """`schedule` with its edges; at most `transport_ahead` tensors of a link are received and not yet used.
+def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
+    """`schedule` with its waits; at most `transport_ahead` tensors of a link are received and not yet used.
 
     The inputs that a stage stashes at once (all in GPipe, the warm-up in 1F1B) may all come early: the memory is theirs in any
     case, and as unsent outputs they would take as much on the sender. 0 posts a receive just in time: when the op before
@@ -45,9 +45,9 @@ def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
         for op, awaited in (
-            *_data_edges(schedule, compute),
-            *_recompute_edges(schedule, rank),
-            *_receive_edges(schedule, compute, transport_ahead, stash),
+            *_data_waits(schedule, compute),
+            *_recompute_waits(schedule, rank),
+            *_receive_waits(schedule, compute, transport_ahead, stash),
         ):
             waits[op].append(awaited)
     own = {op: op for _, _, op in schedule.ops()}  # the lanes' own objects: of many stages, equal ones would add up
@@ -59,7 +59,7 @@ def add_edges(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     )
 
 
-def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:
+def _data_waits(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Wait]:
     for op in compute:
         source = source_of(schedule, op)
         if source is not None:
@@ -69,9 +69,9 @@ def _data_edges(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Edge]:
             yield send, op  # [5]
 
 
-def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
+def _recompute_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
     if schedule.policy.mode is Mode.OVERLAP:
-        yield from _overlapped_edges(schedule, rank)
+        yield from _overlapped_waits(schedule, rank)
     elif schedule.policy.mode is Mode.INLINE:
         for op in schedule.lane(rank, Lane.COMPUTE):
             if op.kind is RECOMPUTE:
@@ -80,7 +80,7 @@ def _recompute_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
                     yield op, gradient  # [4]
 
 
-def _overlapped_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
+def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
     place = {op: number for number, op in enumerate(schedule.lane(rank, Lane.COMPUTE))}
     ends: defaultdict[int, list[tuple[int, Op]]] = defaultdict(list)  # of the sets before, by stage, in their order
     for op in schedule.lane(rank, Lane.RECOMPUTE):
@@ -93,7 +93,7 @@ def _overlapped_edges(schedule: Schedule, rank: int) -> Iterator[Edge]:
         bisect.insort(before, (place.get(way[-1], len(place)), way[-1]), key=itemgetter(0))
 
 
-def _receive_edges(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Edge]:
+def _receive_waits(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Wait]:
     used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers, per queue of receives
     receives = [receive_of(schedule, op) for op in compute]
     # A rank has one way into the network. A gradient that no B can use before all F are done (in GPipe; in the others at
