@@ -23,7 +23,7 @@ from pipetrain.config.load import conf_dir
 from pipetrain.config.schema import limits
 from pipetrain.launcher import launch
 from pipetrain.observe.folder import RunFolder
-from pipetrain.proof.damage import cut, flip
+from pipetrain.proof.damage import flip, truncate
 
 Prepare = Callable[[pathlib.Path], None]
 
@@ -302,15 +302,15 @@ def longer(snapshot: pathlib.Path) -> None:
 
 HARMED = [
     *harmed("manifest gone", lambda snapshot: (snapshot / "manifest.json").unlink(), "manifest.json is missing"),
-    *harmed("manifest empty", lambda snapshot: cut(snapshot / "manifest.json", 0), "manifest.json cannot be read"),
-    *harmed("manifest cut", lambda snapshot: cut(snapshot / "manifest.json", 90), "manifest.json cannot be read"),
+    *harmed("manifest empty", lambda snapshot: truncate(snapshot / "manifest.json", 0), "manifest.json cannot be read"),
+    *harmed("manifest cut", lambda snapshot: truncate(snapshot / "manifest.json", 90), "manifest.json cannot be read"),
     *harmed(
         "manifest text", lambda snapshot: (snapshot / "manifest.json").write_text("[1]"), "manifest.json cannot be"
     ),
     *harmed("state flipped", lambda snapshot: flip(snapshot / "state.json", -3), "state.json has changed"),
     *harmed("header flipped", lambda snapshot: flip(snapshot / WEIGHTS, 20), f"{WEIGHTS} has changed"),
     *harmed("data flipped", lambda snapshot: flip(snapshot / WEIGHTS, -1), f"{WEIGHTS} has changed"),
-    *harmed("data cut", lambda snapshot: cut(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
+    *harmed("data cut", lambda snapshot: truncate(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
     *harmed("data longer", longer, f"{WEIGHTS} has", "were written"),
     *harmed("file gone", lambda snapshot: (snapshot / "generators" / "rank-0000.safetensors").unlink(), "No such file"),
     *harmed("files swapped", swapped, "were written"),
