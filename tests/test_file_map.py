@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 MOST_WORDS = 8
@@ -44,3 +46,17 @@ def test_files_that_the_page_speaks_of_are_there() -> None:
     assert spoken
     gone = [path for path in spoken if not (ROOT / "pipetrain" / path).exists() and not (ROOT / path).exists()]
     assert [path for path in gone if "NAME" not in path] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("spelling", "schedule/op.py"),
+        ("time-outs", "group/failure.py"),
+        ("colours", "timeline/draw/palette.py"),
+        ("clip", "parallel/clipping.py"),
+        ("requeue", "launcher/slurm/restarts.py"),
+    ],
+)
+def test_a_word_leads_to_one_file(word: str, place: str) -> None:
+    assert [found for found, words in mapped() if word in words] == [place]
