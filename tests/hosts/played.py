@@ -175,6 +175,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     from pipetrain.model.spec import spec_of
     from pipetrain.plan.plan import make_plan
     from pipetrain.runtime.agreement import Introduction, introduce
+    from pipetrain.runtime.call_programs import Programs
     from pipetrain.schedule.policy import RecomputePolicy
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
@@ -200,7 +201,8 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     align_clocks(chain)
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     model = json.dumps(spec_of(_layers(num_ranks)).fingerprint, sort_keys=True)
-    introduce(Introduction(0, model, repr(plan), f"gpipe {RecomputePolicy.of('overlap')}"), chain)
+    schedule = Programs("gpipe", RecomputePolicy.of("overlap"), plan, own).describe()
+    introduce(Introduction(0, model, repr(plan), schedule), chain)
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"

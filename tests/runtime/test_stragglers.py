@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pipetrain.runtime import pipeline as runtime
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.timeline.stragglers import StragglerWatch
-from pipetrain.transport.lanes import CpuLanes
+from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.lanes import Lanes
 
 SLOW_FROM = 16
 STEPS = 30
@@ -29,6 +30,16 @@ class Clock:
     def __call__(self) -> float:
         self.seconds += 0.001
         return self.seconds
+
+
+class Timed(CpuDevice):
+    """A device whose events happen when `clock` says."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def record(self, stream: object) -> float:  # noqa: ARG002
+        return self._clock()
 
 
 class Tired(nn.Module):
@@ -50,7 +61,7 @@ class Tired(nn.Module):
 def trained() -> tuple[Any, ...]:
     torch.manual_seed(0)
     clock = Clock()
-    runtime.make_lanes = lambda rank, device: CpuLanes(rank, clock)  # type: ignore[assignment]
+    runtime.make_lanes = lambda rank, device: Lanes(rank, Timed(clock))  # type: ignore[assignment]
     layers = [Tired(clock) for _ in range(3)]
     layers[1].becomes_slow = True
     watch = StragglerWatch({})

@@ -87,7 +87,7 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
     page = (folder / "timeline.html").read_text()
     assert page.count("rank 1</text>") == 4  # predicted, and below it measured: the ops, and what they hold
-    assert page.index("Above: Predicted") < page.index("Below: Measured")
+    assert page.index("Predicted from the op times of steps") < page.index("Measured, step 6")
     assert "unexplained" in page
     assert "residual ms" in page
 

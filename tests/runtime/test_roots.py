@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from parity_cases import Case, check_case, mean_square, plain, rows
-from ranks import run_ranks
+from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
-from pipetrain.plan.plan import Plan, make_plan
-from pipetrain.runtime import pipeline as pipelines
+from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.families import Shape
 
 M = 4
 # The first stage on the first rank, in the middle and on the last; likewise the last stage.
@@ -24,27 +21,14 @@ BALANCES = {2: [3, 3], 3: [2, 2, 2], 4: [2, 1, 2, 1]}
 PLACEMENTS = [(0, 0, 1, 1), (0, 1, 1, 0), (1, 0), (2, 0, 1)]
 
 
-def place(stage_ranks: tuple[int, ...]) -> dict[str, Any]:
-    """Plans and schedules of this process have this placement; returns the pipeline's arguments."""
-
-    def placed(*arguments: Any, **options: Any) -> Plan:
-        return replace(make_plan(*arguments, **options), stage_ranks=stage_ranks)
-
-    pipelines.make_plan = placed
-    Shape.stage_ranks = stage_ranks  # type: ignore[assignment, method-assign]
-    Shape.stages_of = lambda _, rank: [stage for stage, holder in enumerate(stage_ranks) if holder == rank]  # type: ignore[method-assign, assignment, return-value]
-    num_stages = len(stage_ranks)
-    per_rank = num_stages // (max(stage_ranks) + 1)
-    return {
-        "stages_per_rank": per_rank,
-        "balance": BALANCES[num_stages],
-        "num_microbatches": M,
-        "timeout_seconds": 30.0,
-    }
+def placed(stage_ranks: tuple[int, ...]) -> dict[str, Any]:
+    """A pipeline's arguments."""
+    plan = make_plan(6, placement=stage_ranks, balance=BALANCES[len(stage_ranks)], num_microbatches=M)
+    return {"plan": plan, "timeout_seconds": NEVER_SECONDS}
 
 
 def train(stage_ranks: tuple[int, ...]) -> None:
-    options = place(stage_ranks)
+    options = placed(stage_ranks)
     check_case(Case("placed", lambda: plain(0.3), lambda: rows(8, 11, 8), options=options))
     check_case(Case("freezing", lambda: plain(0.3), lambda: rows(8, 8, 8, 8, 8), options=options, before_step=freeze))
 
@@ -75,7 +59,7 @@ def call(stage_ranks: tuple[int, ...]) -> list[str]:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     model[0] = Overflow()
     inputs, targets = rows(8)[0]
-    with Pipeline(model, mean_square, **place(stage_ranks)) as pipeline:
+    with Pipeline(model, mean_square, **placed(stage_ranks)) as pipeline:
         assert pipeline.is_first == (pipeline.rank == stage_ranks[0])
         assert pipeline.is_last == (pipeline.rank == stage_ranks[-1])
         mine = (inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
@@ -112,7 +96,7 @@ def test_calls(stage_ranks: tuple[int, ...]) -> None:
 def messages_of_a_step(stage_ranks: tuple[int, ...]) -> list[str]:
     """The passes along the chain of one step, in order."""
     passes: list[str] = []
-    with Pipeline(nn.Sequential(*plain(0.0)), mean_square, **place(stage_ranks)) as pipeline:
+    with Pipeline(nn.Sequential(*plain(0.0)), mean_square, **placed(stage_ranks)) as pipeline:
         pipeline.step(*rows(8)[0])
         for way in ("down", "up"):
             carry = getattr(Chain, way)
