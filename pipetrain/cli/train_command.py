@@ -27,7 +27,7 @@ def _add_arguments(parser: Parser) -> None:
 
 def _train(arguments: Arguments) -> int:
     from pipetrain.config.load import load
-    from pipetrain.launcher.launch import is_rank
+    from pipetrain.group.address import is_rank
 
     if arguments.multirun:
         from pipetrain.cli.multirun import run_all

@@ -24,6 +24,11 @@ class Unreachable(ConnectionError):
     """The message says which address, from which address of this machine, for how long, and what to look at."""
 
 
+def is_rank() -> bool:
+    """Whether somebody (torchrun, a SLURM script) has started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """`HOST:PORT` as host and port.
 

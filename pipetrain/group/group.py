@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from pipetrain.group.address import is_rank
 from pipetrain.group.asking import Waits
 from pipetrain.group.chain import Chain
 from pipetrain.group.coordinates import Grid
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
-from pipetrain.group.torch_distributed import has_variables, name_of_attempt, start_torch_distributed
+from pipetrain.group.torch_distributed import name_of_attempt, start_torch_distributed
 
 _T = TypeVar("_T")
 
@@ -138,7 +139,7 @@ def join_group(
         PipelineError: another rank could not be met within `timeout_seconds`.
     """
     chosen = choose_device(device)
-    owns = not dist.is_initialized() and (starts_alone or has_variables())
+    owns = not dist.is_initialized() and (starts_alone or is_rank())
     if owns:
         start_torch_distributed(chosen, timeout_seconds)
     if not dist.is_initialized():

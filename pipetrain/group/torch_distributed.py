@@ -12,16 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from pipetrain.group.address import Unreachable, check_can_listen, explain_unreachable, wait_for
+from pipetrain.group.address import Unreachable, check_can_listen, explain_unreachable, is_rank, wait_for
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.versions import check_same
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-
-
-def has_variables() -> bool:
-    """Whether somebody started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
@@ -35,7 +30,7 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float) -> Non
         PipelineError: the other ranks could not be met within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    if has_variables():
+    if is_rank():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = store_of_this_attempt(timeout)
         check_same(store, rank, size)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.group.address import check_a_port_is_free
+from pipetrain.group.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.launcher.remains import end_at_once, remains_ended
@@ -25,11 +25,6 @@ from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
 GRACE_SECONDS = 120
 _LOOPBACK = "lo"
 _SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
-
-
-def is_rank() -> bool:
-    """Whether somebody (torchrun, a SLURM script) has started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_not_a_slurm_task() -> None:
