@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput
@@ -28,15 +29,49 @@ def tokens(batch: int) -> Tensor:
     return torch.randint(256, (batch, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
-class Slow(nn.Module):
-    """Takes as long as on a device that is busy with it: so messages keep up with F, whatever else this machine does."""
+class Flow:
+    """The activations between stages of one rank: those it has begun to send, and those it has asked for."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self) -> None:
+        self._coming: set[Op] = set()
+        self._pipeline: Pipeline | None = None
+
+    def watch(self, pipeline: Pipeline) -> None:
+        transport = self._transport = pipeline._runner.transport
+        post, take = transport.post, transport.take
+
+        def noted_post(op: Op) -> None:
+            if op.kind is Kind.RECV_F:
+                self._coming.add(op)
+            post(op)
+
+        def noted_take(op: Op) -> Any:
+            self._coming.discard(op)
+            return take(op)
+
+        transport.post, transport.take = noted_post, noted_take  # type: ignore[method-assign]
+        self._pipeline = pipeline
+
+    def settle(self) -> None:
+        """Wait until they have left and come."""
+        if self._pipeline is not None:
+            self._pipeline._group.monitor.wait(self._has_settled, lambda: "activations do not keep up")
+
+    def _has_settled(self) -> bool:
+        arrived, unsent = self._transport._arrived, set(self._transport._unsent)
+        return all(op in arrived for op in self._coming) and not any(op.kind is Kind.SEND_F for op in unsent)
+
+
+class Slow(nn.Module):
+    """Takes longer than a message, on any machine: so messages keep up with F, and a peak does not depend on the time."""
+
+    def __init__(self, inner: nn.Module, flow: Flow) -> None:
         super().__init__()
         self.inner = inner
+        self.flow = flow
 
     def forward(self, value: Tensor) -> Tensor:
-        time.sleep(0.03)
+        self.flow.settle()
         return self.inner(value)
 
 
@@ -46,8 +81,10 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 def peaks(mode: str) -> tuple[int, int]:
     """This rank's peak, and what it says `never` would have held."""
-    layers = [lambda build=build: Slow(build()) for build in transformer_layers(QUICKSTART, 256)]
+    flow = Flow()
+    layers = [lambda build=build: Slow(build(), flow) for build in transformer_layers(QUICKSTART, 256)]
     with Pipeline(layers, cross_entropy, num_microbatches=8, recompute=mode, balance=[2, 2, 2]) as pipeline:
+        flow.watch(pipeline)
         ids = tokens(BATCH)
         for _ in range(2):
             pipeline.step(ids, ids)
