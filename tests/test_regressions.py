@@ -151,3 +151,18 @@ def test_a_schedule_made_for_a_frozen_first_stage() -> None:
     Cause: the schedules were first checked as if every stage needed gradients.
     """
     run_ranks(2, step_with_a_schedule_for_a_frozen_stage)
+
+
+# Layers that are no clean stack: each trains as the plain loop does, or is named. -------------------------------------
+
+# Gradients inside a forward, and control flow of a layer's own. --- (12: 1, 2, 4, 13)
+
+# State that a forward changes. --- (12: 3, 5, 8, 14, 15, 16)
+
+# What needs a gradient, and whose. --- (12: 9, 10)
+
+# Microbatches that do not count. --- (12: 6)
+
+# What crosses a cut. --- (12: 7, 11, 12, 17)
+
+# Arguments. --- (12: 18, 19, 20)
