@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,10 @@ def generate(
     """
     if not prompt:
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
-    if num_tokens < 1 or temperature < 0.0:
+    if num_tokens < 1 or not 0.0 <= temperature < math.inf:
         raise ValueError(f"--tokens={num_tokens} --temperature={temperature}: at least 1 token, temperature 0 or more")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed={seed}: allowed is from 0 to {2**63 - 1}")
     tokenizer = make_tokenizer(config.data.tokenizer)
     spec = make_spec(config.model, tokenizer.vocabulary_size)
     model = nn.Sequential(*spec.build(0, spec.num_layers))

@@ -12,9 +12,8 @@ from in_process import InProcessRun, mean_square
 from random_schedules import random_schedules
 from torch import nn
 
-from pipetrain.runtime.executor import refuse_unknown_kinds
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.check import check
+from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.families import ComputeLanes, Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
