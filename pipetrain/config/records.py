@@ -10,7 +10,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pipetrain.config.limits import Limit, MayChange, at_least, choice_of, each, matching, more_than, one_of, only, within
+from pipetrain.config.limits import (
+    Limit,
+    MayChange,
+    at_least,
+    choice_of,
+    each,
+    matching,
+    more_than,
+    one_of,
+    only,
+    within,
+)
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
@@ -18,7 +29,6 @@ ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deep
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
 _MOST_STAGES = 4096  # of a schedule, and so of ranks
 _YEAR = 366 * 24 * 3600  # seconds
-
 
 
 def _size(most: int) -> Limit:
@@ -47,7 +57,9 @@ class ModelConfig:
 
     # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
     name: str = "llama"
-    num_blocks: Annotated[int, _size(10_000)] = 4  # transformer blocks; embedding and head are two more layers of the pipeline
+    num_blocks: Annotated[int, _size(10_000)] = (
+        4  # transformer blocks; embedding and head are two more layers of the pipeline
+    )
     hidden_size: Annotated[int, _size(2**20)] = 128  # width of the residual stream
     num_heads: Size = 4  # query heads per block
     num_kv_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads

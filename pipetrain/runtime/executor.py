@@ -20,7 +20,6 @@ from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput, StageOutput
 from pipetrain.transport.forms import spec_text, structure

@@ -40,7 +40,9 @@ class Costs:
         for field in dataclasses.fields(self):
             entries = getattr(self, field.name)
             if not all(0 <= entry < math.inf for entry in entries):
-                raise ValueError(f"{field.name}={list(entries)}: costs are finite numbers, 0 or more, in seconds or bytes")
+                raise ValueError(
+                    f"{field.name}={list(entries)}: costs are finite numbers, 0 or more, in seconds or bytes"
+                )
 
     @property
     def num_stages(self) -> int:
