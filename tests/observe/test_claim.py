@@ -6,32 +6,12 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
+from claims import claim_elsewhere
 
 from pipetrain.observe import claim
 from pipetrain.observe.claim import LOCK, check_unclaimed, claimed
-
-CLAIM = """
-import sys
-from pathlib import Path
-from pipetrain.observe.claim import claimed
-with claimed(Path(sys.argv[1]), again=False):
-    print("claimed", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def claim_elsewhere(folder: pathlib.Path) -> subprocess.Popen[str]:
-    """A process that holds the claim until it reads a line, or is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLAIM, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "claimed\n"
-    return process
 
 
 @pytest.fixture(autouse=True)
