@@ -49,6 +49,7 @@ def test_whoever_goes_on_waits_until_the_killed_run_is_gone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "_DYING_SECONDS", 100.0)
+    monkeypatch.setattr(claim, "_GLANCE_SECONDS", -1.0)
     first = claim_elsewhere(tmp_path)
     monkeypatch.setattr(claim.time, "sleep", lambda _: first.communicate("end\n") if first.returncode is None else None)
     with claimed(tmp_path, again=True):
