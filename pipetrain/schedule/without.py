@@ -1,20 +1,17 @@
 """The pass that takes microbatches out of a schedule: what is left keeps its order, its waits and its bounds.
 
-    compute  F0 F1 F2 B0 B1 B2       without 1:  F0 F2 B0 B2
-    R2 waits for F2, B1                          R2 waits for F2, B0     [1] B0 ran before B1
-    SEND_F2 waits through SEND_F1                SEND_F2 waits for what SEND_F1 waited for   [2]
+    compute  F0 F1 F2 B0 B1 B2             without 1:  F0 F2 B0 B2
+    R2 waits for F2 and B1                             R2 waits for F2 and B0        [1] B0 ended before B1
+    SEND_F2 waits through SEND_F1 for F3               SEND_F2 waits for F3          [2] what is gone cannot wait for it
 
-[1] A wait for an op that is gone becomes waits for what that op came after: what it waited for, and the op before it in its
-queue. [2] What an op that is gone waited for, those after it in its queue came after, too: the first of them waits for it.
-
-So of two ops that are left, one comes after the other exactly where it did before, as far as one rank can see it. Hence nothing
-new can go round in a circle, and at each moment a stage holds what it held before, less what is gone.
+Of two ops that are left, the rank runs one after the other exactly where it did before. Hence no op waits in a new circle, and at
+each moment a stage holds what it held, less what is gone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 
 from pipetrain.schedule.kinds import MESSAGE_LANES
@@ -22,9 +19,7 @@ from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
 _Queue = tuple[object, ...]
-_Ended = Mapping[
-    _Queue, int
-]  # of each queue the last op that has ended, by its number; those before it have ended, too
+_Clock = dict[_Queue, int]  # of each queue the number of the last op that has ended, and with it those before
 
 
 def without_microbatches(schedule: Schedule, skipped: frozenset[int]) -> Schedule:
@@ -45,88 +40,99 @@ def without_microbatches(schedule: Schedule, skipped: frozenset[int]) -> Schedul
             {lane: tuple(op for op in ops if op.microbatch not in skipped) for lane, ops in lanes.items()}
             for lanes in schedule.lanes
         ),
-        waits=dict(_Bridges(schedule, skipped).waits()),
+        waits=dict(_Rest(schedule, skipped).waits()),
         kept=frozenset(place for place in schedule.kept if place[1] not in skipped),
         skipped=schedule.skipped | skipped,
     )
 
 
-class _Bridges:
-    """What ops wait for, over those that are gone."""
+class _Clocks:
+    """Of each op, what has ended on its rank when it starts, and when it ends, whatever the timing."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.queues: dict[_Queue, list[Op]] = {}
+        self.place: dict[Op, tuple[_Queue, int]] = {}
+        for rank, lane, op in schedule.ops():
+            queue: _Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
+            ops = self.queues.setdefault(queue, [])
+            self.place[op] = queue, len(ops)
+            ops.append(op)
+        self.at_start: dict[Op, _Clock] = {}
+        self.at_end: dict[Op, _Clock] = {}
+        after = {op: (*schedule.waits.get(op, ()), *self.before(op)) for op in self.place}
+        for op in TopologicalSorter(after).static_order():
+            queue, number = self.place[op]
+            awaited = [self.at_end[other] for other in schedule.waits.get(op, ())]
+            self.at_start[op] = _latest([*awaited, *map(self.when_next_may_start, self.before(op))])
+            ended = [self.at_end[other] for other in self.before(op)]  # messages of a queue end in their order
+            self.at_end[op] = {**_latest([self.at_start[op], *ended]), queue: number}
+
+    def before(self, op: Op) -> list[Op]:
+        """The op before it in its queue; none for the first."""
+        queue, number = self.place[op]
+        return self.queues[queue][max(number - 1, 0) : number]
+
+    def when_next_may_start(self, op: Op) -> _Clock:
+        """What has ended when the next op of its queue may start: of messages, what had to end for this one to start."""
+        return self.at_start[op] if op.kind.row.lane in MESSAGE_LANES else self.at_end[op]
+
+
+class _Rest:
+    """What is left, and what it waits for."""
 
     def __init__(self, schedule: Schedule, skipped: frozenset[int]) -> None:
         self._schedule = schedule
         self._skipped = skipped
-        self._queues: dict[_Queue, list[Op]] = {}
-        self._place: dict[Op, tuple[_Queue, int]] = {}
-        for rank, lane, op in schedule.ops():
-            queue: _Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
-            ops = self._queues.setdefault(queue, [])
-            self._place[op] = queue, len(ops)
-            ops.append(op)
-        # Of an op that is gone: what has ended when it starts (but in its own queue), and when it ends.
-        self._at_start: dict[Op, _Ended] = {}
-        self._at_end: dict[Op, _Ended] = {}
-        for op in TopologicalSorter(
-            {op: set(self._gone_before(op)) for op in self._place if self._is_gone(op)}
-        ).static_order():
-            self._at_start[op] = self._waited_for(op, self._schedule.waits.get(op, ()))
-            before = self._before(op)
-            self._at_end[op] = _latest(self._at_start[op], {} if before is None else self._ended_with(before))
+        self._clocks = _Clocks(schedule)
+        # By queue and number in it: the number of the last op up to there that is left, -1 for none.
+        self._left: dict[_Queue, list[int]] = {}
+        for queue, ops in self._clocks.queues.items():
+            last = -1
+            self._left[queue] = [last := number if self._is_left(op) else last for number, op in enumerate(ops)]
 
     def waits(self) -> Iterator[tuple[Op, tuple[Op, ...]]]:
         """The waits of each op that is left and has some."""
-        for op in self._place:
-            if self._is_gone(op):
-                continue
-            awaited = self._schedule.waits.get(op, ())
-            stay = [other for other in awaited if not self._is_gone(other)]
-            instead = self._waited_for(op, [other for other in awaited if self._is_gone(other)])
-            found = (*stay, *self._needed(op, stay, instead))
-            if found:
-                yield op, found
+        for op in self._clocks.place:
+            if self._is_left(op):
+                waits = tuple(self._waits_of(op))
+                if waits:
+                    yield op, waits
 
-    def _is_gone(self, op: Op) -> bool:
-        return op.microbatch in self._skipped
+    def _is_left(self, op: Op) -> bool:
+        return op.microbatch not in self._skipped
 
-    def _before(self, op: Op) -> Op | None:
-        """The op before it in its queue."""
-        queue, number = self._place[op]
-        return self._queues[queue][number - 1] if number else None
+    def _waits_of(self, op: Op) -> Iterator[Op]:
+        awaited = self._schedule.waits.get(op, ())
+        stay = [other for other in awaited if self._is_left(other)]
+        yield from stay
+        if len(stay) < len(awaited) or not all(map(self._is_left, self._clocks.before(op))):
+            yield from self._instead(op, stay)
 
-    def _gone_before(self, op: Op) -> Iterator[Op]:
-        """The ops that are gone and that `op` comes after at once."""
-        before = self._before(op)
-        for other in (*self._schedule.waits.get(op, ()), *(() if before is None else (before,))):
-            if self._is_gone(other):
-                yield other
+    def _instead(self, op: Op, stay: Iterable[Op]) -> Iterator[Op]:
+        """The last op of each queue that came before `op`, where neither its queue nor another wait sees to it."""
+        clocks = self._clocks
+        queue, number = clocks.place[op]
+        before = self._left[queue][number - 1] if number else -1
+        known = [clocks.when_next_may_start(clocks.queues[queue][before])] if before >= 0 else []
+        seen_to = self._of_left(_latest([*known, *(clocks.at_end[other] for other in stay)]))
+        needed = {
+            other: last for other, last in self._of_left(clocks.at_start[op]).items() if last > seen_to.get(other, -1)
+        }
+        for other, last in needed.items():
+            ends = (
+                self._of_left(clocks.at_end[clocks.queues[one][end]]) for one, end in needed.items() if one != other
+            )
+            if not any(end.get(other, -1) >= last for end in ends):
+                yield clocks.queues[other][last]
 
-    def _waited_for(self, op: Op, awaited: list[Op] | tuple[Op, ...]) -> _Ended:
-        """What has ended when `op` starts: by these waits of its own [1], and those of what is gone before it [2]."""
-        ended = _latest(*map(self._ended_with, awaited))
-        before = self._before(op)
-        return _latest(ended, self._at_start[before]) if before is not None and self._is_gone(before) else ended
-
-    def _ended_with(self, op: Op) -> _Ended:
-        if self._is_gone(op):
-            return self._at_end[op]
-        queue, number = self._place[op]
-        return {queue: number}
-
-    def _needed(self, op: Op, stay: list[Op], instead: _Ended) -> Iterator[Op]:
-        """Of `instead` what neither the waits that stay nor, where its ops end in order, its own queue bring about."""
-        brought = dict(_latest(*map(self._ended_with, stay)))
-        queue, number = self._place[op]
-        if op.kind.row.lane not in MESSAGE_LANES:
-            brought[queue] = number
-        for other, last in instead.items():
-            if last > brought.get(other, -1):
-                yield self._queues[other][last]
+    def _of_left(self, clock: _Clock) -> _Clock:
+        return {queue: self._left[queue][number] for queue, number in clock.items()}
 
 
-def _latest(*several: _Ended) -> _Ended:
-    found: dict[_Queue, int] = {}
-    for ended in several:
-        for queue, number in ended.items():
-            found[queue] = max(number, found.get(queue, -1))
+def _latest(clocks: Iterable[_Clock]) -> _Clock:
+    found: _Clock = {}
+    for clock in clocks:
+        for queue, number in clock.items():
+            if number > found.get(queue, -1):
+                found[queue] = number
     return found
