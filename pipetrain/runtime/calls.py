@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.counting import Counted
-from pipetrain.runtime.cut import check_target_rows, cut, num_rows
+from pipetrain.runtime.cut import cut, num_rows, rows_fault
 from pipetrain.schedule.op import Op
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.forms import Form
@@ -100,7 +100,10 @@ class Calls:
             whole = self._chain.up(add, what)
             header = json.loads(self._chain.broadcast(whole, 0, what))
             changes = (header["changes"], header["changes"])
-        _raise_problem(header, counted)
+        problem = _problem_of(header)
+        if problem:
+            self._chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+            raise ValueError(problem) from (None if counted is None else counted.problem)
         return self._call_of(header, changes, counted)
 
     def _look_at_parameters(self) -> int:
@@ -153,13 +156,10 @@ def _header_of(counted: Counted) -> dict[str, Any]:
     return {"target_rows": counted.rows, "target_error": problem, "skipped": [] if problem else counted.skipped}
 
 
-def _raise_problem(header: Mapping[str, Any], counted: Counted | None) -> None:
-    """What is wrong with the inputs, else with the targets where they are counted; the same on every rank."""
-    if header["error"]:
-        raise ValueError(header["error"])
-    check_target_rows(header.get("target_rows"), header["rows"])
-    if header.get("target_error"):
-        raise ValueError(header["target_error"]) from (None if counted is None else counted.problem)
+def _problem_of(header: Mapping[str, Any]) -> str | None:
+    """What is wrong with the inputs, else with the targets where they are counted."""
+    fault: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
+    return fault or header.get("target_error")
 
 
 class Signatures:

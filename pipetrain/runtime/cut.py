@@ -99,18 +99,17 @@ def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
     Raises:
         ValueError: another number of rows than the inputs have.
     """
-    check_target_rows(num_rows(targets, "targets"), rows)
+    fault = rows_fault(num_rows(targets, "targets"), rows)
+    if fault:
+        raise ValueError(fault)
     return cut(targets, num_microbatches, "targets")
 
 
-def check_target_rows(found: int | None, rows: int) -> None:
-    """Refuse targets that have another number of rows than the inputs; None: no tensor of them is cut.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    if found is not None and found != rows:
-        raise ValueError(f"targets have {found} rows on the last rank, inputs {rows} on the first")
+def rows_fault(found: int | None, rows: int) -> str | None:
+    """What is wrong with targets of `found` rows (None: no tensor of them is cut) beside inputs of `rows`; None: nothing."""
+    if found is None or found == rows:
+        return None
+    return f"targets have {found} rows on the last rank, inputs {rows} on the first"
 
 
 def row_counts(rows: int, num_microbatches: int) -> list[int]:
