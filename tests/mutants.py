@@ -384,7 +384,7 @@ MUTANTS = (
         "pipetrain/schedule/without.py",
         "        if len(stay) < len(awaited) or not all",
         "        if not all",
-        (WITHOUT, "-k", "place_of_a_set or sound and not more"),
+        (WITHOUT, "-k", "ended_before_it"),
     ),
     Mutant(
         "what an op that is gone waited for is forgotten",

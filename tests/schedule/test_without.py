@@ -120,6 +120,14 @@ def test_the_place_of_a_set_is_still_waited_for() -> None:
     assert rest.microbatches == (0, 2)
 
 
+def test_a_wait_for_what_is_gone_is_one_for_what_ended_before_it() -> None:
+    """[1] F3 waited until the output of 1 had left, and with it that of 0: a bound on what is not sent."""
+    schedule = make_schedule(num_stages=2, num_microbatches=4)
+    bounded = dataclasses.replace(schedule, waits={**schedule.waits, Op.parse("0F3"): (Op.parse("0SEND_F1"),)})
+    check(bounded)
+    assert waits_of(without_microbatches(bounded, frozenset({1})), "0F3") == {"0SEND_F0"}
+
+
 def test_waits_of_what_is_gone_are_those_of_the_next() -> None:
     """[2] Only the first send of the queue waited for the F of both."""
     schedule = make_schedule(num_stages=2, num_microbatches=3)
