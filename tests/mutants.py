@@ -359,13 +359,6 @@ MUTANTS = (
         (COUNTING, "-k", "counts_or_none"),
     ),
     Mutant(
-        "a rank ends before its neighbours know why",
-        "pipetrain/runtime/calls.py",
-        "            self._chain.wait_sent(what)",
-        "            pass",
-        ("tests/runtime/test_bad_input.py", "-k", "last_rank_finds and counts"),
-    ),
-    Mutant(
         "programs without some microbatches are kept without end",
         "pipetrain/runtime/call_programs.py",
         "if len(self._with_skipped) > _MOST_WITH_SKIPPED:",
