@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.cut import cut, num_rows
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.schedule.op import Op
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.forms import Form
@@ -62,7 +63,7 @@ class Calls:
         """The forms of the messages of such a call, to be filled where it is described."""
         return self._forms.setdefault(call.signature, {})
 
-    def agree(self, kind: str, step: int, inputs: Any, *, is_training: bool) -> Call:
+    def agree(self, kind: str, step: int, inputs: Any, *, is_training: bool, mistake: str | None = None) -> Call:
         """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0.
         Collective.
 
@@ -72,7 +73,8 @@ class Calls:
         """
         what, asked = f"{kind} {step}", dict[str, Any]()
         if 0 in self._stages:
-            asked = self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
+            asked = {"error": mistake[:_LONGEST_ERROR]} if mistake else {}
+            asked = asked or self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
@@ -130,8 +132,12 @@ class Signatures:
         """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
         try:
             rows = num_rows(inputs, "inputs")
+            check_batch(inputs, "inputs", rows, with_graph=kind == "step")
             if not rows:
-                raise ValueError(f"{kind} was given no rows on rank {self._rank}, which holds the first stage")
+                found = f"no {'inputs' if inputs is None else 'rows'}"
+                raise ValueError(
+                    f"{kind} was given {found} on rank {self._rank}, which holds the first stage: give the batch there"
+                )
             wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
             if rows < wanted:
                 cut(inputs, wanted)

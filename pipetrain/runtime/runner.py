@@ -10,12 +10,14 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
+from pipetrain.model.sharing import SharedState
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.cut import cut, cut_targets
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
@@ -54,19 +56,32 @@ class CallRunner:
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
         group.monitor.on_failure = self._abort
 
-    def run(self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool) -> Call:
+    def run(
+        self,
+        kind: str,
+        step: Step,
+        inputs: Any,
+        targets: Any,
+        *,
+        is_training: bool,
+        shared: SharedState,
+        mistake: str | None = None,
+    ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 
         Raises:
-            ValueError: inputs that cannot be cut, before anything has run and on every rank.
+            ValueError: inputs that cannot be cut, or another `mistake` of the first rank, before anything has run and on every rank.
             PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
-        call = self._calls.agree(kind, step.index, inputs, is_training=is_training)
+        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, mistake=mistake)
         try:
+            if mistake is not None:  # of this rank, not of the first
+                raise ValueError(f"{mistake} (on rank {self._group.rank})")
             self._cut(call, step, inputs, targets)
-            self._execute(call, step)
+            with shared.unchanged(is_training=is_training):
+                self._execute(call, step)
         except BaseException as error:
             self._group.fail(error)
             raise
@@ -82,6 +97,7 @@ class CallRunner:
         if step.with_loss:
             if self._loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
+            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets, step.weights = cut_targets(self._here(targets), call.rows, m, self._count_fn)
         if step.with_graph and call.first_backward > last:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")

@@ -1,0 +1,78 @@
+"""What of a batch would not be cut, or would lose its gradient, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipetrain.runtime.cut import Whole
+
+
+def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
+    """Refuse what is surely a mistake in the inputs or targets of a batch of so many `rows`.
+
+    Raises:
+        ValueError: with the leaf, and what to give instead.
+    """
+    if all(
+        type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
+        for leaf in pytree.tree_leaves(batch)
+    ):
+        return  # what most batches are
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        complaint = _complaint(leaf, with_graph)
+        if complaint is not None:
+            raise ValueError(f"{name}{pytree.keystr(path)} {complaint}")
+    if rows is not None:
+        _refuse_lists(batch, name, rows)
+
+
+def _complaint(leaf: Any, with_graph: bool) -> str | None:
+    if isinstance(leaf, Whole):
+        inner = pytree.tree_leaves(leaf.value)
+        return "(Whole) requires a gradient: " + _DETACH if with_graph and any(map(_wants_gradient, inner)) else None
+    if isinstance(leaf, Tensor):
+        if with_graph and _wants_gradient(leaf):
+            return "requires a gradient: " + _DETACH
+        if leaf.layout is not torch.strided:
+            return f"is a tensor of layout {leaf.layout}, which cannot be cut: give it dense, or wrap it in pipetrain.Whole(...)"
+        return None
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", True):
+        return f"is a {kind}, which is not cut: give a tensor, such as torch.from_numpy(...) makes, or wrap it in pipetrain.Whole(...)"
+    parts = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    if any(isinstance(part, Tensor) for part in parts.values()):
+        return f"is a {kind} with tensors in it, which are not cut: give a dict or a tuple of them, or wrap it in pipetrain.Whole(...)"
+    return None
+
+
+_DETACH = (
+    "a step gives gradients to the layers' parameters only, so this one would get none. Give it as .detach(), or make what computes "
+    "it the first layer"
+)
+
+
+def _wants_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _refuse_lists(batch: Any, name: str, rows: int) -> None:
+    """A list of plain values with one for each row looks like a batch, and would go to each microbatch as a whole."""
+
+    def is_list_of_rows(part: Any) -> bool:
+        return (
+            isinstance(part, list)
+            and len(part) == rows > 1
+            and all(isinstance(entry, (bool, int, float, complex, str)) for entry in part)
+        )
+
+    for path, part in pytree.tree_flatten_with_path(batch, is_leaf=is_list_of_rows)[0]:
+        if is_list_of_rows(part):
+            raise ValueError(
+                f"{name}{pytree.keystr(path)} is a list of {rows} plain values, as many as the batch has rows, and is not cut: give "
+                "torch.tensor(...), or pipetrain.Whole(...) where each microbatch needs all of it"
+            )
