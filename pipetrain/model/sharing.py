@@ -41,17 +41,23 @@ class Overlap:
 
 
 def overlaps(layers: Layers) -> list[Overlap]:
-    """Tensors of two layers that overlap in memory: of each, the one before that ends last."""
+    """Tensors of two layers that overlap in memory, in the order of the layers: of each, with the one before that ends last."""
     extents = sorted(_extents(layers))
     found: list[Overlap] = []
     furthest: tuple[str, int, int, str, bool] | None = None
     for extent in extents:
         device, start, end, name, is_parameter = extent
         if furthest is not None and furthest[0] == device and start < furthest[2]:
-            found.append(Overlap(furthest[3], name, is_parameter or furthest[4]))
+            found.append(Overlap(*sorted((furthest[3], name), key=_place), has_parameter=is_parameter or furthest[4]))
         if furthest is None or furthest[0] != device or end > furthest[2]:
             furthest = extent
-    return found
+    return sorted(found, key=lambda pair: (_place(pair.where), _place(pair.here)))
+
+
+def _place(name: str) -> tuple[int, str]:
+    """A tensor's layer, and its name there."""
+    number, _, rest = name.partition(".")
+    return int(number), rest
 
 
 def _extents(layers: Layers) -> Iterator[tuple[str, int, int, str, bool]]:
@@ -90,8 +96,8 @@ class SharedState:
         for pair in overlaps(layers):
             said = _across("buffer", pair.where, pair.here, stage_of)
             if said and not pair.has_parameter:
-                number, buffer = pair.here.split(".", 1)
-                self._buffers.append((said, functools.partial(layers[int(number)].get_buffer, buffer)))
+                number, buffer = _place(pair.here)
+                self._buffers.append((said, functools.partial(layers[number].get_buffer, buffer)))
         first: dict[int, str] = {}
         for place, layer in layers.items():
             for name, module in layer.named_modules():
@@ -129,7 +135,7 @@ class SharedState:
 
 def _across(what: str, where: str, here: str, stage_of: Callable[[int], int]) -> str:
     """How an error begins where the two names are of two stages; nothing where they are not."""
-    stage, other = (stage_of(int(name.split(".", 1)[0])) for name in (where, here))
+    stage, other = (stage_of(_place(name)[0]) for name in (where, here))
     return "" if stage == other else f"{what} {where} of stage {stage} is {here} of stage {other} as well"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -170,6 +170,11 @@ def _layers_of(model: Any) -> list[Layer]:
         f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
         "callables without arguments that return a layer each, or a ModelSpec"
     )
+
+
+def built_as(spec: ModelSpec, layers: Mapping[int, nn.Module]) -> ModelSpec:
+    """The model as far as these layers of it show it: two callables may have returned layers that share something."""
+    return replace(spec, modules=layers, tied=tied_parameters(layers))
 
 
 def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:

@@ -31,16 +31,19 @@ def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) ->
         _refuse_lists(batch, name, rows)
 
 
+def _is_plain(leaf: Any) -> bool:
+    """What the leaves of most batches are."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not leaf.is_inference()
+
+
 def _complaint(leaf: Any, with_graph: bool) -> str | None:
     if isinstance(leaf, Whole):
-        inner = pytree.tree_leaves(leaf.value)
-        return "(Whole) requires a gradient: " + _DETACH if with_graph and any(map(_wants_gradient, inner)) else None
+        inner = [part for part in pytree.tree_leaves(leaf.value) if isinstance(part, Tensor)]
+        return next((f"(Whole) {said}" for part in inner if (said := _untrainable(part, with_graph))), None)
     if isinstance(leaf, Tensor):
-        if with_graph and _wants_gradient(leaf):
-            return "requires a gradient: " + _DETACH
         if leaf.layout is not torch.strided:
             return f"is a tensor of layout {leaf.layout}, which cannot be cut: give it dense, or wrap it in pipetrain.Whole(...)"
-        return None
+        return _untrainable(leaf, with_graph)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", True):
         return f"is a {kind}, which is not cut: give a tensor, such as torch.from_numpy(...) makes, or wrap it in pipetrain.Whole(...)"
@@ -50,14 +53,16 @@ def _complaint(leaf: Any, with_graph: bool) -> str | None:
     return None
 
 
-_DETACH = (
-    "a step gives gradients to the layers' parameters only, so this one would get none. Give it as .detach(), or make what computes "
-    "it the first layer"
-)
-
-
-def _wants_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
+    """Why a step cannot take a tensor that evaluation can."""
+    if with_graph and tensor.requires_grad:
+        return (
+            "requires a gradient: a step gives gradients to the layers' parameters only, so this one would get none. Give it as "
+            ".detach(), or make what computes it the first layer"
+        )
+    if with_graph and tensor.is_inference():
+        return "was made under torch.inference_mode(), so nothing can be trained on it: give its .clone()"
+    return None
 
 
 def _refuse_lists(batch: Any, name: str, rows: int) -> None:

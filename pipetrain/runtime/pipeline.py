@@ -14,7 +14,7 @@ from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.model.sharing import SharedState
-from pipetrain.model.spec import ModelSpec, check_sharing, name_in, spec_of
+from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.given_plan import plan_of
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
@@ -133,13 +133,15 @@ class Pipeline:
                     num_microbatches=num_microbatches,
                     balance=balance,
                 )
-                check_sharing(spec, [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)])
+                stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
+                check_sharing(spec, stages)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(schedule, policy, self.plan, self._group.rank)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
+                check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
                 self._group, self.plan, self._programs, self._stages, self._lanes, self._meter, loss_fn, count_fn
             )
@@ -299,6 +301,8 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put this rank's layers into training mode. Collective in meaning: do it on every rank."""
+        if not isinstance(mode, bool):
+            raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
         for layer in self._layers().values():
             layer.train(mode)

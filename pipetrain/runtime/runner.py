@@ -83,6 +83,8 @@ class CallRunner:
             with shared.unchanged(is_training=is_training):
                 self._execute(call, step)
         except BaseException as error:
+            if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
+                error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
             self._group.fail(error)
             raise
         return call

@@ -90,7 +90,7 @@ class LeafWatch:
         """Whether a leaf is more than what this forward has made and only its graph holds."""
         leaf = leaf_of(node)
         if _is_sharded(self._user(number)):
-            return self._name_of(leaf) is not None
+            return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
         if any(tensor is leaf for tensor in returned):
             known = self._name_in_stage(leaf) or self._name_of(leaf) or _path_to(leaf, self._user(number))
             return bool(known)
