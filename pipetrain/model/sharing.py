@@ -48,7 +48,8 @@ def overlaps(layers: Layers) -> list[Overlap]:
     for extent in extents:
         device, start, end, name, is_parameter = extent
         if furthest is not None and furthest[0] == device and start < furthest[2]:
-            found.append(Overlap(*sorted((furthest[3], name), key=_place), has_parameter=is_parameter or furthest[4]))
+            where, here = sorted((furthest[3], name), key=_place)
+            found.append(Overlap(where, here, is_parameter or furthest[4]))
         if furthest is None or furthest[0] != device or end > furthest[2]:
             furthest = extent
     return sorted(found, key=lambda pair: (_place(pair.where), _place(pair.here)))
