@@ -18,11 +18,8 @@ def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) ->
     Raises:
         ValueError: with the leaf, and what to give instead.
     """
-    if all(
-        type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
-        for leaf in pytree.tree_leaves(batch)
-    ):
-        return  # what most batches are
+    if all(map(_is_plain, pytree.tree_leaves(batch))):
+        return
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         complaint = _complaint(leaf, with_graph)
         if complaint is not None:

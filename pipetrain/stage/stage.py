@@ -144,7 +144,7 @@ class Stage:
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
         with self._leaves.over(given.leaves, given.on_layer) as on_layer:
-            watched = replace(given, on_layer=on_layer)
+            watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
             held, outputs = self._forward_kept(watched) if keep else self._forward_late(watched)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

@@ -200,7 +200,8 @@ def tied_in_one_stage() -> Sequence[nn.Module]:
 
 RIGHT: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "a leaf for a force": lambda: [nn.Linear(8, 8), Force(8, 8), nn.Linear(8, 8)],
-    "a leaf made and returned": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(Detached(8, 8), nn.Tanh())],
+    "a leaf made and used": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(Detached(8, 8), nn.Tanh())],
+    "a leaf made and returned": lambda: [nn.Linear(8, 8), Detached(8, 8), nn.Linear(8, 8)],
     "tied in one stage": tied_in_one_stage,
     "parametrised": lambda: [*(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(3))],
 }
