@@ -314,6 +314,7 @@ MUTANTS = (
         "    refuse_unknown_kinds(schedule)\n",
         "",
         ("tests/test_regressions.py", "-k", "does_not_run_yet"),
+    ),
     Mutant(
         "foreign leaves are let through",
         "pipetrain/stage/leaves.py",
