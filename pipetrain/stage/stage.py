@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.buffers import ChangingBuffers, Copies, with_buffers
+from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.seeding import seed_generators
@@ -108,6 +109,7 @@ class Stage:
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
         share: Callable[[Tensor], None] | None = None,
+        name_of: NameOf = no_names,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -124,6 +126,7 @@ class Stage:
         self._clones_inputs = False
         self._buffers = ChangingBuffers(self.layers)
         self._probe = HeldOutsideProbe(self._name_of, meter)
+        self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
@@ -135,11 +138,13 @@ class Stage:
         """F with a graph. With a loss, the output is the weighted loss.
 
         Raises:
-            SavedTensorChanged, ValueError (a loss that is no scalar), or what a layer raises.
+            SavedTensorChanged, ValueError (a loss that is no scalar, a leaf of another stage), or what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
-        held, outputs = self._forward_kept(given) if keep else self._forward_late(given)
+        with self._leaves.over(given.leaves, given.on_layer) as on_layer:
+            watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
+            held, outputs = self._forward_kept(watched) if keep else self._forward_late(watched)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
