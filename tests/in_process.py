@@ -177,7 +177,7 @@ class Wire:
     def _arrive(self) -> None:
         post = self.posts.popleft()
         in_front, tensors = self._flying.popleft()
-        form = post.form or in_front
+        form = in_front or post.form
         assert form is not None, f"{post.op}: neither end knows the form"
         buffers = post.make_buffers(form)
         for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -202,7 +202,16 @@ class _Outbound:
     wire: Wire
     peer: str
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+    tells_changes = True
+
+    def send(
+        self,
+        op: Op,
+        form: Form | None,
+        tensors: list[Tensor],
+        left: Callable[[], None],
+        expected: Form | None = None,  # noqa: ARG002
+    ) -> None:
         self.wire.sends.append(_Message(op, form, tensors, left))
 
     def close(self) -> None: ...

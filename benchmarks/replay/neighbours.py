@@ -133,6 +133,8 @@ class ReplayInbound:
 class ReplayOutbound:
     """A queue of messages that go to pinned host memory: `transport.Outbound`."""
 
+    tells_changes = False
+
     def __init__(self, peer: str, courier: Courier, lanes: Lanes, pinned: bool) -> None:
         self.peer = peer
         self._courier = courier
@@ -140,7 +142,14 @@ class ReplayOutbound:
         self._pinned = pinned
         self._targets: dict[torch.Size, Tensor] = {}
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+    def send(
+        self,
+        op: Op,
+        form: Form | None,
+        tensors: list[Tensor],
+        left: Callable[[], None],
+        expected: Form | None = None,  # noqa: ARG002
+    ) -> None:
         assert form is None, "a replay knows all forms"
         start = time.perf_counter()
         device = self._lanes.device

@@ -24,6 +24,31 @@ def _unwrap(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Whole) else leaf
 
 
+def on_device(batch: Tree, device: torch.device) -> Tree:
+    """`batch` with its tensors on `device`, those in `Whole` too."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Whole):
+            return Whole(on_device(leaf.value, device))
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(moved, batch)
+
+
+def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
+    """The leaves of each microbatch that are the same tensor in all, by number, with what they are called."""
+    found, number = dict[int, str](), 0
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Whole):
+            number += 1
+            continue
+        for inner, value in pytree.tree_flatten_with_path(leaf.value)[0]:
+            if isinstance(value, torch.Tensor):
+                found[number] = name + pytree.keystr(path) + pytree.keystr(inner)
+            number += 1
+    return found
+
+
 def num_rows(batch: Tree, name: str) -> int | None:
     """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut.
 

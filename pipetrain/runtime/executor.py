@@ -22,9 +22,10 @@ from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput, StageOutput
-from pipetrain.transport.forms import spec_text, structure
+from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport, wanted
+from pipetrain.transport.structures import spec_text, structure
+from pipetrain.transport.transport import Transport, fixed_leaves, wanted
 
 
 @dataclass
@@ -39,6 +40,10 @@ class Step:
     microbatches: Sequence[Any] = ()  # of stage 0
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()
+    whole_inputs: Mapping[int, str] = field(
+        default_factory=dict
+    )  # leaves that are one tensor for all microbatches, and their names
+    whole_targets: Mapping[int, str] = field(default_factory=dict)
     scale: float = 1.0
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -63,11 +68,26 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class _Result:
-    """What F or B gives a neighbouring stage: the leaves of a tree, which of them want a gradient, and its structure."""
+    """What F or B gives a neighbouring stage: the leaves of a tree, which of them want a gradient, and its structure.
+
+    `fixed` are leaves that the other stage may not change in place, and why.
+    """
 
     leaves: Sequence[Any]
     wants_gradient: Sequence[bool]
     spec: pytree.TreeSpec | None = None
+    fixed: Mapping[int, str] = field(default_factory=dict)
+
+
+class _Received(NamedTuple):
+    """What F or B gets: the leaves of a tree, which of them want a gradient, which may not be changed in place, and its
+    structure; `is_shared`: from a stage of this rank, in whose memory they lie."""
+
+    leaves: Sequence[Any]
+    wants_gradient: frozenset[int]
+    fixed: Mapping[int, str]
+    spec: pytree.TreeSpec | None
+    is_shared: bool
 
 
 class Executor:
@@ -161,7 +181,7 @@ class Executor:
         if op.stage == program.schedule.num_stages - 1:
             self._finish_microbatch(turn.microbatch, output, step)
         else:
-            self._give(turn, _Result(output.leaves, output.wants_gradient, output.spec))
+            self._give(turn, self._crossed(stage, output, given))
 
     def _recompute(self, turn: _Turn) -> None:
         with self._lanes.timed(turn.lane, turn.op):
@@ -171,7 +191,7 @@ class Executor:
         op, lane, program, step = turn
         gradients: Sequence[Any] = ()
         if op.stage < program.schedule.num_stages - 1:
-            gradients, _, _ = self._received(op, program)
+            gradients = self._received(op, program).leaves
         with self._lanes.timed(lane, op):
             wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
         if op.stage > program.schedule.first_backward:
@@ -183,7 +203,7 @@ class Executor:
             if isinstance(leaf, Tensor):
                 self._lanes.keep(leaf)  # allocated on the producer's stream, read on this queue's
         text = "" if result.spec is None else spec_text(result.spec)
-        self._transport.send(turn.op, result.leaves, result.wants_gradient, text)
+        self._transport.send(turn.op, result.leaves, result.wants_gradient, text, result.fixed)
 
     def _receive(self, turn: _Turn) -> None:
         self._transport.post(turn.op)
@@ -194,32 +214,43 @@ class Executor:
         op, _, program, step = turn
         if op.stage == 0:
             leaves, spec = pytree.tree_flatten(step.microbatches[turn.microbatch])
-            wants: frozenset[int] = frozenset()
+            received = _Received(leaves, frozenset(), _why_fixed(step.whole_inputs), spec, is_shared=False)
         else:
-            received, wants, found = self._received(op, program)
-            assert found is not None
-            leaves, spec = list(received), found
+            received = self._received(op, program)
+            assert received.spec is not None
+            spec = received.spec
         scored = step.with_loss and op.stage == program.schedule.num_stages - 1
         return StageInput(
-            tuple(leaves),
+            tuple(received.leaves),
             spec,
-            wants,
+            received.wants_gradient,
             step.seed_of(turn.microbatch),
             step.targets[turn.microbatch] if scored else None,
             step.weights[turn.microbatch] if scored else 1.0,
             None if step.on_layer is None else functools.partial(step.on_layer, turn.microbatch),
+            received.is_shared,
+            received.fixed,
+            _why_fixed(step.whole_targets) if scored else {},
         )
 
-    def _received(self, op: Op, program: Program) -> tuple[Sequence[Any], frozenset[int], pytree.TreeSpec | None]:
-        """What F or B gets from the neighbouring stage: by a message, or from this rank's own; which leaves want a gradient."""
+    def _received(self, op: Op, program: Program) -> _Received:
+        """What F or B gets from the neighbouring stage: by a message, or from this rank's own."""
         message = receive_of(program.schedule, op)
         if message is not None:
             leaves, form = self._transport.take(message)
-            return leaves, wanted(form), structure(form.spec) if form.spec else None
+            spec = structure(form.spec) if form.spec else None
+            return _Received(leaves, wanted(form), fixed_leaves(form), spec, is_shared=False)
         source = local_source(program.schedule, op)
         assert source is not None
         result = self._results.pop(source)
-        return result.leaves, frozenset(n for n, want in enumerate(result.wants_gradient) if want), result.spec
+        wants = frozenset(n for n, want in enumerate(result.wants_gradient) if want)
+        return _Received(result.leaves, wants, result.fixed, result.spec, is_shared=True)
+
+    def _crossed(self, stage: Stage, output: StageOutput, given: StageInput) -> _Result:
+        """The output of a stage as the next one gets it, here or on another rank."""
+        fixed = memories(given.leaves, given.fixed)
+        leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
+        return _Result(leaves, output.wants_gradient, output.spec, may_not_change)
 
     def _give(self, turn: _Turn, result: _Result) -> None:
         self._results[send_of(turn.program.schedule, turn.op) or turn.op] = result
@@ -252,6 +283,12 @@ class Executor:
         for stage in self._stages.values():
             stage.drop()
         self._results.clear()
+
+
+def _why_fixed(names: Mapping[int, str]) -> dict[int, str]:
+    return {
+        number: f"{name}, which is Whole: every microbatch gets the very same tensor" for number, name in names.items()
+    }
 
 
 # What the executor does in an op of each kind that `runs` by its row: a new kind is one entry here, one method above, and what its stage does.

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
@@ -17,7 +16,7 @@ from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
-from pipetrain.runtime.cut import cut, cut_targets, row_counts, weights_of
+from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.given_batch import check_batch
 from pipetrain.stage.meter import ActivationMeter
@@ -103,6 +102,7 @@ class CallRunner:
         m, last = call.num_microbatches, self._plan.num_stages - 1
         if 0 in self._stages:
             step.microbatches = cut(self._here(inputs), m)
+            step.whole_inputs = whole_tensors(inputs, "inputs")
         if last not in self._stages:
             return
         if step.with_loss:
@@ -111,12 +111,12 @@ class CallRunner:
             check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets = cut_targets(self._here(targets), call.rows, m)
             step.weights = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
+            step.whole_targets = whole_tensors(targets, "targets")
         if step.with_graph and call.first_backward > last:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
     def _here(self, batch: Any) -> Any:
-        device = self._group.device
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+        return on_device(batch, self._group.device)
 
     def _execute(self, call: Call, step: Step) -> None:
         self._meter.exclude(self._weights())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
-from pipetrain.transport.forms import Form, TensorForm, compact, flat_bytes, form_of, unpack
+from pipetrain.transport.forms import Form, TensorForm, compact, flat_bytes, pack, unpack
 
 _PIECE_BYTES = 1 << 24
 
@@ -91,15 +91,15 @@ def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
         whole = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
     for holder, theirs in enumerate(others, start=1):
         for name, leaf in zip(theirs.spec.split("\n"), theirs.leaves):
-            value: Any = leaf
             if isinstance(leaf, TensorForm):
-                value = _bring(own[name] if chain.rank == holder else None, leaf, name, chain)
-            whole[name] = value
+                whole[name] = _bring(own[name] if chain.rank == holder else None, leaf, name, chain)
+            else:
+                (whole[name],) = unpack(Form("", (leaf,)), [])
     return whole if chain.rank == 0 else None
 
 
 def _leaf_of(value: Any) -> Any:
-    return form_of([value], [compact(value) if isinstance(value, Tensor) else value], [False], "").leaves[0]
+    return pack([value], [False], "")[0].leaves[0]
 
 
 def _bring(own: Tensor | None, form: TensorForm, name: str, chain: Chain) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.buffers import ChangingBuffers, Copies, with_buffers
+from pipetrain.stage.entered import Entered, entered_targets
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
@@ -59,6 +60,9 @@ class _Gate(torch.autograd.Function):
 class StageInput:
     """What F gets: the leaves of a tree, which of them want a gradient, and the seed of each layer for this microbatch.
 
+    The same tensor may stand in several leaves: what changes one in place changes all. `is_shared`: another stage of this rank
+    reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
+    all: what they are, and why; `fixed_target` are those of the target.
     `target` and `weight` are for the stage that computes the loss.
     `on_layer` is given the number and the output of each layer in F; the loss has the number after the last layer's.
     """
@@ -70,11 +74,15 @@ class StageInput:
     target: Any = None
     weight: float = 1.0
     on_layer: Callable[[int, Any], None] | None = None
+    is_shared: bool = False
+    fixed: Mapping[int, str] = field(default_factory=dict)
+    fixed_target: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What F gives, detached: the leaves of the output tree and which of them want a gradient."""
+    """What F gives, detached: the leaves of the output tree and which of them want a gradient. The same tensor in two leaves
+    is so in the layers' output, too."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -124,6 +132,7 @@ class Stage:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
+        self._has_entered = False  # whether it is known what the layers change of what they are given
         self._buffers = ChangingBuffers(self.layers)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
@@ -131,6 +140,15 @@ class Stage:
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
         return {self.first_layer + number: layer for number, layer in enumerate(self.layers)}
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def end(self) -> str:
+        """Who gives what leaves the stage, in an error."""
+        return f"{self._name_of(len(self.layers) - 1)}, the last of stage {self.index},"
 
     # F ------------------------------------------------------------------------------------------------------------
 
@@ -152,7 +170,8 @@ class Stage:
         held.late.end_forward()
         if any(wants):
             self._hold(microbatch, held, before)
-        return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
+        detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
+        return StageOutput(tuple(detached.get(id(leaf), leaf) for leaf in leaves), spec, wants)
 
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
@@ -204,7 +223,8 @@ class Stage:
         on_layer: Callable[[int, Any], None] | None = None,
     ) -> Any:
         """All layers, and the loss. In R, `held.buffers` are the values that F saw."""
-        value, entered = self._enter(given, held.sink, clone=clone)
+        clone = clone or (given.is_shared and (self._clones_inputs or not self._has_entered))
+        value, entered = self._enter(given, held.sink, clone=clone, is_late=held.given is not None)
         for number, layer in enumerate(self.layers):
             value = self._run_one(number, held, given, with_buffers(layer, held.buffers.get(number)), value)
             if probe:
@@ -215,9 +235,23 @@ class Stage:
             value = self._run_one(len(self.layers), held, given, lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
-        if held.given is not None and any(tensor._version != version for tensor, version in entered):
-            self._input_changed(cloned=clone)
+        self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
         return value
+
+    def _check_entered(self, entered: Sequence[Entered], *, is_read_again: bool, cloned: bool) -> None:
+        """The layers have run: they may have changed only what nobody else reads."""
+        self._has_entered = True
+        changed = [one for one in entered if (is_read_again or one.fixed) and one.has_changed()]
+        if not changed:
+            return
+        for one in changed:
+            if one.fixed:
+                last = self._name_of(len(self.layers) - (self.loss_fn is None))
+                raise SavedTensorChanged(
+                    f"stage {self.index}, from {self._name_of(0)} to {last}, changes in place: {one.fixed}. Use the operation "
+                    "that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
+                )
+        self._input_changed(cloned=cloned)
 
     def _input_changed(self, *, cloned: bool) -> None:
         """The layers changed their input in place: from now on they get a clone, so that the stash stays whole."""
@@ -248,21 +282,28 @@ class Stage:
         raise _Restart
 
     def _enter(
-        self, given: StageInput, sink: dict[int, Tensor], *, clone: bool
-    ) -> tuple[Any, list[tuple[Tensor, int]]]:
-        """The input tree as the first layer gets it, and its tensors with their versions."""
+        self, given: StageInput, sink: dict[int, Tensor], *, clone: bool, is_late: bool
+    ) -> tuple[Any, list[Entered]]:
+        """The input tree as the first layer gets it, and what is looked at when the last one has run."""
         leaves = list(given.leaves)
-        entered = []
+        look = not self._has_entered
+        entered: dict[int, Entered] = {}  # by the tensor that was given: it may stand in several leaves
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
-            # A version counter of its own: microbatches are views of one batch and share theirs.
-            tensor = leaf.clone() if clone else leaf.data
-            if number in given.wants_gradient:
-                tensor = _Gate.apply(self._anchor, tensor, sink, number)  # type: ignore[no-untyped-call]
-            leaves[number] = tensor
-            entered.append((tensor, tensor._version))
-        return pytree.tree_unflatten(leaves, given.spec), entered
+            if id(leaf) not in entered:
+                fixed = given.fixed.get(number, "")
+                # A version counter of its own: microbatches are views of one batch and share theirs.
+                tensor = leaf.clone() if clone and not fixed else leaf.data
+                before = (leaf.clone() if fixed else leaf) if look and (fixed or clone) else None
+                if number in given.wants_gradient:
+                    tensor = _Gate.apply(self._anchor, tensor, sink, number)  # type: ignore[no-untyped-call]
+                entered[id(leaf)] = Entered.of(tensor, fixed, before)
+            leaves[number] = entered[id(leaf)].tensor
+        tensors = list(entered.values())
+        if self.loss_fn is not None and (is_late or given.fixed_target):
+            tensors += entered_targets(given.target, given.fixed_target, recomputed=is_late, look=look)
+        return pytree.tree_unflatten(leaves, given.spec), tensors
 
     def _loss(self, output: Any, given: StageInput) -> Tensor:
         assert self.loss_fn is not None

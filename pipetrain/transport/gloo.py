@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
 from pipetrain.group.courier import Courier, finish
 from pipetrain.group.failure import Monitor
@@ -22,6 +22,7 @@ from pipetrain.transport.lanes import Lanes
 
 CPU = torch.device("cpu")
 _TAG = 0
+_TAG_NOTES = 2  # 1 is that of `pair.break_off`
 
 
 class GlooEdges:
@@ -51,6 +52,8 @@ class GlooInbound:
         self._source = source
         self._lanes = lanes
         self._courier = Courier(f"receive from {peer}", peer, monitor)
+        self._notes = _NotesIn(pair, source)
+        self._num_messages = 0
 
     def post(
         self,
@@ -59,16 +62,27 @@ class GlooInbound:
         make_buffers: Callable[[Form], list[Tensor]],
         arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
     ) -> None:
+        self._num_messages += 1
+        number = self._num_messages
+
         def job() -> Callable[[], None]:
             start = time.perf_counter()
             known = receive_form(self._pair, self._source) if form is None else form
             tensors = make_buffers(known)
-            for tensor in tensors:
-                finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
+            self._receive(tensors or ([] if form is None else [_word()]))
+            if self._notes.came_before(number):
+                known = receive_form(self._pair, self._source)
+                if form is None or not known.is_laid_out_as(form):
+                    tensors = make_buffers(known)
+                    self._receive(tensors)
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(known, lambda: tensors)
 
         self._courier.submit(str(op), job)
+
+    def _receive(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
 
     def close(self) -> None:
         self._courier.close()
@@ -80,31 +94,90 @@ class GlooInbound:
 class GlooOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
+    tells_changes = True
+
     def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
         self._pair = pair
         self._target = target
         self._lanes = lanes
         self._courier = Courier(f"send to {peer}", peer, monitor)
+        self._num_messages = 0
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+    def send(
+        self,
+        op: Op,
+        form: Form | None,
+        tensors: list[Tensor],
+        left: Callable[[], None],
+        expected: Form | None = None,
+    ) -> None:
         start = time.perf_counter()
+        self._num_messages += 1
+        number = self._num_messages
 
         def job() -> Callable[[], None]:
-            if form is not None:
+            if form is None:
+                self._send(tensors or [_word()])
+            elif expected is None:
                 send_form(self._pair, self._target, form)
-            for tensor in tensors:
-                finish(self._pair.send([flat_bytes(tensor)], self._target, _TAG))
+                self._send(tensors)
+            else:
+                self._send_changed(number, form, tensors, expected)
             self._lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
         self._courier.submit(str(op), job)
+
+    def _send_changed(self, number: int, form: Form, tensors: list[Tensor], expected: Form) -> None:
+        """What the receiver has posted is filled first: with what is meant, or with as many bytes of nothing."""
+        finish(self._pair.send([torch.tensor([number])], self._target, _TAG_NOTES))
+        fits = form.is_laid_out_as(expected)
+        self._send((tensors if fits else [tensor.empty(CPU) for tensor in expected.tensors]) or [_word()])
+        send_form(self._pair, self._target, form)
+        if not fits:
+            self._send(tensors)
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            finish(self._pair.send([flat_bytes(tensor)], self._target, _TAG))
 
     def close(self) -> None:
         self._courier.close()
 
     def abort(self) -> None:
         break_off(self._pair, self._target)
+
+
+class _NotesIn:
+    """Hears that a message is not of the form that is known, without a word more in those that are.
+
+    A receive stands open for a note, and when a message has come one looks into the memory that it fills. A connection brings
+    what it carries in order, and the sender waits until the note has left: so it is there before its message is.
+    """
+
+    def __init__(self, pair: Pair, source: int) -> None:
+        self._pair = pair
+        self._source = source
+        self._note = torch.zeros(1, dtype=torch.int64)  # the number of the message that it belongs to
+        self._work = self._listen()
+
+    def _listen(self) -> Work:
+        self._note.zero_()
+        return self._pair.recv([self._note], self._source, _TAG_NOTES)
+
+    def came_before(self, number: int) -> bool:
+        """Whether message `number`, counted from 1, which has come, had a note."""
+        if self._note.item() != number:
+            return False
+        finish(self._work)
+        self._work = self._listen()
+        return True
+
+
+def _word() -> Tensor:
+    """What is sent where a message has no tensors: so that both ends go on together."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def receive_form(pair: Pair, source: int) -> Form:

@@ -116,7 +116,12 @@ class NcclInbound:
 
 
 class NcclOutbound:
-    """The sending end of one stage edge and direction: `transport.Outbound`."""
+    """The sending end of one stage edge and direction: `transport.Outbound`.
+
+    The host of the receiver does not wait for a message, so nobody there could read that its form has changed.
+    """
+
+    tells_changes = False
 
     def __init__(self, data: Pair, forms: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
@@ -126,7 +131,15 @@ class NcclOutbound:
         self._lanes = lanes
         self._courier = Courier(f"forms to {peer}", peer, monitor)
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
+    def send(
+        self,
+        op: Op,
+        form: Form | None,
+        tensors: list[Tensor],
+        left: Callable[[], None],
+        expected: Form | None = None,
+    ) -> None:
+        assert expected is None, f"{op}: a change of form cannot be told over NCCL"
         if form is not None:
 
             def job() -> Callable[[], None]:

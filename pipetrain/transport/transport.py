@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.transport.forms import Form, TensorForm, compact, conform, form_of, unpack
+from pipetrain.transport.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.transport.gloo import GlooEdges
 from pipetrain.transport.lanes import Lanes
 
@@ -36,7 +36,7 @@ class Inbound(Protocol):
     ) -> None:
         """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`.
 
-        `arrived(form, collect)` is called, perhaps on another thread, when `op` has ended, so that what waits for it may be
+        `arrived(form, collect)`, with the form that it turned out to have, is called, perhaps on another thread, when `op` has ended, so that what waits for it may be
         launched; `collect()` gives the tensors, on the lane that uses them.
         """
 
@@ -51,10 +51,18 @@ class Outbound(Protocol):
     """The sending end of one stage edge and direction; `send` is called on the stream of its queue."""
 
     peer: str
+    tells_changes: bool  # whether a message may have another form than its receiver expects
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
-        """Send one message, with its form in front if given. `left()` is called, perhaps on another thread, when `op` has
-        ended: the tensors need no longer be held."""
+    def send(
+        self,
+        op: Op,
+        form: Form | None,
+        tensors: list[Tensor],
+        left: Callable[[], None],
+        expected: Form | None = None,
+    ) -> None:
+        """Send one message, with its form if given; `expected` is the form that its receiver knows, where that is another
+        one. `left()` is called, perhaps on another thread, when `op` has ended: the tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -74,7 +82,8 @@ class Transport:
     """The ends of every stage edge of a rank, one per direction.
 
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
-    step with the same forms sends the tensors' bytes alone.
+    step sends the tensors' bytes alone. A message of another form than remembered says so, where its end `tells_changes`;
+    elsewhere it is refused.
 
     `edges` makes the ends. A transfer that has ended stands in a list until `take_ended` is called: the threads of the ends
     only add to it.
@@ -159,7 +168,7 @@ class Transport:
 
     def _make_buffers(self, form: Form) -> list[Tensor]:
         """What a message of this form is received into, on any thread."""
-        buffers = [leaf.empty(self._device) for leaf in form.leaves if isinstance(leaf, TensorForm)]
+        buffers = [tensor.empty(self._device) for tensor in form.tensors]
         self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
         return buffers
 
@@ -170,16 +179,30 @@ class Transport:
             self._meter.release(key)
         return unpack(form, collect()), form
 
-    def send(self, op: Op, leaves: Sequence[Any], wants_gradient: Sequence[bool], spec: str) -> None:
-        """Send a message. The tensors count as activations until they have left, where they are outputs."""
-        dense = [compact(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        form = form_of(leaves, dense, wants_gradient, spec)
-        described = self._is_described(op)
-        if described:
-            self._forms[op] = form
-        elif form != self._forms[op]:
-            dense = conform(leaves, self._forms[op], form, self._device, f"rank {self._rank} in {op}")
-        tensors = [leaf for leaf in dense if isinstance(leaf, Tensor)]
+    def send(
+        self,
+        op: Op,
+        leaves: Sequence[Any],
+        wants_gradient: Sequence[bool],
+        spec: str,
+        fixed: Mapping[int, str] | None = None,
+    ) -> None:
+        """Send a message. The tensors count as activations until they have left, where they are outputs.
+
+        Raises:
+            PipelineError: another form than in earlier steps, where that cannot be told.
+        """
+        end = self._outbound[op.stage, op.kind]
+        form, tensors = pack(leaves, wants_gradient, spec, fixed)
+        expected = None if self._is_described(op) else self._forms[op]
+        told: Form | None = form
+        if expected is not None and form == expected:
+            told, expected = None, None
+        elif expected is not None and not end.tells_changes:
+            tensors = conform(tensors, expected, form, self._device, f"rank {self._rank} in {op}")
+            told, expected = None, None
+        if told is not None:
+            self._forms[op] = told
         keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
 
@@ -190,7 +213,10 @@ class Transport:
             self._unsent.discard(op)
             self._ended.append(op)
 
-        self._outbound[op.stage, op.kind].send(op, form if described else None, tensors, left)
+        if expected is None:
+            end.send(op, told, tensors, left)
+        else:
+            end.send(op, told, tensors, left, expected)
 
     def describe(self, op: Op) -> str:
         """What a rank says that waits for a transfer; nothing of another op."""
@@ -225,8 +251,13 @@ def _is_activation(op: Op) -> bool:
 
 
 def wanted(form: Form) -> frozenset[int]:
-    """The leaves of a received message that need a gradient."""
+    """The leaves of a received message that need a gradient; of a tensor that stands twice, the first."""
     return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
+
+
+def fixed_leaves(form: Form) -> dict[int, str]:
+    """The leaves of a received message that may not be changed in place, and why."""
+    return {n: leaf.fixed for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.fixed}
 
 
 def make_edges(store: Store, lanes: Lanes, monitor: Monitor, device: torch.device) -> Edges:

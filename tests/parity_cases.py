@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ranks import NEVER_SECONDS
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
@@ -66,7 +67,7 @@ def check_case(case: Case) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*case.layers())
     reference = copy.deepcopy(model)
-    options = {"num_microbatches": 4, "timeout_seconds": 30.0, **case.options}
+    options = {"num_microbatches": 4, "timeout_seconds": NEVER_SECONDS, **case.options}
     m, count_fn = options["num_microbatches"], options.get("count_fn")
     with Pipeline(model, case.loss, **options) as pipeline:
         batches = case.batches()
