@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
@@ -60,6 +60,18 @@ class Slot:
         self.tensor = tensor.detach()
         self.version = tensor._version
         self._key = self._meter.hold(self.tensor)
+
+    def storage(self) -> int:
+        """The identity of the tensor's storage; 0 where it has none of its own."""
+        if self.tensor is None or self.tensor.layout is not torch.strided:
+            return 0
+        key: int = self.tensor.untyped_storage()._cdata
+        return key
+
+    def replace(self, tensor: Tensor) -> None:
+        """The same values in another tensor."""
+        self.__del__()
+        self.fill(tensor)
 
     def read(self) -> Tensor:
         assert self.tensor is not None, f"B reads an empty slot of {self.where}: its R has not run"
@@ -145,8 +157,10 @@ class LateBoundSet:
             raise NeedsGradientInside
         return slot.read()
 
-    def end_forward(self) -> None:
+    def end_forward(self, changing: Set[int] = frozenset()) -> None:
         """F is done: nothing that it saved may have changed since.
+
+        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now.
 
         Raises:
             SavedTensorChanged: with the layer, and the shape of the tensor.
@@ -154,6 +168,8 @@ class LateBoundSet:
         self._check_witnesses("later in the same forward")
         self._phase = _Phase.WAITING
         if self.keep:
+            if changing:
+                self._copy_what_changes(changing)
             self._slots.clear()  # the graph owns them; each goes with its node
 
     # R ----------------------------------------------------------------------------------------------------------
@@ -176,8 +192,23 @@ class LateBoundSet:
         if self._filled == len(self._slots):
             raise SetComplete
 
-    def end_recompute(self) -> None:
+    def _copy_what_changes(self, changing: Set[int]) -> None:
+        copies: dict[int, UntypedStorage] = {}  # of each storage one, so that views still share it
+        for slot in self._slots:
+            key = slot.storage()
+            if slot.tensor is not None and key in changing:
+                storage = copies.setdefault(key, slot.tensor.untyped_storage().clone())
+                slot.replace(
+                    slot.tensor.new_empty(0).set_(
+                        storage, slot.tensor.storage_offset(), slot.tensor.shape, slot.tensor.stride()
+                    )
+                )
+
+    def end_recompute(self, own: Set[int] = frozenset()) -> None:
         """R is done: every slot is full and what fills it has not changed.
+
+        `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
+        microbatches change.
 
         Raises:
             RecomputeMismatch: R ended before it had saved what F saved.
@@ -186,6 +217,9 @@ class LateBoundSet:
         if self._filled < len(self._slots):
             raise self._ended_early()
         self._check_witnesses("later in the same recompute")
+        for slot in self._slots if own else ():
+            if slot.tensor is not None and slot.storage() in own:
+                slot.replace(slot.tensor.data)
         self._phase = _Phase.WAITING
         self._slots.clear()
 

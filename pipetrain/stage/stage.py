@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.buffers import ChangingBuffers, Copies, with_buffers
+from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.seeding import seed_generators
@@ -89,7 +89,7 @@ class _Held:
     parameter_versions: list[int]
     num_inputs: int
     counts: bool  # whether the microbatch weighs anything in the loss
-    buffers: Copies = field(default_factory=dict)  # the values that F saw of the buffers that it changed
+    seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
@@ -123,7 +123,7 @@ class Stage:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._gradient_inside: set[int] = set()
         self._clones_inputs = False
-        self._buffers = ChangingBuffers(self.layers)
+        self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
@@ -145,7 +145,7 @@ class Stage:
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward()
+        held.late.end_forward(self._state.changing_storages())
         if any(wants):
             self._hold(microbatch, held, before)
         return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
@@ -159,29 +159,31 @@ class Stage:
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
     def _forward_kept(self, given: StageInput) -> tuple[_Held, Any]:
-        saved = self._buffers.save(everything=False)
+        before = self._state.before_forward(recomputed=False)
         while True:
             held = self._start(given, keep=True)
             try:
-                return held, self._run(given, held, clone=False, on_layer=given.on_layer)
+                outputs = self._run(given, held, clone=False, on_layer=given.on_layer)
+                break
             except _Restart:
-                self._buffers.restore(saved)
+                self._state.put_back(before)
+        self._state.after_forward(before)
+        return held, outputs
 
     def _forward_late(self, given: StageInput) -> tuple[_Held, Any]:
-        unknown = self._buffers.unknown()
-        saved = self._buffers.save(everything=unknown)
+        before = self._state.before_forward(recomputed=True, leaves=given.leaves)
         probe = None if self._probe.done else self._probe
         while True:
             held = self._start(given, keep=False)
             if probe:
                 probe.start()
             try:
-                clone = self._clones_inputs or unknown
+                clone = self._clones_inputs or before.learning
                 outputs = self._run(given, held, clone=clone, probe=probe, on_layer=given.on_layer)
                 break
             except _Restart:
-                self._buffers.restore(saved)
-        held.buffers = self._buffers.learn(saved) if unknown else saved
+                self._state.put_back(before)
+        held.seen = self._state.after_forward(before)
         if probe:
             probe.end(outputs, given.leaves)
         return held, outputs
@@ -199,10 +201,10 @@ class Stage:
         probe: HeldOutsideProbe | None = None,
         on_layer: Callable[[int, Any], None] | None = None,
     ) -> Any:
-        """All layers, and the loss. In R, `held.buffers` are the values that F saw."""
+        """All layers, and the loss."""
         value, entered = self._enter(given, held.sink, clone=clone)
         for number, layer in enumerate(self.layers):
-            value = self._run_one(number, held, given, with_buffers(layer, held.buffers.get(number)), value)
+            value = self._run_one(number, held, given, layer, value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
@@ -291,15 +293,15 @@ class Stage:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            self._run(given, held, clone=self._clones_inputs)
+            with self._state.as_seen(held.seen):
+                self._run(given, held, clone=self._clones_inputs)
         except SetComplete:
             pass
         except _Restart:
             raise RecomputeMismatch("R took a gradient inside a layer's forward, which F did not") from None
         finally:
             torch.set_autocast_cache_enabled(cached)
-        held.late.end_recompute()
-        held.buffers = {}
+        held.late.end_recompute(held.seen.storages())
         self.set_bytes[microbatch] = self._meter.current_bytes - before
 
     # B ------------------------------------------------------------------------------------------------------------
