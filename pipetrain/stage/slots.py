@@ -22,7 +22,7 @@ from collections.abc import Callable, Set
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
@@ -78,11 +78,17 @@ class Slot:
         """An empty slot of the same name."""
         return Slot(self.where, self._meter, self.layer, self.number)
 
-    def own(self) -> None:
-        """Hold a copy of the tensor: whoever has the tensor goes on changing it."""
-        assert self.tensor is not None
+    def storage(self) -> int:
+        """The identity of the tensor's storage; 0 where it has none of its own."""
+        if self.tensor is None or self.tensor.layout is not torch.strided:
+            return 0
+        key: int = self.tensor.untyped_storage()._cdata
+        return key
+
+    def replace(self, tensor: Tensor) -> None:
+        """The same values in another tensor."""
         self._meter.release(self._key)
-        self.fill(self.tensor.clone())
+        self.fill(tensor)
 
     def read(self) -> Tensor:
         assert self.tensor is not None, f"B reads an empty slot of {self.where}: its R has not run"
@@ -210,15 +216,10 @@ class LateBoundSet:
             self.reads_from[self._layer] = min(slot.layer, self.reads_from.get(self._layer, slot.layer))
         return slot.read()
 
-    def own(self, storages: Set[int]) -> None:
-        """The layer that F is in has ended: hold copies of what it has saved of these, which later F go on changing."""
-        for slot in self._slots[self._starts[self._layer] :]:
-            tensor = slot.tensor
-            if tensor is not None and _storage_of(tensor) in storages:
-                slot.own()
-
-    def end_forward(self, *, needed: bool = True) -> None:
+    def end_forward(self, changing: Set[int] = frozenset(), *, needed: bool = True) -> None:
         """F is done: nothing that it saved may have changed since. `needed`: whether B will read anything.
+
+        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now.
 
         Raises:
             SavedTensorChanged: with the layer, and the shape of the tensor.
@@ -227,9 +228,20 @@ class LateBoundSet:
         self._phase = _Phase.WAITING
         for reader, first in self.reads_from.items():
             self._whole.update(range(first, reader + 1))
+        if self._fills and changing:
+            self._copy_what_changes(changing)
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
         self.before_read = _nothing
+
+    def _copy_what_changes(self, changing: Set[int]) -> None:
+        copies: dict[int, UntypedStorage] = {}  # of each storage one, so that views still share it
+        for slot in self._slots:
+            key, tensor = slot.storage(), slot.tensor
+            if tensor is not None and key in changing:
+                storage = copies.setdefault(key, tensor.untyped_storage().clone())
+                alike = tensor.new_empty(0)
+                slot.replace(alike.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()))
 
     # R ----------------------------------------------------------------------------------------------------------
 
@@ -302,8 +314,11 @@ class LateBoundSet:
         if self.proof is not None:
             self.proof.at_layer_end(last=self._starts[self._layer] < self._end <= expected)
 
-    def end_recompute(self) -> None:
+    def end_recompute(self, own: Set[int] = frozenset()) -> None:
         """R is done: every slot is full and what fills it has not changed.
+
+        `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
+        microbatches change.
 
         Raises:
             RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.
@@ -317,6 +332,9 @@ class LateBoundSet:
         if (difference := self._difference()) is not None:
             raise difference
         self._check_witnesses("later in the same recompute")
+        for slot in self._slots if own else ():
+            if slot.tensor is not None and slot.storage() in own:
+                slot.replace(slot.tensor.data)
         self._phase = _Phase.WAITING
         self._slots.clear()
         if self.proof is not None:
@@ -400,10 +418,6 @@ def _describe(signature: Signature) -> str:
     shape, dtype, _, op = signature
     made = f" made by {op.removesuffix('0')}" if op else ""
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _witness(tensor: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.buffers import ChangingBuffers, Copies, with_buffers
 from pipetrain.stage.grad_watch import GradWatch
+from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -87,7 +87,7 @@ class _Held:
     parameter_versions: list[int]
     num_inputs: int
     counts: bool  # whether the microbatch weighs anything in the loss
-    buffers: Copies = field(default_factory=dict)  # the values that F saw of the buffers that it changed
+    seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
@@ -126,7 +126,7 @@ class Stage:
         self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
         self._gradients = GradWatch(self.layers)
         self._clones_inputs = False
-        self._buffers = ChangingBuffers(self.layers)
+        self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
@@ -155,7 +155,7 @@ class Stage:
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward(needed=any(wants))
+        held.late.end_forward(self._changing(held, prove=prove), needed=any(wants))
         self._learn_who_reads(held.late)
         if has_backward or any(wants):
             self._hold(microbatch, held, before)
@@ -212,7 +212,7 @@ class Stage:
         probe: HeldOutsideProbe | None = None,
         on_layer: Callable[[int, Any], None] | None = None,
     ) -> Any:
-        """All layers, and the loss. In R, `held.buffers` are the values that F saw."""
+        """All layers, and the loss."""
         value, entered = self._enter(given, held.sink, clone=clone)
         for number, layer in enumerate(self.layers):
             value = run_layer(number, with_buffers(layer, held.buffers.get(number)), value)

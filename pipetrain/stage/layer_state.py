@@ -1,0 +1,282 @@
+"""What the forwards of a stage change outside of autograd: R must see what F saw, and leave no trace.
+
+The first F is compared with what was before it: buffers, attributes of modules and of the loss, generators in attributes,
+values of parameters. What it changed is *known to change* and is copied before each F that has an R. Small buffers are
+copied in any case, since some change only later; larger ones are watched by their version.
+
+    F    before = before_forward()     [1] copies of what may change
+         seen = after_forward(before)  [2] the first time: what has changed? else: has anything that was not copied?
+    R    with as_seen(seen): ...       [3] the copies stand in; afterwards everything is as it was before R
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipetrain.stage.attributes import Attributes, StateChanged, classes_of
+from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_small, version_of
+
+
+@dataclass
+class Before:
+    """What was before an F: as much of it as that F needs."""
+
+    learning: bool
+    recomputed: bool
+    buffers: TensorCopies
+    attributes: list[tuple[_Holder, Attributes]]
+    watched: list[tuple[Tensor, int]] = field(default_factory=list)  # larger buffers, with their versions
+    parameters: list[tuple[Tensor, int]] = field(default_factory=list)
+    fingerprints: list[Tensor | None] = field(default_factory=list)
+    structure: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    inputs: Attributes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What an R must see."""
+
+    buffers: TensorCopies
+    attributes: list[Attributes]
+
+    def storages(self) -> set[int]:
+        """Of the tensors that stand in for buffers in R: what R saves of them belongs to its microbatch alone."""
+        return self.buffers.storages()
+
+
+NOTHING_SEEN = Seen(TensorCopies(()), [])
+
+
+@dataclass(frozen=True, eq=False)
+class _Holder:
+    """Something that has attributes: a module, a class of the user's, or the loss."""
+
+    layer: int
+    name: str
+    thing: Any
+
+
+class LayerState:
+    """The state of a stage's layers and loss. `name_of(number)` names a layer in an error; the loss has the last number."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss_fn: Callable[..., Any] | None,
+        name_of: Callable[[int], str],
+        device: torch.device,
+    ) -> None:
+        self._layers = layers
+        self._loss_fn = loss_fn
+        self._name_of = name_of
+        self._device = device
+        self._roots = [*layers, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        self._modules: list[nn.Module] = []
+        self._modes: list[bool] = []
+        self._changing: list[_Holder] = []  # whose attributes F changes
+        self._changing_buffers: dict[int, Tensor] = {}  # by identity
+        self._changing_storages: frozenset[int] = frozenset()
+        self._learning = True
+
+    def relearn(self) -> None:
+        """The next F is compared as the first one was."""
+        self._learning = True
+
+    def before_forward(self, *, recomputed: bool, leaves: Sequence[Any] = ()) -> Before:
+        """Called ahead of each F. `leaves` are those of its input, among which may be objects that F fills."""
+        self._look_for_other_modules()
+        inputs = _attributes_of_inputs(leaves) if recomputed else None
+        if self._learning:
+            before = self._everything()
+            before.recomputed, before.inputs = recomputed, inputs
+            return before
+        if not recomputed:
+            return Before(False, False, TensorCopies(()), [])
+        buffers = self._buffers()
+        copied = [b for b in buffers if is_small(b) or id(b) in self._changing_buffers]
+        watched = [(b, version_of(b)) for b in buffers if not is_small(b) and id(b) not in self._changing_buffers]
+        known = self._looked_after(buffers) if self._changing else ()
+        attributes = [(holder, Attributes([(holder.name, holder.thing)], known)) for holder in self._changing]
+        return Before(False, True, TensorCopies(copied), attributes, watched, inputs=inputs)
+
+    def after_forward(self, before: Before) -> Seen:
+        """Called when F has ended.
+
+        Raises:
+            StateChanged: F has changed what an R cannot see as it was.
+        """
+        if before.learning:
+            self._learn(before)
+        if not before.recomputed:
+            return NOTHING_SEEN
+        for buffer, version in before.watched:
+            if version_of(buffer) != version:
+                raise self._changed_later(buffer)
+        attributes = [noted for holder, noted in before.attributes if holder in self._changing]
+        attributes += [before.inputs] if before.inputs is not None else []
+        for noted in attributes:
+            noted.settle()
+        return Seen(before.buffers, attributes)
+
+    def changing_storages(self) -> Set[int]:
+        """The storages that F is known to change: what B reads of them has to be copied at the end of F."""
+        return self._changing_storages
+
+    @contextmanager
+    def as_seen(self, seen: Seen) -> Iterator[None]:
+        """Around R: what F saw stands in; afterwards everything is as it was before R."""
+        live = seen.buffers.stand_in()
+        undo = [attributes.stand_in() for attributes in seen.attributes]
+        try:
+            yield
+        finally:
+            for withdraw in reversed(undo):
+                withdraw()
+            seen.buffers.withdraw(live)
+
+    def put_back(self, before: Before) -> None:
+        """Undo an F that has to run again."""
+        before.buffers.put_back()
+        for _, attributes in before.attributes:
+            attributes.put_back()
+
+    # What there is ------------------------------------------------------------------------------------------------
+
+    def _look_for_other_modules(self) -> None:
+        """Learn again where a module is new or was switched between train and eval."""
+        modules = _modules_below(self._roots)
+        modes = [module.training for module in modules]
+        if modes != self._modes or modules != self._modules:
+            self._modules, self._modes = modules, modes
+            self._learning = True
+
+    def _buffers(self) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for module in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    found[id(buffer)] = buffer
+        return list(found.values())
+
+    def _looked_after(self, buffers: Sequence[Tensor]) -> set[int]:
+        return {*map(id, self._modules), *map(id, buffers)}
+
+    def _holders(self) -> list[_Holder]:
+        """Everything with attributes, once, under the name of the first layer that has it."""
+        found: dict[int, _Holder] = {}
+        for number, layer in enumerate(self._layers):
+            for path, module in layer.named_modules():
+                owner = f"{self._name_of(number)}{'.' * bool(path)}{path}"
+                found.setdefault(id(module), _Holder(number, owner, module))
+                for kind in classes_of(module):
+                    found.setdefault(id(kind), _Holder(number, f"{owner}: class {kind.__name__}", kind))
+        if self._loss_fn is not None:
+            last = len(self._layers)
+            modules = self._loss_fn.named_modules() if isinstance(self._loss_fn, nn.Module) else [("", self._loss_fn)]
+            for path, module in modules:
+                found.setdefault(id(module), _Holder(last, f"loss_fn{'.' * bool(path)}{path}", module))
+        return list(found.values())
+
+    # Learning -----------------------------------------------------------------------------------------------------
+
+    def _everything(self) -> Before:
+        buffers = self._buffers()
+        known = self._looked_after(buffers)
+        attributes = [
+            (holder, Attributes([(holder.name, holder.thing)], known - {id(holder.thing)}))
+            for holder in self._holders()
+        ]
+        parameters = [parameter for module in self._modules for parameter in module._parameters.values()]
+        distinct = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+        return Before(
+            True,
+            True,
+            TensorCopies(buffers),
+            attributes,
+            parameters=[(parameter, version_of(parameter)) for parameter in distinct],
+            fingerprints=[fingerprint(parameter) for parameter in distinct],
+            structure=[(module, dict(module._parameters), dict(module._modules)) for module in self._modules],
+        )
+
+    def _learn(self, before: Before) -> None:
+        self._refuse_new_parts(before)
+        self._refuse_changed_parameters(before)
+        changed = before.buffers.changed()
+        self._changing_buffers = {id(buffer): buffer for buffer in changed}
+        # Not those of normalisation layers: they change without a new version, but no backward reads them.
+        normal = {id(b) for module in self._modules if isinstance(module, _NormBase) for b in module._buffers.values()}
+        self._changing_storages = frozenset(
+            b.untyped_storage()._cdata for b in changed if id(b) not in normal and b.layout is torch.strided
+        )
+        self._changing = [holder for holder, noted in before.attributes if noted.changed()]
+        before.buffers = before.buffers.only(
+            [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
+        )
+        self._learning = False
+
+    def _refuse_changed_parameters(self, before: Before) -> None:
+        for (parameter, version), was in zip(before.parameters, before.fingerprints):
+            # A change that bumps the version is seen where it matters: at R, and when a saved tensor is read.
+            if was is None or version_of(parameter) != version:
+                continue
+            now = fingerprint(parameter)
+            assert now is not None
+            if not torch.equal(now, was):
+                raise StateChanged(
+                    f"{self._name_of_tensor(parameter)} is changed by the forward, through .data: in a pipeline the backward "
+                    "of a microbatch runs after the forward of the next one, and would read another value. Change "
+                    "parameters after the step, or make it a buffer (register_buffer)"
+                )
+
+    def _refuse_new_parts(self, before: Before) -> None:
+        for module, parameters, modules in before.structure:
+            for was, now in ((parameters, module._parameters), (modules, module._modules)):
+                names = [name for name in {**was, **now} if was.get(name) is not now.get(name)]
+                if names:
+                    raise StateChanged(
+                        f"{self._name_of_module(module)}: its forward makes or replaces {names[0]}, a parameter or a "
+                        "module: make it in __init__, so that the recompute and the optimizer know the same one"
+                    )
+
+    def _changed_later(self, buffer: Tensor) -> StateChanged:
+        self.relearn()
+        return StateChanged(
+            f"{self._name_of_tensor(buffer)}, a buffer of {list(buffer.shape)}, is changed by a forward for the first time, "
+            "and was not copied before it, so that its recompute would see another value: let the first forward change "
+            "it too, or keep the sets of this stage with recompute.mode=never"
+        )
+
+    def _name_of_tensor(self, tensor: Tensor) -> str:
+        for holder in self._holders():
+            if isinstance(holder.thing, nn.Module):
+                for name, own in (*holder.thing._parameters.items(), *holder.thing._buffers.items()):
+                    if own is tensor:
+                        return f"{holder.name}.{name}"
+        return "a tensor"
+
+    def _name_of_module(self, module: nn.Module) -> str:
+        return next((holder.name for holder in self._holders() if holder.thing is module), type(module).__name__)
+
+
+def _modules_below(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Every module once; nn.Module.modules is ten times slower, and this runs before every F."""
+    found: dict[nn.Module, None] = {}
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting.extend(module._modules.values())  # type: ignore[arg-type]
+    return list(found)
+
+
+def _attributes_of_inputs(leaves: Sequence[Any]) -> Attributes | None:
+    objects = [(f"inputs leaf {n}", leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+    return Attributes(objects) if objects else None

@@ -1,0 +1,115 @@
+"""Tensors as they were: copied, compared, and put in the place of what they have become.
+
+A copy stands in for its tensor by `tensor.data = copy`: the tensor object stays, so whoever refers to it (a module that is
+used twice, a layer that reads another's buffer) sees the copy, and what is written meanwhile goes into the copy. What
+looks into the memory of before (a saved tensor of another microbatch, a view) is not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+# A tensor up to this size is copied before every forward that is recomputed, whether or not it is known to change.
+SMALL_BYTES = 1 << 16
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_small(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class TensorCopies:
+    """Some tensors with the values that they had."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        with torch.no_grad():
+            self.copies = [_copy(tensor) for tensor in self.tensors]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def changed(self) -> list[Tensor]:
+        """Those that have other values now; waits for the device."""
+        return [now for now, before in zip(self.tensors, self.copies) if not same_values(now, before)]
+
+    def only(self, wanted: Iterable[Tensor]) -> TensorCopies:
+        """The copies of `wanted` alone."""
+        keys = set(map(id, wanted))
+        some = TensorCopies(())
+        pairs = [(tensor, copy) for tensor, copy in zip(self.tensors, self.copies) if id(tensor) in keys]
+        some.tensors, some.copies = [tensor for tensor, _ in pairs], [copy for _, copy in pairs]
+        return some
+
+    def stand_in(self) -> list[Tensor]:
+        """The copies take the tensors' places; returns what `withdraw` gives back."""
+        live = [tensor.data for tensor in self.tensors]
+        for tensor, copy in zip(self.tensors, self.copies):
+            tensor.data = copy
+        return live
+
+    def withdraw(self, live: Sequence[Tensor]) -> None:
+        for tensor, data in zip(self.tensors, live):
+            tensor.data = data
+
+    def put_back(self) -> None:
+        """The values of before, into the memory of now."""
+        for tensor, copy in zip(self.tensors, self.copies):
+            if tensor.shape == copy.shape and tensor.layout is torch.strided:
+                tensor.data.copy_(copy)
+            else:
+                tensor.data = _copy(copy)
+
+    def storages(self) -> set[int]:
+        """The identities of the copies' storages."""
+        return {copy.untyped_storage()._cdata for copy in self.copies if copy.layout is torch.strided}
+
+
+def same_values(now: Tensor, before: Tensor) -> bool:
+    """Equal in shape, type and every value; waits for the device. NaN differs from itself: that is a copy too many."""
+    if now.shape != before.shape or now.dtype != before.dtype or now.layout != before.layout:
+        return False
+    parts = zip(_parts(now), _parts(before))
+    return all(left.shape == right.shape and torch.equal(left, right) for left, right in parts)
+
+
+def fingerprint(tensor: Tensor) -> Tensor | None:
+    """A sum over the bits, as a 0-dim integer tensor on the device; None where a tensor has no plain bits."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
+        return None
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    integers = _INTEGERS.get(plain.element_size())
+    return None if integers is None else plain.view(integers).sum(dtype=torch.int64)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    if tensor.layout is torch.strided and copy.stride() != tensor.stride():
+        # Strides decide how a kernel adds up: a copy must have those of its tensor.
+        copy = copy.new_empty(0).set_(
+            tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+    return copy
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Plain tensors that hold all values of a sparse or nested one."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
