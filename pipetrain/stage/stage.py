@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -161,6 +161,10 @@ class Stage:
             self._hold(microbatch, held, before)
         return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
 
+    def _changing(self, held: _Held, *, prove: bool) -> Set[int]:
+        """The storages of which a filled set needs copies: later F go on changing them."""
+        return held.seen.live_storages() if prove else self._state.changing_storages()
+
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
         if held.late.is_filled:
@@ -172,8 +176,9 @@ class Stage:
 
     def _forward(self, given: StageInput, *, keep: bool, prove: bool) -> tuple[_Held, Any]:
         held = self._start(given, keep=keep, prove=prove)
-        unknown = prove or (not keep and self._buffers.unknown())
-        before = self._buffers.save(everything=unknown)
+        if prove:
+            self._state.relearn()
+        before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
         probe = None if keep or self._probe.done else self._probe
         if probe:
             probe.start()
@@ -182,12 +187,11 @@ class Stage:
             given,
             held,
             run_layer,
-            clone=not keep and (self._clones_inputs or unknown),
+            clone=not keep and (self._clones_inputs or before.learning),
             probe=probe,
             on_layer=given.on_layer,
         )
-        if not keep:
-            held.buffers = self._buffers.learn(before) if unknown else before
+        held.seen = self._state.after_forward(before)
         if probe:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
@@ -215,7 +219,7 @@ class Stage:
         """All layers, and the loss."""
         value, entered = self._enter(given, held.sink, clone=clone)
         for number, layer in enumerate(self.layers):
-            value = run_layer(number, with_buffers(layer, held.buffers.get(number)), value)
+            value = run_layer(number, layer, value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
@@ -246,7 +250,7 @@ class Stage:
         self,
         late: LateBoundSet,
         given: StageInput,
-        before: Copies,
+        before: Before,
         number: int,
         call: _Layer,
         value: Any,
@@ -265,9 +269,9 @@ class Stage:
         return output
 
     def _call_under_hooks(
-        self, late: LateBoundSet, given: StageInput, before: Copies, number: int, call: _Layer, value: Any
+        self, late: LateBoundSet, given: StageInput, before: Before, number: int, call: _Layer, value: Any
     ) -> Any:
-        versions = _versions(value)
+        versions, at_layer = _versions(value), self._state.before_layer(number, before)
         try:
             with late.hooks():
                 output = call(value)
@@ -377,13 +381,13 @@ class Stage:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            self._run(given, held, functools.partial(self._recompute_layer, late, given), clone=self._clones_inputs)
+            with self._state.as_seen(held.seen):
+                self._run(given, held, functools.partial(self._recompute_layer, late, given), clone=self._clones_inputs)
         except SetComplete:
             pass
         finally:
             torch.set_autocast_cache_enabled(cached)
-        late.end_recompute()
-        held.buffers = {}
+        late.end_recompute(held.seen.storages())
         if late.proof is None:
             self.set_bytes[microbatch] = self._meter.current_bytes - before
         else:
