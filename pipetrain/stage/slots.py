@@ -239,7 +239,7 @@ class LateBoundSet:
         for slot in self._slots:
             key, tensor = slot.storage(), slot.tensor
             if tensor is not None and key in changing:
-                storage = copies.setdefault(key, tensor.untyped_storage().clone())
+                storage = copies.setdefault(key, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
                 alike = tensor.new_empty(0)
                 slot.replace(alike.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()))
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.grad_watch import GradWatch
-from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
+from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -293,7 +293,7 @@ class Stage:
         self._inside[number] = number
         late.forget_layer()
         late.keep_whole({number})
-        self._buffers.restore({number: before.get(number, {})})
+        self._state.put_layer_back(number, before, at_layer)
         self._seed(number, given)
         return self._call_without_hooks(late, number, call, value)
 
