@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
@@ -127,6 +129,7 @@ class LateBoundSet:
         self.keep = keep
         self.proof = proof
         self.wanted: Slot | None = None  # an empty slot that a layer has read in F
+        self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
         self.before_read: Callable[[], None] = _nothing  # called before a layer reads its first slot in F
         self._fills = keep or proof is not None
@@ -177,6 +180,21 @@ class LateBoundSet:
             return saved_tensors_hooks(self._pack_in_forward, self._unpack)
         return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
 
+    @contextmanager
+    def listening_to_functorch(self) -> Iterator[None]:
+        """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
+
+        def refuse(_: str) -> NoReturn:
+            self.hooks_refused = True
+            raise NeedsGradientInside
+
+        switch_off = graph.disable_saved_tensors_hooks
+        graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            graph.disable_saved_tensors_hooks = switch_off
+
     def is_whole(self, layer: int) -> bool:
         """Whether this layer's saved tensors stay in the graph of F, so that it runs without hooks in R as well."""
         return layer in self._whole
@@ -194,7 +212,7 @@ class LateBoundSet:
         del self._signatures[start:]
         self._witnesses = [witness for witness in self._witnesses if witness[0] < start]
         self.reads_from.pop(self._layer, None)
-        self.wanted = None
+        self.wanted, self.hooks_refused = None, False
 
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
         slot = Slot(self._where, self._meter, self._layer, len(self._slots))
