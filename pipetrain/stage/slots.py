@@ -19,10 +19,11 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 
 Signature = tuple[torch.Size, torch.dtype, str | None]
 
@@ -63,10 +64,7 @@ class Slot:
 
     def storage(self) -> int:
         """The identity of the tensor's storage; 0 where it has none of its own."""
-        if self.tensor is None or self.tensor.layout is not torch.strided:
-            return 0
-        key: int = self.tensor.untyped_storage()._cdata
-        return key
+        return 0 if self.tensor is None else storage_key(self.tensor)
 
     def replace(self, tensor: Tensor) -> None:
         """The same values in another tensor."""
@@ -193,16 +191,13 @@ class LateBoundSet:
             raise SetComplete
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
-        copies: dict[int, UntypedStorage] = {}  # of each storage one, so that views still share it
+        copies: Storages = {}  # of each storage one, so that views still share it
         for slot in self._slots:
             key = slot.storage()
             if slot.tensor is not None and key in changing:
-                storage = copies.setdefault(key, slot.tensor.untyped_storage().clone())
-                slot.replace(
-                    slot.tensor.new_empty(0).set_(
-                        storage, slot.tensor.storage_offset(), slot.tensor.shape, slot.tensor.stride()
-                    )
-                )
+                if key not in copies:
+                    copies[key] = copy_of_storage(slot.tensor)
+                slot.replace(view_into(copies[key], slot.tensor))
 
     def end_recompute(self, own: Set[int] = frozenset()) -> None:
         """R is done: every slot is full and what fills it has not changed.

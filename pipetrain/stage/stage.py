@@ -24,6 +24,7 @@ from pipetrain.stage.slots import (
     SavedTensorChanged,
     SetComplete,
 )
+from pipetrain.stage.tensor_copies import same_values
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -213,7 +214,11 @@ class Stage:
             value = self._run_one(len(self.layers), held, given, lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
-        if held.given is not None and any(tensor._version != version for tensor, version in entered):
+        if held.given is not None and (
+            any(tensor._version != version for tensor, version in entered)
+            # Through .data: looked at where the layers got a clone for the first time.
+            or (clone and not self._clones_inputs and not _same_leaves(entered, given.leaves))
+        ):
             self._input_changed(cloned=clone)
         return value
 
@@ -228,7 +233,7 @@ class Stage:
 
     def _run_one(self, number: int, held: _Held, given: StageInput, call: Callable[[Any], Any], value: Any) -> Any:
         held.late.start_layer()
-        seed_generators(given.seed_of(self.first_layer + number), self._device)
+        self._seed(number, given)
         try:
             with nullcontext() if number in self._gradient_inside else held.late.hooks():
                 return call(value)
@@ -355,13 +360,17 @@ class Stage:
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
-                seed_generators(given.seed_of(self.first_layer + number), self._device)
+                self._seed(number, given)
                 value = layer(value)
             if with_loss and self.loss_fn is not None and given.weight != 0:
-                seed_generators(given.seed_of(self.first_layer + len(self.layers)), self._device)
+                self._seed(len(self.layers), given)
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
+
+    def _seed(self, number: int, given: StageInput) -> None:
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
 
     def _check_parameters(self, held: _Held) -> None:
         now = self._parameter_versions()
@@ -382,6 +391,11 @@ class Stage:
         if number >= len(self.layers):
             return "loss_fn"
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
+
+
+def _same_leaves(entered: list[tuple[Tensor, int]], leaves: Sequence[Any]) -> bool:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(same_values(tensor, leaf) for (tensor, _), leaf in zip(entered, tensors))
 
 
 class _Restart(Exception):
