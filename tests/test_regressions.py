@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity_cases import Case, check_case, rows, run_cases
@@ -21,6 +25,7 @@ from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.attributes import StateChanged
 from pipetrain.stage.slots import LayerRefused, RecomputeMismatch
 
 ALWAYS = RecomputePolicy(last_stage="always")
@@ -507,6 +512,447 @@ def test_backward_inside_a_forward(recompute: RecomputePolicy, catches: bool) ->
     pipeline = Pipeline(layers, mean_square, num_microbatches=3, recompute=recompute)
     with pytest.raises(LayerRefused, match=r"layer 1 \(LocalLoss\) calls backward\(\) in its forward"):
         pipeline.step(*batch())
+
+
+# Recomputed on every stage, in two orders; on one stage and on two; and kept.
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {"recompute": ALWAYS},
+    "inline": {"recompute": RecomputePolicy("inline", last_stage="always")},
+    "two stages": {"recompute": ALWAYS, "schedule": "interleaved", "stages_per_rank": 2, "balance": [1, 3]},
+    "two places": {"recompute": RecomputePolicy("early", last_stage="always", ahead=2)},
+    "never": {"recompute": "never"},
+}
+
+
+def check_state(
+    make_layers: Callable[[], Sequence[nn.Module]],
+    ways: Iterable[str] = WAYS,
+    *,
+    make_loss: Callable[[], Any] = lambda: mean_square,
+    before_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    make_batch: Callable[[], tuple[Any, Tensor]] = batch,
+) -> None:
+    """Three steps beside the plain loop, each way: loss, gradients, and at the end buffers, are equal bit for bit.
+
+    There is a linear layer before `make_layers()` and one behind.
+    """
+    for way in ways:
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(4, 4), *make_layers(), nn.Linear(4, 4))
+        torch.manual_seed(0)
+        theirs = nn.Sequential(nn.Linear(4, 4), *make_layers(), nn.Linear(4, 4))
+        loss, reference_loss = make_loss(), make_loss()
+        options = dict(WAYS[way])
+        if "balance" in options:
+            options["balance"] = [1, len(ours) - 1]
+        with Pipeline(ours, loss, num_microbatches=3, **options) as pipeline:
+            for step in range(3):
+                before_step(step, ours)
+                before_step(step, theirs)
+                inputs, targets = make_batch()
+                found = pipeline.step(inputs, targets)
+                inputs, targets = make_batch()
+                expected = reference_step(theirs, reference_loss, inputs, targets, num_microbatches=3, step=step)
+                assert torch.equal(found, expected), f"{way}, step {step}: loss {found}, expected {expected}"
+                assert_same_gradients(ours, theirs)
+            for name, value in theirs.state_dict().items():
+                assert torch.equal(ours.state_dict()[name].to_dense(), value.to_dense()), f"{way}: {name} differs"
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters()):
+        assert (own.grad is None) == (other.grad is None), name
+        assert own.grad is None or torch.equal(own.grad, other.grad), f"{name}.grad differs"
+
+
+class Scales(nn.Module):
+    """Multiplies by a buffer; `change` is called with the layer ahead of each use."""
+
+    def __init__(self, change: Callable[[Any], None], size: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(size))
+        self.calls = 0
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return x * x * self.scale[:4]
+
+
+def grow(layer: Any) -> None:
+    layer.scale += 0.25
+
+
+def grow_unseen(layer: Any) -> None:
+    layer.scale.data.mul_(1.25)
+
+
+def grow_every_third(layer: Any) -> None:
+    layer.calls += 1
+    if layer.calls % 3 == 0:
+        layer.scale += 0.25
+
+
+def replace(layer: Any) -> None:
+    layer.scale = layer.scale * 1.25
+
+
+def grow_once_warm(layer: Any) -> None:
+    if layer.training and WARM[0]:
+        layer.scale.data.mul_(1.25)
+
+
+WARM = [False]
+
+
+@pytest.mark.parametrize("change", [grow, grow_unseen, grow_every_third, replace])
+def test_a_buffer_that_changes_in_its_own_way(change: Any) -> None:
+    """Symptom: gradients 5 % off where a buffer changed in every third forward; wrong in every mode where `.data` did it.
+
+    Cause: only buffers that the first forward changed were copied for R, and a kept set looked into the live buffer.
+    """
+    check_state(lambda: [Scales(change), nn.Linear(4, 4)])
+
+
+def test_a_buffer_that_begins_to_change_in_the_second_step() -> None:
+    """Symptom and cause: as above, for what the whole first step leaves alone."""
+
+    def warm(step: int, model: nn.Sequential) -> None:
+        WARM[0] = step > 0
+
+    check_state(
+        lambda: [Scales(grow_once_warm), nn.Linear(4, 4)], ["overlap", "inline", "two stages"], before_step=warm
+    )
+
+
+def test_momentum_and_statistics_switched_on_later() -> None:
+    """Symptom: BatchNorm with momentum 0, then 0.1: R moved the running statistics again. Cause: as above."""
+
+    def switch(step: int, model: nn.Sequential) -> None:
+        model[1].momentum = 0.1 * step
+        model[2].train(step != 1)
+
+    check_state(lambda: [nn.BatchNorm1d(4, momentum=0.0), nn.BatchNorm1d(4), nn.Tanh()], before_step=switch)
+
+
+def test_a_large_buffer_that_begins_to_change_is_named() -> None:
+    """Symptom: silent wrong gradients. Cause: as above; a large buffer is not copied unless it is known to change."""
+    layers = [nn.Linear(4, 4), Scales(grow_late, 100_000), nn.Linear(4, 4)]
+    with (
+        Pipeline(layers, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline,
+        pytest.raises(
+            StateChanged, match=r"layer 1 \(Scales\).scale, a tensor of \[100000\], is changed by a forward f"
+        ),
+    ):
+        pipeline.step(*batch())
+    check_state(lambda: [Scales(grow, 100_000)])
+
+
+def grow_late(layer: Any) -> None:
+    layer.calls += 1
+    if layer.calls == 2:
+        layer.scale += 0.25
+
+
+def test_a_buffer_that_the_first_forward_registers() -> None:
+    """Symptom: R registered it again, or read the value of the last forward. Cause: buffers were listed before it."""
+
+    class Registers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "count"):
+                self.register_buffer("count", torch.zeros(()))
+            self.count += 1
+            return x * x * self.count
+
+    check_state(lambda: [Registers(), nn.Linear(4, 4)])
+
+
+def test_a_module_with_a_changing_buffer_used_twice() -> None:
+    """Symptom: gradients 26 % off; with spectral_norm not bit-equal.
+
+    Cause: R ran each layer on copies of its own, so the second use did not see what the first had changed.
+    """
+
+    def twice(layer: nn.Module) -> list[nn.Module]:
+        return [layer, nn.Tanh(), layer]
+
+    ways = ["overlap", "inline", "two places"]  # over two stages it is refused
+    check_state(lambda: twice(Scales(grow)), ways)
+    check_state(lambda: twice(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))), ways)
+
+
+def test_a_layer_that_reads_the_buffer_of_another() -> None:
+    """Symptom: gradients 26 % off. Cause: as above."""
+
+    class Reads(nn.Module):
+        def __init__(self, other: Scales, *, view: bool) -> None:
+            super().__init__()
+            self.of_other = other.scale[None] if view else other.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x * self.of_other
+
+    def pair(*, view: bool) -> list[nn.Module]:
+        scales = Scales(grow)
+        return [scales, Reads(scales, view=view)]
+
+    for view in (False, True):
+        check_state(lambda view=view: pair(view=view), ["overlap", "inline", "two places"])
+
+
+class Counts(nn.Module):
+    """Multiplies by a number of its own, which `count` gives."""
+
+    def __init__(self, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.count = count
+        self.calls = 0
+        self.table: dict[str, Any] = {"calls": 0, "each": []}
+        self.last: Any = torch.zeros(())
+        self.kind = {"numpy": np.random.default_rng(1), "old": np.random.RandomState(1), "python": random.Random(1)}
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * (1 + 0.1 * self.count(self))
+
+
+def counter(layer: Any) -> int:
+    layer.calls += 1
+    return int(layer.calls)
+
+
+def counter_in_a_dict(layer: Any) -> int:
+    layer.table["calls"] += 1
+    layer.table["each"].append(layer.table["calls"])
+    return len(layer.table["each"])
+
+
+def tensor_attribute(layer: Any) -> Tensor:
+    layer.last = layer.last + 1
+    return layer.last
+
+
+def tensor_changed_in_place(layer: Any) -> Tensor:
+    layer.last += 1
+    return layer.last.clone()
+
+
+def deque_of_tensors(layer: Any) -> Tensor:
+    if "recent" not in layer.table:
+        layer.table["recent"] = deque([torch.ones(())], maxlen=3)
+    layer.table["recent"].append(layer.table["recent"][-1] + 1)
+    return torch.stack(list(layer.table["recent"])).sum()
+
+
+STATE = [
+    counter,
+    counter_in_a_dict,
+    tensor_attribute,
+    tensor_changed_in_place,
+    deque_of_tensors,
+    lambda layer: torch.rand((), generator=layer.generator),
+    lambda layer: layer.kind["numpy"].random(),
+    lambda layer: layer.kind["old"].rand(),
+    lambda layer: layer.kind["python"].random(),
+    lambda layer: random.random(),
+    lambda layer: np.random.rand() + random.gauss(0, 1),
+]
+
+
+@pytest.mark.parametrize("count", STATE, ids=range(len(STATE)))
+def test_state_in_plain_python(count: Any) -> None:
+    """Symptom: wrong gradients without a word where a forward counts, caches, or draws from a generator of its own.
+
+    Cause: R ran with what the forwards after its own had left, and left its own traces for the next forward.
+    """
+    check_state(lambda: [Counts(count), nn.Linear(4, 4)])
+
+
+def test_a_loss_with_state() -> None:
+    """Symptom: wrong gradients under last_stage=always. Cause: as above, for loss_fn."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                self.mean.lerp_(output.mean(), 0.5)
+            return mean_square(output * output, target) * (self.mean + self.calls)
+
+        def method(self, output: Tensor, target: Tensor) -> Tensor:
+            return self(output, target)
+
+    def closure() -> Callable[[Tensor, Tensor], Tensor]:
+        calls, sums = 0, [1.0]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            sums.append(sums[-1] * 1.1)
+            return mean_square(output * output, target) * (calls + sums[-1])
+
+        return loss
+
+    for make_loss in (Weighted, lambda: Weighted().method, closure, lambda: partial(closure())):
+        check_state(lambda: [nn.Tanh()], make_loss=make_loss)
+
+
+def test_an_input_changed_through_data() -> None:
+    """Symptom: `x.data.mul_` first in a stage: R saw it changed twice. Cause: the change bumps no version."""
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.mul_(2)
+            return x * x
+
+    check_state(lambda: [Doubles(), nn.Linear(4, 4)], ["two stages"])
+
+    ours = nn.Sequential(Doubles(), nn.Linear(4, 4))
+    reference = copy.deepcopy(ours)
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        inputs, targets = batch()
+        found = pipeline.step(inputs.clone(), targets)
+        assert torch.equal(found, reference_step(reference, mean_square, inputs, targets, num_microbatches=3))
+        assert_same_gradients(ours, reference)
+
+
+def test_a_parameter_that_the_forward_changes_is_named() -> None:
+    """Symptom: an average in a frozen parameter, kept up through `.data`: gradients off by up to 100 %, in every mode.
+
+    Cause: forwards run before the backward of the microbatch before, which reads the parameter; `.data` bumps no version.
+    """
+
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)
+            return x * self.mean
+
+    for way in WAYS.values():
+        options = {**way, "balance": [2, 1]} if "balance" in way else way
+        with (
+            Pipeline(
+                [nn.Linear(4, 4), Average(), nn.Linear(4, 4)], mean_square, num_microbatches=3, **options
+            ) as pipeline,
+            pytest.raises(StateChanged, match=r"layer 1 \(Average\).mean is changed by the forward, through .data"),
+        ):
+            pipeline.step(*batch())
+
+
+def test_a_parameter_made_in_the_forward_is_named() -> None:
+    """Symptom: R made it again, and B gave its gradient to the one of the last forward. Cause: nobody looked."""
+
+    class Lazy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = nn.Linear(4, 4)
+            return self.inner(x)
+
+    with Pipeline([Lazy(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        with pytest.raises(StateChanged, match=r"layer 0 \(Lazy\): its forward makes or replaces inner"):
+            pipeline.step(*batch())
+
+
+def test_an_object_in_the_inputs_that_a_forward_fills() -> None:
+    """Symptom: filled twice, gradients off. Cause: R filled it again, and read what later forwards had filled in."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.sums: list[Tensor] = []
+
+    class Fills(nn.Module):
+        def forward(self, value: tuple[Tensor, Cache]) -> Tensor:
+            x, cache = value
+            cache.sums.append(x.detach().sum())
+            return x * x * torch.stack(cache.sums).sum()
+
+    caches: list[Cache] = []
+
+    def with_cache() -> tuple[Any, Tensor]:
+        caches.append(Cache())
+        inputs, targets = batch()
+        return (inputs, caches[-1]), targets
+
+    for policy in (ALWAYS, RecomputePolicy("never")):
+        ours = nn.Sequential(Fills(), nn.Linear(4, 4))
+        reference = copy.deepcopy(ours)
+        with Pipeline(ours, mean_square, num_microbatches=3, recompute=policy) as pipeline:
+            found = pipeline.step(*with_cache())
+            expected = reference_step(reference, mean_square, *with_cache(), num_microbatches=3)
+            assert torch.equal(found, expected)
+            assert_same_gradients(ours, reference)
+        assert len(caches[-2].sums) == len(caches[-1].sums) == 3
+
+
+def test_a_large_tensor_attribute_is_not_kept_and_not_read_in_silence() -> None:
+    """Symptom: wrong gradients where a layer reads what its last forward left in an attribute. Cause: R saw the newest."""
+
+    class Remembers(nn.Module):
+        def __init__(self, *, reads: bool) -> None:
+            super().__init__()
+            self.last = torch.zeros(20_000, 4)
+            self.reads = reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.last[: len(x)] if self.reads else x
+            self.last = torch.zeros(20_000, 4) + x.detach().sum()
+            return y * y
+
+    check_state(lambda: [Remembers(reads=False), nn.Linear(4, 4)])
+    with (
+        Pipeline(
+            [Remembers(reads=True), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS
+        ) as pipeline,
+        pytest.raises(StateChanged, match=r"layer 0 \(Remembers\).last is read in the recompute"),
+    ):
+        pipeline.step(*batch())
+
+
+def test_a_sparse_buffer() -> None:
+    """Symptom: NotImplementedError of a graph network's adjacency matrix. Cause: the meter asked it for a storage."""
+
+    class Spreads(nn.Module):
+        def __init__(self, layout: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", layout(torch.eye(2).roll(1, 0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, x) * x
+
+    for layout in (Tensor.to_sparse, Tensor.to_sparse_csr):
+        check_state(lambda layout=layout: [Spreads(layout), nn.Linear(4, 4)])
+
+
+def test_a_cache_that_is_filled_when_needed() -> None:
+    """Symptom: R's path differed from F's. Cause: the first forward fills the cache, and R finds it filled."""
+
+    class Rotates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Tensor] = {}
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.arange(4.0).requires_grad_().exp().detach()
+            if self.table is None:
+                self.table = torch.ones(20_000, 4)
+            return x * x * self.cache[len(x)] * self.table[: len(x)]
+
+    check_state(lambda: [Rotates(), nn.Linear(4, 4)])
+
+
+def test_a_lazy_layer_somewhere_in_the_process() -> None:
+    """Symptom: ValueError "uninitialized parameter" in the first step. Cause: the probe looks at every tensor alive."""
+    lazy = nn.LazyLinear(4)
+    check_state(lambda: [nn.Tanh()], ["overlap"])
+    del lazy
 
 
 # What needs a gradient, and whose. --- (12: 9, 10)

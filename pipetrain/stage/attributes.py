@@ -13,14 +13,15 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipetrain.stage.tensor_copies import TensorCopies, is_small
+from pipetrain.stage.tensor_copies import Storages, TensorCopies, is_small, version_of
 
 # A longer list or dict is copied as a whole, and its entries are not looked into.
 _MANY = 64
@@ -53,12 +54,21 @@ class StateChanged(RuntimeError):
 class Attributes:
     """The mutable things that can be reached from `roots`, with their contents at this moment.
 
-    `known` are the identities of things that are looked after elsewhere (the modules of the stage, their buffers).
+    `known` are the identities of things that are looked after elsewhere (the modules of the stage, their buffers). Of large
+    tensors those with an identity in `large` are copied; None: all. `storages` are the copies of memory made so far.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], known: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        known: Iterable[int] = (),
+        large: Container[int] | None = (),
+        storages: Storages | None = None,
+    ) -> None:
         self._notes: list[_Note] = []
         self._seen = set(known)
+        self._large = large
+        self._storages = storages
         for name, root in roots:
             self._note_root(name, root)
 
@@ -66,8 +76,16 @@ class Attributes:
         """The names of what differs now."""
         return [name for note in self._notes for name in note.changed()]
 
+    def changed_tensors(self) -> list[Tensor]:
+        """Tensors in attributes that were changed in place."""
+        return [note.tensor for note in self._notes if isinstance(note, _TensorNote) and note.changed()]
+
     def settle(self) -> None:
-        """F has ended: of large tensors in attributes only those are held on to that F has left where they were."""
+        """F has ended: of large tensors in attributes only those are held on to that F has left where they were.
+
+        Raises:
+            StateChanged: F changed one in place that was not copied.
+        """
         for note in self._notes:
             note.settle()
 
@@ -83,7 +101,7 @@ class Attributes:
 
     def put_back(self) -> None:
         for note in self._notes:
-            note.stand_in()
+            note.put_back()
 
     def _note_root(self, name: str, root: Any) -> None:
         if isinstance(root, nn.Module):
@@ -94,39 +112,54 @@ class Attributes:
             self._look(name, root, 0)
 
     def _look(self, name: str, thing: Any, depth: int) -> None:
-        """Note `thing` if it can be changed, and what it leads to."""
-        kind = type(thing)
-        if kind in _ATOMS or id(thing) in self._seen or depth > _DEEPEST:
+        """Note `thing` if it can be changed, and look at what it leads to."""
+        if type(thing) in _ATOMS or id(thing) in self._seen or depth > _DEEPEST:
             return
         self._seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            if _is_own_tensor(thing):
-                self._notes.append(_TensorNote(name, thing))
-        elif isinstance(thing, tuple):
-            self._look_at_all(((f"{name}[{n}]", item) for n, item in enumerate(thing)), len(thing), depth)
-        elif isinstance(thing, dict):
-            self._notes.append(_Contents(name, thing, _DictAccess))
-            self._look_at_all(((f"{name}[{key!r}]", item) for key, item in thing.items()), len(thing), depth)
-        elif isinstance(thing, (list, deque)):
-            self._notes.append(_Contents(name, thing, _ListAccess))
-            self._look_at_all(((f"{name}[{n}]", item) for n, item in enumerate(thing)), len(thing), depth)
-        elif isinstance(thing, (set, bytearray)):
-            self._notes.append(_Contents(name, thing, _SetAccess if isinstance(thing, set) else _ListAccess))
-        elif (access := _generator_access(thing)) is not None:
+        for kinds, note in _HOW:
+            if isinstance(thing, kinds):
+                note(self, name, thing, depth)
+                return
+        access = _generator_access(thing)
+        if access is not None:
             self._notes.append(_Generator(name, thing, *access))
-        elif isinstance(thing, types.FunctionType):
-            self._note_function(name, thing, depth)
-        elif isinstance(thing, types.MethodType):
-            self._look(name, thing.__self__, depth)
-            self._look(name, thing.__func__, depth)
-        elif isinstance(thing, partial):
-            for part in (thing.func, thing.args, thing.keywords):
-                self._look(name, part, depth)
-        elif isinstance(thing, nn.Module):
-            self._note_namespace(name, vars(thing), thing, _OF_MODULES, depth)
-            self._look_at_all(((f"{name}.{n}", child) for n, child in thing.named_children()), 0, depth)
-        elif _is_of_the_user(kind) and hasattr(thing, "__dict__"):
+        elif _is_of_the_user(type(thing)) and hasattr(thing, "__dict__"):
             self._note_namespace(name, vars(thing), thing, frozenset(), depth)
+
+    def _note_tensor(self, name: str, tensor: Tensor, depth: int) -> None:  # noqa: ARG002
+        if _is_own_tensor(tensor):
+            copied = is_small(tensor) or self._large is None or id(tensor) in self._large
+            self._notes.append(_TensorNote(name, tensor, copied, self._storages))
+
+    def _note_tuple(self, name: str, items: tuple[Any, ...], depth: int) -> None:
+        self._look_at_all(((f"{name}[{n}]", item) for n, item in enumerate(items)), len(items), depth)
+
+    def _note_dict(self, name: str, items: dict[Any, Any], depth: int) -> None:
+        self._notes.append(_Contents(name, items, _DictAccess))
+        self._look_at_all(((f"{name}[{key!r}]", item) for key, item in items.items()), len(items), depth)
+
+    def _note_list(self, name: str, items: Sequence[Any], depth: int) -> None:
+        self._notes.append(_Contents(name, items, _ListAccess))
+        self._look_at_all(((f"{name}[{n}]", item) for n, item in enumerate(items)), len(items), depth)
+
+    def _note_set(self, name: str, items: set[Any], depth: int) -> None:  # noqa: ARG002, its items cannot change
+        self._notes.append(_Contents(name, items, _SetAccess))
+
+    def _note_method(self, name: str, method: types.MethodType, depth: int) -> None:
+        self._look(name, method.__self__, depth)
+        self._look(name, method.__func__, depth)
+
+    def _note_partial(self, name: str, call: partial[Any], depth: int) -> None:
+        for part in (call.func, call.args, call.keywords):
+            self._look(name, part, depth)
+
+    def _note_module(self, name: str, module: nn.Module, depth: int) -> None:
+        """One that is no part of the stage, or hidden from torch in a list."""
+        self._note_namespace(name, vars(module), module, _OF_MODULES, depth)
+        for buffer in module._buffers.values():
+            self._look(f"{name}.{buffer}", buffer, depth)
+        for child_name, child in module.named_children():
+            self._look(f"{name}.{child_name}", child, depth)
 
     def _look_at_all(self, named: Iterable[tuple[str, Any]], count: int, depth: int) -> None:
         if count <= _MANY:
@@ -171,6 +204,9 @@ class _Note(ABC):
 
     @abstractmethod
     def stand_in(self) -> Callable[[], None]: ...
+
+    def put_back(self) -> None:
+        self.stand_in()
 
     def settle(self) -> None:
         return
@@ -288,13 +324,12 @@ class _Contents(_Note):
         for key in loose:
             held = self._contents[key]
             still = held.tensor is not None and now.get(key) is held.tensor
-            self._contents[key] = now[key] if still else held.gone(self._access.name(self._name, key))
+            self._contents[key] = now[key] if still else _Gone(self._access.name(self._name, key))
 
     def stand_in(self) -> Callable[[], None]:
         live = self._access.read(self._thing)
         left = {key: live[key] for key in self._without if key in live}
-        before = {key: value.tensor if type(value) is _Loose else value for key, value in self._contents.items()}
-        self._access.write(self._thing, left | before)
+        self._access.write(self._thing, left | {key: _unpacked(value) for key, value in self._contents.items()})
         return lambda: self._access.write(self._thing, live)
 
 
@@ -308,8 +343,18 @@ class _Loose:
     def tensor(self) -> Tensor | None:
         return self._tensor()
 
-    def gone(self, name: str) -> Tensor:
-        return _NotKept.of(name)
+
+@dataclass(frozen=True)
+class _Gone:
+    """Where a large tensor was that F put another in the place of."""
+
+    name: str
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is _Loose:
+        return value.tensor
+    return _NotKept.of(value.name) if type(value) is _Gone else value
 
 
 class _NotKept(Tensor):
@@ -344,18 +389,41 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 class _TensorNote(_Note):
-    """A tensor in an attribute: its values."""
+    """A tensor in an attribute: its values, or, where it is not copied, its version."""
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor, copied: bool, storages: Storages | None) -> None:
         self._name = name
-        self._copies = TensorCopies([tensor] if is_small(tensor) else [])
+        self._copies = TensorCopies([tensor] if copied else [], storages)
+        self._tensor = weakref.ref(tensor)
+        self._version = version_of(tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._copies.tensors[0]
 
     def changed(self) -> list[str]:
         return [self._name] if self._copies.changed() else []
 
+    def settle(self) -> None:
+        tensor = self._tensor()
+        if self._copies.tensors or tensor is None or version_of(tensor) == self._version:
+            return
+        raise changed_later(self._name, tensor)
+
     def stand_in(self) -> Callable[[], None]:
         live = self._copies.stand_in()
         return lambda: self._copies.withdraw(live)
+
+    def put_back(self) -> None:
+        self._copies.put_back()
+
+
+def changed_later(name: str, tensor: Tensor) -> StateChanged:
+    return StateChanged(
+        f"{name}, a tensor of {list(tensor.shape)}, is changed by a forward for the first time, and was not copied before "
+        "it, so that its recompute would see another value: let the first forward change it too, or keep the sets of this "
+        "stage with recompute.mode=never"
+    )
 
 
 # Generators -----------------------------------------------------------------------------------------------------------
@@ -410,6 +478,18 @@ def _same_state(left: Any, right: Any) -> bool:
         return bool(left.tobytes() == right.tobytes())
     return bool(left == right)
 
+
+_HOW: Sequence[tuple[Any, Callable[[Attributes, str, Any, int], None]]] = (
+    (Tensor, Attributes._note_tensor),
+    (tuple, Attributes._note_tuple),
+    (dict, Attributes._note_dict),
+    ((list, deque, bytearray), Attributes._note_list),
+    (set, Attributes._note_set),
+    (types.FunctionType, Attributes._note_function),
+    (types.MethodType, Attributes._note_method),
+    (partial, Attributes._note_partial),
+    (nn.Module, Attributes._note_module),
+)
 
 # What is what ---------------------------------------------------------------------------------------------------------
 

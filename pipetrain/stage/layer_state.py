@@ -11,7 +11,7 @@ copied in any case, since some change only later; larger ones are watched by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipetrain.stage.attributes import Attributes, StateChanged, classes_of
-from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_small, version_of
+from pipetrain.stage.attributes import Attributes, StateChanged, changed_later, classes_of
+from pipetrain.stage.seeding import draws_in_python
+from pipetrain.stage.tensor_copies import Storages, TensorCopies, fingerprint, is_small, storage_key, version_of
 
 
 @dataclass
@@ -82,12 +83,16 @@ class LayerState:
         self._name_of = name_of
         self._device = device
         self._roots = [*layers, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        self.draws_in_python: list[bool] = []  # by layer; the loss is the last
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self._changing: list[_Holder] = []  # whose attributes F changes
         self._changing_buffers: dict[int, Tensor] = {}  # by identity
         self._changing_storages: frozenset[int] = frozenset()
+        self._changing_tensors: dict[int, Tensor] = {}  # in attributes, changed in place
+        self._sharing = False  # whether what changes shares memory
         self._learning = True
+        self._look_for_other_modules()
 
     def relearn(self) -> None:
         """The next F is compared as the first one was."""
@@ -106,9 +111,10 @@ class LayerState:
         buffers = self._buffers()
         copied = [b for b in buffers if is_small(b) or id(b) in self._changing_buffers]
         watched = [(b, version_of(b)) for b in buffers if not is_small(b) and id(b) not in self._changing_buffers]
-        known = self._looked_after(buffers) if self._changing else ()
-        attributes = [(holder, Attributes([(holder.name, holder.thing)], known)) for holder in self._changing]
-        return Before(False, True, TensorCopies(copied), attributes, watched, inputs=inputs)
+        storages: Storages | None = {} if self._sharing else None
+        copies = TensorCopies(copied, storages)
+        attributes = self._note(self._changing, buffers, self._changing_tensors, storages)
+        return Before(False, True, copies, attributes, watched, inputs=inputs)
 
     def after_forward(self, before: Before) -> Seen:
         """Called when F has ended.
@@ -122,7 +128,8 @@ class LayerState:
             return NOTHING_SEEN
         for buffer, version in before.watched:
             if version_of(buffer) != version:
-                raise self._changed_later(buffer)
+                self.relearn()
+                raise changed_later(self._name_of_tensor(buffer), buffer)
         attributes = [noted for holder, noted in before.attributes if holder in self._changing]
         attributes += [before.inputs] if before.inputs is not None else []
         for noted in attributes:
@@ -210,6 +217,7 @@ class LayerState:
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
             self._learning = True
+            self.draws_in_python = [draws_in_python(part) for part in (*self._layers, self._loss_fn)]
 
     def _buffers(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
@@ -219,8 +227,20 @@ class LayerState:
                     found[id(buffer)] = buffer
         return list(found.values())
 
-    def _looked_after(self, buffers: Sequence[Tensor]) -> set[int]:
-        return {*map(id, self._modules), *map(id, buffers)}
+    def _note(
+        self,
+        holders: Sequence[_Holder],
+        buffers: Sequence[Tensor],
+        large: Container[int] | None,
+        storages: Storages | None,
+    ) -> list[tuple[_Holder, Attributes]]:
+        if not holders:
+            return []
+        known = {*map(id, self._modules), *map(id, buffers)}
+        return [
+            (holder, Attributes([(holder.name, holder.thing)], known - {id(holder.thing)}, large, storages))
+            for holder in holders
+        ]
 
     def _holders(self) -> list[_Holder]:
         """Everything with attributes, once, under the name of the first layer that has it."""
@@ -242,17 +262,15 @@ class LayerState:
 
     def _everything(self) -> Before:
         buffers = self._buffers()
-        known = self._looked_after(buffers)
-        attributes = [
-            (holder, Attributes([(holder.name, holder.thing)], known - {id(holder.thing)}))
-            for holder in self._holders()
-        ]
+        storages: Storages = {}
+        copies = TensorCopies(buffers, storages)
+        attributes = self._note(self._holders(), buffers, None, storages)
         parameters = [parameter for module in self._modules for parameter in module._parameters.values()]
         distinct = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         return Before(
             True,
             True,
-            TensorCopies(buffers),
+            copies,
             attributes,
             parameters=[(parameter, version_of(parameter)) for parameter in distinct],
             fingerprints=[fingerprint(parameter) for parameter in distinct],
@@ -262,14 +280,19 @@ class LayerState:
     def _learn(self, before: Before) -> None:
         self._refuse_new_parts(before)
         self._refuse_changed_parameters(before)
-        changed = before.buffers.changed()
-        self._changing_buffers = {id(buffer): buffer for buffer in changed}
-        # Not those of normalisation layers: they change without a new version, but no backward reads them.
-        normal = {id(b) for module in self._modules if isinstance(module, _NormBase) for b in module._buffers.values()}
-        self._changing_storages = frozenset(
-            b.untyped_storage()._cdata for b in changed if id(b) not in normal and b.layout is torch.strided
-        )
+        buffers = before.buffers.changed()
+        tensors = [tensor for _, noted in before.attributes for tensor in noted.changed_tensors()]
+        self._changing_buffers = {id(buffer): buffer for buffer in buffers}
+        self._changing_tensors = {id(tensor): tensor for tensor in tensors}
         self._changing = [holder for holder, noted in before.attributes if noted.changed()]
+        keys = [storage_key(tensor) for tensor in {**self._changing_buffers, **self._changing_tensors}.values()]
+        self._sharing = len(set(keys)) < len(keys)
+        # Not those of normalisation layers: they change without a new version, but no backward reads them.
+        norms = [module for module in self._modules if isinstance(module, _NormBase)]
+        normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
+        self._changing_storages = frozenset(
+            {storage_key(tensor) for tensor in (*buffers, *tensors) if id(tensor) not in normal} - {0}
+        )
         before.buffers = before.buffers.only(
             [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
         )
@@ -298,14 +321,6 @@ class LayerState:
                         f"{self._name_of_module(module)}: its forward makes or replaces {names[0]}, a parameter or a "
                         "module: make it in __init__, so that the recompute and the optimizer know the same one"
                     )
-
-    def _changed_later(self, buffer: Tensor) -> StateChanged:
-        self.relearn()
-        return StateChanged(
-            f"{self._name_of_tensor(buffer)}, a buffer of {list(buffer.shape)}, is changed by a forward for the first time, "
-            "and was not copied before it, so that its recompute would see another value: let the first forward change "
-            "it too, or keep the sets of this stage with recompute.mode=never"
-        )
 
     def _name_of_tensor(self, tensor: Tensor) -> str:
         for holder in self._holders():

@@ -23,12 +23,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 
 Signature = tuple[torch.Size, torch.dtype, torch.layout, str | None]
 
@@ -82,10 +83,7 @@ class Slot:
 
     def storage(self) -> int:
         """The identity of the tensor's storage; 0 where it has none of its own."""
-        if self.tensor is None or self.tensor.layout is not torch.strided:
-            return 0
-        key: int = self.tensor.untyped_storage()._cdata
-        return key
+        return 0 if self.tensor is None else storage_key(self.tensor)
 
     def replace(self, tensor: Tensor) -> None:
         """The same values in another tensor."""
@@ -253,13 +251,13 @@ class LateBoundSet:
         self.before_read = _nothing
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
-        copies: dict[int, UntypedStorage] = {}  # of each storage one, so that views still share it
+        copies: Storages = {}  # of each storage one, so that views still share it
         for slot in self._slots:
-            key, tensor = slot.storage(), slot.tensor
-            if tensor is not None and key in changing:
-                storage = copies.setdefault(key, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
-                alike = tensor.new_empty(0)
-                slot.replace(alike.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()))
+            key = slot.storage()
+            if slot.tensor is not None and key in changing:
+                if key not in copies:
+                    copies[key] = copy_of_storage(slot.tensor)
+                slot.replace(view_into(copies[key], slot.tensor))
 
     # R ----------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
+from pipetrain.stage.tensor_copies import same_values
 
 LossFn = Callable[[Any, Any], Tensor]
 _Layer = Callable[[Any], Any]
@@ -228,7 +229,11 @@ class Stage:
             value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
-        if held.given is not None and any(tensor._version != version for tensor, version in entered):
+        if held.given is not None and (
+            any(tensor._version != version for tensor, version in entered)
+            # Through .data: looked at where the layers got a clone for the first time.
+            or (clone and not self._clones_inputs and not _same_leaves(entered, given.leaves))
+        ):
             self._input_changed(cloned=clone)
         return value
 
@@ -240,9 +245,6 @@ class Stage:
                 "microbatch, so that R would see another input: use the operation that returns a new tensor"
             )
         self._clones_inputs = True
-
-    def _seed(self, number: int, given: StageInput) -> None:
-        seed_generators(given.seed_of(self.first_layer + number), self._device)
 
     # One layer in F -----------------------------------------------------------------------------------------------
 
@@ -466,13 +468,17 @@ class Stage:
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
-                seed_generators(given.seed_of(self.first_layer + number), self._device)
+                self._seed(number, given)
                 value = layer(value)
             if with_loss and self.loss_fn is not None and given.weight != 0:
-                seed_generators(given.seed_of(self.first_layer + len(self.layers)), self._device)
+                self._seed(len(self.layers), given)
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
+
+    def _seed(self, number: int, given: StageInput) -> None:
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
 
     def _check_parameters(self, held: _Held) -> None:
         now = self._parameter_versions()
@@ -493,6 +499,11 @@ class Stage:
         if number >= len(self.layers):
             return "loss_fn"
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
+
+
+def _same_leaves(entered: list[tuple[Tensor, int]], leaves: Sequence[Any]) -> bool:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(same_values(tensor, leaf) for (tensor, _), leaf in zip(entered, tensors))
 
 
 _LOSS_WITHOUT_GRADIENT = (

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 # A tensor up to this size is copied before every forward that is recomputed, whether or not it is known to change.
 SMALL_BYTES = 1 << 16
+
+Storages = dict[int, UntypedStorage]  # identity of a storage -> its copy
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,15 +30,18 @@ def version_of(tensor: Tensor) -> int:
 
 
 class TensorCopies:
-    """Some tensors with the values that they had."""
+    """Some tensors with the values that they had.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    With `storages`, what shares memory shares it in the copies, too; several of these may share one such table.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], storages: Storages | None = None) -> None:
         self.tensors = list(tensors)
         with torch.no_grad():
-            self.copies = [_copy(tensor) for tensor in self.tensors]
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+            if storages is None:
+                self.copies = [_copy(tensor) for tensor in self.tensors]
+            else:
+                self.copies = [_copy_sharing(tensor, storages) for tensor in self.tensors]
 
     def changed(self) -> list[Tensor]:
         """Those that have other values now; waits for the device."""
@@ -71,14 +76,22 @@ class TensorCopies:
 
     def storages(self) -> set[int]:
         """The identities of the copies' storages."""
-        return {copy.untyped_storage()._cdata for copy in self.copies if copy.layout is torch.strided}
+        return {key for copy in self.copies if (key := storage_key(copy))}
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of the tensor's storage; 0 where it has none of its own (sparse, nested)."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def same_values(now: Tensor, before: Tensor) -> bool:
     """Equal in shape, type and every value; waits for the device. NaN differs from itself: that is a copy too many."""
     if now.shape != before.shape or now.dtype != before.dtype or now.layout != before.layout:
         return False
-    parts = zip(_parts(now), _parts(before))
+    parts = zip(parts_of(now), parts_of(before))
     return all(left.shape == right.shape and torch.equal(left, right) for left, right in parts)
 
 
@@ -95,13 +108,34 @@ def _copy(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     if tensor.layout is torch.strided and copy.stride() != tensor.stride():
         # Strides decide how a kernel adds up: a copy must have those of its tensor.
-        copy = copy.new_empty(0).set_(
-            tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        return view_into(copy_of_storage(tensor), tensor)
     return copy
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _copy_sharing(tensor: Tensor, storages: Storages) -> Tensor:
+    """A copy that looks into the copy of the tensor's storage."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return _copy(tensor)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        if storage.nbytes() > max(SMALL_BYTES, 4 * tensor.nbytes):  # a small part of something large
+            return _copy(tensor)
+        storages[storage._cdata] = copy_of_storage(tensor)
+    return view_into(storages[storage._cdata], tensor)
+
+
+def copy_of_storage(tensor: Tensor) -> UntypedStorage:
+    copy: UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copy
+
+
+def view_into(storage: UntypedStorage, tensor: Tensor) -> Tensor:
+    """A tensor with the place, shape and strides of `tensor` in another storage."""
+    alias = tensor.detach().new_empty(0)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
     """Plain tensors that hold all values of a sparse or nested one."""
     tensor = tensor.detach()
     if tensor.is_nested:
