@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -1055,7 +1055,8 @@ def on_ranks(num_ranks: int, name: str) -> None:
 def cases_by_name(name: str, num_ranks: int) -> list[Case]:
     cases: list[Case] = globals()[name]()
     return [
-        replace(case, options={**case.options, **_spread(len(case.options["balance"]) // num_ranks)}) for case in cases
+        dataclasses.replace(case, options={**case.options, **_spread(len(case.options["balance"]) // num_ranks)})
+        for case in cases
     ]
 
 

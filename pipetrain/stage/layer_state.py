@@ -51,10 +51,6 @@ class Seen:
         """Of the tensors that stand in for buffers in R: what R saves of them belongs to its microbatch alone."""
         return self.buffers.storages()
 
-    def live_storages(self) -> set[int]:
-        """Of the buffers themselves, in the place of which the copies will stand."""
-        return {b.untyped_storage()._cdata for b in self.buffers.tensors if b.layout is torch.strided}
-
 
 NOTHING_SEEN = Seen(TensorCopies(()), [])
 
@@ -140,6 +136,13 @@ class LayerState:
         """The storages that F is known to change: what B reads of them has to be copied at the end of F."""
         return self._changing_storages
 
+    def live_storages(self) -> Set[int]:
+        """All storages that a later F may change, as far as they are looked after: more than it is known to."""
+        small = {storage_key(buffer) for buffer in self._buffers() if is_small(buffer)}
+        return (
+            small | {storage_key(buffer) for buffer in self._changing_buffers.values()} | self._changing_storages
+        ) - {0}
+
     @contextmanager
     def as_seen(self, seen: Seen) -> Iterator[None]:
         """Around R: what F saw stands in; afterwards everything is as it was before R."""
@@ -164,13 +167,10 @@ class LayerState:
         """Called ahead of a layer in F: what to put back if this layer alone has to run again; None: `before` has to do."""
         if not before.learning:
             return None
-        own, known = self._things_of(number), self._looked_after(self._buffers())
-        attributes = [
-            (holder, Attributes([(holder.name, holder.thing)], known - {id(holder.thing)}))
-            for holder, _ in before.attributes
-            if id(holder.thing) in own
-        ]
-        return Before(True, False, TensorCopies(self._buffers_of(number)), attributes)
+        own, storages = self._things_of(number), dict[int, Any]()
+        copies = TensorCopies(self._buffers_of(number), storages)
+        holders = [holder for holder, _ in before.attributes if id(holder.thing) in own]
+        return Before(True, False, copies, self._note(holders, self._buffers(), None, storages))
 
     def put_layer_back(self, number: int, before: Before, at_layer: Before | None) -> None:
         """Undo the layer that F is in, and nothing that a layer before it has done.

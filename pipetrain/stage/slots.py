@@ -405,12 +405,14 @@ class LateBoundSet:
             self._failure = self._difference() or self._mismatch(layer, what)
         raise self._failure
 
-    def _difference(self) -> RecomputeMismatch | None:
+    def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
         """The first value that the proof found to be another than in F, if there is one."""
         found = None if self.proof is None else self.proof.first_difference()
         if found is None:
             return None
         slot, how = found
+        if slot.tensor is not None and slot.tensor._version != slot.version:
+            return _changed(slot.where, slot.tensor, "after its forward, before it was recomputed")
         return self._mismatch(slot.layer, f"saves {_describe(self._signatures[slot.number])} with other values: {how}")
 
     def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:

@@ -156,15 +156,15 @@ class Stage:
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward(self._changing(held, prove=prove), needed=any(wants))
+        held.late.end_forward(self._changing(prove=prove), needed=any(wants))
         self._learn_who_reads(held.late)
         if has_backward or any(wants):
             self._hold(microbatch, held, before)
         return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
 
-    def _changing(self, held: _Held, *, prove: bool) -> Set[int]:
+    def _changing(self, *, prove: bool) -> Set[int]:
         """The storages of which a filled set needs copies: later F go on changing them."""
-        return held.seen.live_storages() if prove else self._state.changing_storages()
+        return self._state.live_storages() if prove else self._state.changing_storages()
 
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
