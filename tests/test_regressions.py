@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from parity_cases import Case, rows, run_cases
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -245,7 +248,7 @@ def grow_every_third(layer: Any) -> None:
         layer.scale += 0.25
 
 
-def replace(layer: Any) -> None:
+def put_another(layer: Any) -> None:
     layer.scale = layer.scale * 1.25
 
 
@@ -257,7 +260,7 @@ def grow_once_warm(layer: Any) -> None:
 WARM = [False]
 
 
-@pytest.mark.parametrize("change", [grow, grow_unseen, grow_every_third, replace])
+@pytest.mark.parametrize("change", [grow, grow_unseen, grow_every_third, put_another])
 def test_a_buffer_that_changes_in_its_own_way(change: Any) -> None:
     """Symptom: gradients 5 % off where a buffer changed in every third forward; wrong in every mode where `.data` did it.
 
@@ -329,7 +332,8 @@ def test_a_module_with_a_changing_buffer_used_twice() -> None:
         return [layer, nn.Tanh(), layer]
 
     ways = ["overlap", "inline", "two places"]  # over two stages it is refused
-    check_state(lambda: twice(Scales(grow)), ways)
+    check_state(lambda: twice(Scales(grow_unseen)), ways)
+    check_state(lambda: twice(nn.BatchNorm1d(4)), ways)
     check_state(lambda: twice(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))), ways)
 
 
@@ -506,9 +510,9 @@ def test_a_parameter_made_in_the_forward_is_named() -> None:
             self.inner = nn.Linear(4, 4)
             return self.inner(x)
 
-    with Pipeline([Lazy(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
-        with pytest.raises(StateChanged, match=r"layer 0 \(Lazy\): its forward makes or replaces inner"):
-            pipeline.step(*batch())
+    pipeline = Pipeline([Lazy(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS)
+    with pytest.raises(StateChanged, match=r"layer 0 \(Lazy\): its forward makes or replaces inner"):
+        pipeline.step(*batch())
 
 
 def test_an_object_in_the_inputs_that_a_forward_fills() -> None:
@@ -542,6 +546,7 @@ def test_an_object_in_the_inputs_that_a_forward_fills() -> None:
         assert len(caches[-2].sums) == len(caches[-1].sums) == 3
 
 
+@pytest.mark.filterwarnings("ignore:layer . .Remembers. holds")
 def test_a_large_tensor_attribute_is_not_kept_and_not_read_in_silence() -> None:
     """Symptom: wrong gradients where a layer reads what its last forward left in an attribute. Cause: R saw the newest."""
 
@@ -578,7 +583,9 @@ def test_a_sparse_buffer() -> None:
             return torch.sparse.mm(self.adjacency, x) * x
 
     for layout in (Tensor.to_sparse, Tensor.to_sparse_csr):
-        check_state(lambda layout=layout: [Spreads(layout), nn.Linear(4, 4)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a beta state
+            check_state(lambda layout=layout: [Spreads(layout), nn.Linear(4, 4)])
 
 
 def test_a_cache_that_is_filled_when_needed() -> None:
@@ -612,5 +619,133 @@ def test_a_lazy_layer_somewhere_in_the_process() -> None:
 # Microbatches that do not count. --- (12: 6)
 
 # What crosses a cut. --- (12: 7, 11, 12, 17)
+
+
+class Then(nn.Module):
+    """A linear layer of 8 columns with tanh, on `pick(input)`; gives `function(what it got, its own output)`."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], pick: Callable[[Any], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.function = function
+        self.pick = pick
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, torch.tanh(self.linear(self.pick(x))))
+
+
+def only(x: Any, y: Tensor) -> Tensor:
+    return y
+
+
+MODES: tuple[Any, ...] = ("never", ALWAYS)
+
+
+def cases_of(name: str, layers: Callable[[], list[nn.Module]], **options: Any) -> list[Case]:
+    """With sets kept and with all of them recomputed; three steps."""
+    size = len(layers())
+    batches = options.pop("batches", lambda: rows(8, 8, 8))
+    before_step = options.pop("before_step", lambda step, model: None)
+    return [
+        Case(
+            f"{name}, {mode}",
+            layers,
+            batches,
+            options={"recompute": mode, "balance": [1] * size, "num_microbatches": 3, **options},
+            before_step=before_step,
+        )
+        for mode in MODES
+    ]
+
+
+def on_ranks(num_ranks: int, name: str) -> None:
+    """The cases that the function `name` makes, a stage per layer: all on one rank, or in turns on two."""
+    run_ranks(num_ranks, run_cases, cases_by_name, name, num_ranks)
+
+
+def cases_by_name(name: str, num_ranks: int) -> list[Case]:
+    cases: list[Case] = globals()[name]()
+    return [
+        replace(case, options={**case.options, **_spread(len(case.options["balance"]) // num_ranks)}) for case in cases
+    ]
+
+
+def _spread(stages_per_rank: int) -> dict[str, Any]:
+    return {"schedule": "interleaved" if stages_per_rank > 1 else "gpipe", "stages_per_rank": stages_per_rank}
+
+
+def lazy_bits() -> list[Case]:
+    """What `conj` and `imag` of a conjugate give: a view with a bit that says how its bytes are meant."""
+
+    def conjugate(x: Any, y: Tensor) -> Any:
+        return torch.complex(y, y * 2).conj()
+
+    def negative(x: Any, y: Tensor) -> Any:
+        return (y, torch.complex(y, y * 2).conj().imag)
+
+    def real(x: Any) -> Tensor:
+        return (x * (1 + 2j)).real
+
+    return [
+        *cases_of("conjugate", lambda: [Then(conjugate), Then(only, real)]),
+        *cases_of("negative", lambda: [Then(negative), Then(only, lambda x: x[0] * x[1])]),
+        *cases_of(
+            "gradient", lambda: [Then(lambda x, y: torch.complex(y, y)), Then(only, lambda x: (x * x.conj()).real)]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_lazy_bits_at_a_cut(num_ranks: int) -> None:
+    """Symptom: with `x.conj()` at the end of a stage the loss was 1.281 for 1.476, on one rank too.
+
+    Cause: the bytes of a lazy conjugate are those of its base; its gate and its message took the bytes alone.
+    """
+    on_ranks(num_ranks, "lazy_bits")
+
+
+def add_in_place(x: Any) -> Tensor:
+    x[0].add_(1.0)
+    return x[0] * x[1]
+
+
+def same_tensor_twice() -> list[Case]:
+    def twice(x: Any, y: Tensor) -> Any:
+        return (y, {"again": y}, y * 2)
+
+    def pick(x: Any) -> Tensor:
+        x[0].mul_(3.0)
+        return x[0] * x[1]["again"] + x[2]
+
+    def passed_on() -> list[nn.Module]:
+        return [
+            Then(twice),
+            Then(lambda x, y: (x[0], x[1]["again"], y), lambda x: x[0]),
+            nn.Identity(),
+            Then(only, add_in_place),
+        ]
+
+    def parts() -> list[nn.Module]:
+        return [Then(lambda x, y: torch.cat((y, y), 1).chunk(2, dim=1)), Then(only, add_in_place)]
+
+    def overlapping() -> list[nn.Module]:
+        return [Then(lambda x, y: (y, y[:, :4])), Then(only, lambda x: x[0] + x[1].repeat(1, 2))]
+
+    return [
+        *cases_of("twice", lambda: [Then(twice), Then(only, pick)]),
+        *cases_of("passed on", passed_on),
+        *cases_of("parts of one tensor", parts),
+        *cases_of("overlapping, not changed", overlapping),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_tensor_twice_at_a_cut(num_ranks: int) -> None:
+    """Symptom: with `(h, h)` at a cut and a next layer that changes one of them in place, the loss was 1.99 for 3.77.
+
+    Cause: each leaf was sent, and given a gate, by itself.
+    """
+    on_ranks(num_ranks, "same_tensor_twice")
+
 
 # Arguments. --- (12: 18, 19, 20)

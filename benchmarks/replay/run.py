@@ -33,6 +33,7 @@ from pipetrain.stage.stage import Stage
 from pipetrain.timeline.breakdown import break_down
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import make_lanes
+from pipetrain.transport.structures import spec_text
 from pipetrain.transport.transport import Transport
 
 from ..result import Options, Result, Table, Target
@@ -144,7 +145,7 @@ class Replay:
     def _forms(self, schedule: Schedule) -> dict[Op, Form]:
         """Of every message of the rank: one tensor, with a gradient on its way forward."""
         _, leaf = pytree.tree_flatten(torch.empty(0))
-        forward = Form(pytree.treespec_dumps(leaf), (self._leaf,))
+        forward = Form(spec_text(leaf), (self._leaf,))
         backward = Form("", (replace(self._leaf, needs_gradient=False),))
         forms = {}
         for rank, _, op in schedule.ops():

@@ -123,7 +123,15 @@ class Pipeline:
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
             self._runner = CallRunner(
-                self._group, self.plan, self._programs, self._stages, self._lanes, self._meter, loss_fn, count_fn
+                self._group,
+                self.plan,
+                self._programs,
+                self._stages,
+                self._lanes,
+                self._meter,
+                loss_fn,
+                count_fn,
+                policy.verify,
             )
 
     def _build(

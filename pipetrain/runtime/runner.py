@@ -16,6 +16,7 @@ from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.cut import cut, cut_targets
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
@@ -40,6 +41,7 @@ class CallRunner:
         meter: ActivationMeter,
         loss_fn: LossFn | None,
         count_fn: Callable[[Any], int | float] | None,
+        verify: str | int,
     ) -> None:
         self._group = group
         self._plan = plan
@@ -48,6 +50,7 @@ class CallRunner:
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
+        self._proving = Proving(stages, verify)
         self._calls = Calls(group.chain, plan, stages)
         edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
         self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device)
@@ -95,6 +98,7 @@ class CallRunner:
         if step.with_graph:
             self._meter.start_step()
             program = self._programs.training(call.first_backward)
+            step.proved = self._proving.choose(call.signature, step.index, program)
         else:
             program = self._programs.inference(call.num_microbatches)
         self.transport.start_step(self._calls.forms(call), described=call.described)

@@ -51,6 +51,10 @@ class Seen:
         """Of the tensors that stand in for buffers in R: what R saves of them belongs to its microbatch alone."""
         return self.buffers.storages()
 
+    def live_storages(self) -> set[int]:
+        """Of the buffers themselves, in the place of which the copies will stand."""
+        return {key for buffer in self.buffers.tensors if (key := storage_key(buffer))}
+
 
 NOTHING_SEEN = Seen(TensorCopies(()), [])
 
@@ -153,6 +157,53 @@ class LayerState:
         before.buffers.put_back()
         for _, attributes in before.attributes:
             attributes.put_back()
+
+    # One layer that has to run again ------------------------------------------------------------------------------
+
+    def before_layer(self, number: int, before: Before) -> Before | None:
+        """Called ahead of a layer in F: what to put back if this layer alone has to run again; None: `before` has to do."""
+        if not before.learning:
+            return None
+        own = self._things_of(number)
+        holders = [holder for holder, _ in before.attributes if id(holder.thing) in own]
+        attributes = self._note(holders, self._buffers(), None, None)
+        return Before(True, False, TensorCopies(self._buffers_of(number)), attributes)
+
+    def put_layer_back(self, number: int, before: Before, at_layer: Before | None) -> None:
+        """Undo the layer that F is in, and nothing that a layer before it has done.
+
+        Raises:
+            StateChanged: it is not known what was before this layer.
+        """
+        if at_layer is not None:
+            self.put_back(at_layer)
+            return
+        own = self._things_of(number)
+        buffers = before.buffers.only(self._buffers_of(number))
+        attributes = [(holder, noted) for holder, noted in before.attributes if id(holder.thing) in own]
+        others = set().union(*(self._things_of(n) for n in range(len(self._layers) + 1) if n != number))
+        known = before.recomputed and not own & others
+        changing = any(id(holder.thing) in own for holder in self._changing)
+        changing |= any(id(buffer) in self._changing_buffers for buffer in self._buffers_of(number))
+        if not known and (changing or buffers.changed()):
+            raise StateChanged(
+                f"{self._name_of(number)} takes a gradient inside its forward, which it did not in its first one, and has to "
+                "start again, but changes what nobody has noted for it: let its first forward take a gradient too"
+            )
+        self.put_back(Before(False, True, buffers, attributes))
+
+    def _root(self, number: int) -> Any:
+        return self._layers[number] if number < len(self._layers) else self._loss_fn
+
+    def _buffers_of(self, number: int) -> list[Tensor]:
+        root = self._root(number)
+        return list(root.buffers()) if isinstance(root, nn.Module) else []
+
+    def _things_of(self, number: int) -> set[int]:
+        """The identities of all that has attributes in a layer, or in the loss."""
+        root = self._root(number)
+        modules = _modules_below([root]) if isinstance(root, nn.Module) else []
+        return {id(root), *map(id, modules), *(id(kind) for module in modules for kind in classes_of(module))}
 
     # What there is ------------------------------------------------------------------------------------------------
 

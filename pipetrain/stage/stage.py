@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
+from pipetrain.stage.grad_watch import GradWatch
+from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
+from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
-from pipetrain.stage.slots import (
-    LateBoundSet,
-    NeedsGradientInside,
-    RecomputeMismatch,
-    SavedTensorChanged,
-    SetComplete,
-)
+from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
 from pipetrain.stage.tensor_copies import same_values
 
 LossFn = Callable[[Any, Any], Tensor]
+_Layer = Callable[[Any], Any]
 
 # What torch.func says where saved-tensor hooks are in force.
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
@@ -85,7 +83,7 @@ class StageOutput:
 class _Held:
     """What a stage holds of a microbatch between its F and its B."""
 
-    given: StageInput | None  # None for a kept set: nothing will run again
+    given: StageInput | None  # None for a kept set without R: nothing will run again
     late: LateBoundSet
     parameter_versions: list[int]
     num_inputs: int
@@ -122,7 +120,12 @@ class Stage:
         self._share = share
         self._held: dict[int, _Held] = {}
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._gradient_inside: set[int] = set()
+        # What takes gradients inside its forward -> the first layer that they go through.
+        self._inside: dict[int, int] = {}
+        self._told: set[int] = set()  # of these, whom the user was told of
+        self._refuses_hooks: set[int] = set()
+        self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
+        self._gradients = GradWatch(self.layers)
         self._clones_inputs = False
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
@@ -133,70 +136,82 @@ class Stage:
 
     # F ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, given: StageInput, *, keep: bool) -> StageOutput:
+    def forward(
+        self, microbatch: int, given: StageInput, *, keep: bool, prove: bool = False, has_backward: bool = True
+    ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss; the stage's own output where the weight is 0.
 
+        With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
+        compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
+
         Raises:
-            SavedTensorChanged, ValueError (a loss that is no scalar), or what a layer raises.
+            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar, or needs no gradient), or what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
-        held, outputs = self._forward_kept(given) if keep else self._forward_late(given)
+        held, outputs = self._forward(given, keep=keep, prove=prove)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if self.loss_fn is not None and has_backward and given.weight != 0 and not any(wants):
+            raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward(self._state.changing_storages())
-        if any(wants):
+        held.late.end_forward(self._changing(held, prove=prove), needed=any(wants))
+        self._learn_who_reads(held.late)
+        if has_backward or any(wants):
             self._hold(microbatch, held, before)
         return StageOutput(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, wants)
 
+    def _changing(self, held: _Held, *, prove: bool) -> Set[int]:
+        """The storages of which a filled set needs copies: later F go on changing them."""
+        return held.seen.live_storages() if prove else self._state.changing_storages()
+
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
-        if held.given is None:
+        if held.late.is_filled:
             self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before
-        else:
+        if held.given is not None:
+            bytes_before = self._meter.current_bytes
             held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
-    def _forward_kept(self, given: StageInput) -> tuple[_Held, Any]:
-        before = self._state.before_forward(recomputed=False)
-        while True:
-            held = self._start(given, keep=True)
-            try:
-                outputs = self._run(given, held, clone=False, on_layer=given.on_layer)
-                break
-            except _Restart:
-                self._state.put_back(before)
-        self._state.after_forward(before)
-        return held, outputs
-
-    def _forward_late(self, given: StageInput) -> tuple[_Held, Any]:
-        before = self._state.before_forward(recomputed=True, leaves=given.leaves)
-        probe = None if self._probe.done else self._probe
-        while True:
-            held = self._start(given, keep=False)
-            if probe:
-                probe.start()
-            try:
-                clone = self._clones_inputs or before.learning
-                outputs = self._run(given, held, clone=clone, probe=probe, on_layer=given.on_layer)
-                break
-            except _Restart:
-                self._state.put_back(before)
+    def _forward(self, given: StageInput, *, keep: bool, prove: bool) -> tuple[_Held, Any]:
+        held = self._start(given, keep=keep, prove=prove)
+        if prove:
+            self._state.relearn()
+        before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
+        probe = None if keep or self._probe.done else self._probe
+        if probe:
+            probe.start()
+        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=prove)
+        outputs = self._run(
+            given,
+            held,
+            run_layer,
+            clone=not keep and (self._clones_inputs or before.learning),
+            probe=probe,
+            on_layer=given.on_layer,
+        )
         held.seen = self._state.after_forward(before)
         if probe:
-            probe.end(outputs, given.leaves)
+            probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
 
-    def _start(self, given: StageInput, *, keep: bool) -> _Held:
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, share=self._share)
+    def _start(self, given: StageInput, *, keep: bool, prove: bool) -> _Held:
+        proof = Proof() if prove and not keep else None
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, share=self._share)
+        late.keep_whole(self._refuses_hooks)
+        if not keep:
+            late.keep_whole(self._layers_inside())
+        self._gradients.clear()
+        late.before_read = self._gradients.start
         return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), given.weight != 0)
 
     def _run(
         self,
         given: StageInput,
         held: _Held,
+        run_layer: Callable[[int, _Layer, Any], Any],
         *,
         clone: bool,
         probe: HeldOutsideProbe | None = None,
@@ -205,13 +220,13 @@ class Stage:
         """All layers, and the loss."""
         value, entered = self._enter(given, held.sink, clone=clone)
         for number, layer in enumerate(self.layers):
-            value = self._run_one(number, held, given, layer, value)
+            value = run_layer(number, layer, value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
                 on_layer(self.first_layer + number, value)
         if self.loss_fn is not None and given.weight != 0:
-            value = self._run_one(len(self.layers), held, given, lambda output: self._loss(output, given), value)
+            value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         if held.given is not None and (
@@ -231,24 +246,97 @@ class Stage:
             )
         self._clones_inputs = True
 
-    def _run_one(self, number: int, held: _Held, given: StageInput, call: Callable[[Any], Any], value: Any) -> Any:
-        held.late.start_layer()
+    def _seed(self, number: int, given: StageInput) -> None:
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
+
+    # One layer in F -----------------------------------------------------------------------------------------------
+
+    def _forward_layer(
+        self,
+        late: LateBoundSet,
+        given: StageInput,
+        before: Before,
+        number: int,
+        call: _Layer,
+        value: Any,
+        *,
+        look: bool,
+    ) -> Any:
+        late.start_layer()
         self._seed(number, given)
+        if look or late.is_whole(number):
+            self._gradients.start()
+        if late.is_whole(number):
+            output = self._call_without_hooks(late, number, call, value)
+        else:
+            output = self._call_under_hooks(late, given, before, number, call, value)
+        self._gradients.check(self._name_of(number))
+        return output
+
+    def _call_under_hooks(
+        self, late: LateBoundSet, given: StageInput, before: Before, number: int, call: _Layer, value: Any
+    ) -> Any:
+        versions, at_layer = _versions(value), self._state.before_layer(number, before)
         try:
-            with nullcontext() if number in self._gradient_inside else held.late.hooks():
-                return call(value)
-        except NeedsGradientInside:
-            pass
-        except RuntimeError as error:
-            if _FUNCTORCH_REFUSES not in str(error):
+            with late.hooks():
+                output = call(value)
+            if late.wanted is None:
+                return output
+            del output  # the layer went on without the gradient that it asked for
+        except BaseException as error:
+            if late.wanted is None and not _refuses_hooks(error):
                 raise
-        self._gradient_inside.add(number)
-        warnings.warn(
-            f"{self._name_of(number)} takes a gradient inside its forward: its saved tensors are kept from F to B and not "
-            "recomputed",
-            stacklevel=2,
-        )
-        raise _Restart
+        if late.wanted is not None and late.wanted.layer != number:
+            self._refuse_gradient_through(late.wanted, number)
+        if _versions(value) != versions:
+            raise LayerRefused(
+                f"{self._name_of(number)} takes a gradient inside its forward and changes its input in place before, so that it "
+                "cannot start again from its input: use the operation that returns a new tensor"
+            )
+        if late.wanted is None:
+            self._refuses_hooks.add(number)
+        self._inside[number] = number
+        late.forget_layer()
+        late.keep_whole({number})
+        self._state.put_layer_back(number, before, at_layer)
+        self._seed(number, given)
+        return self._call_without_hooks(late, number, call, value)
+
+    def _call_without_hooks(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
+        """What the layer saves stays in its graph."""
+        try:
+            return call(value)
+        finally:
+            if late.wanted is not None:
+                self._refuse_gradient_through(late.wanted, number)
+
+    def _refuse_gradient_through(self, slot: Slot, number: int) -> NoReturn:
+        raise LayerRefused(
+            f"{self._name_of(number)} takes a gradient through {slot.where} inside its forward, whose saved tensors were not "
+            "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
+            "time; else use recompute.mode=never"
+        ) from None
+
+    def _learn_who_reads(self, late: LateBoundSet) -> None:
+        """These layers run without late binding from now on: what they save stays in the graph of F."""
+        for number, first in late.reads_from.items():
+            self._inside[number] = min(first, self._inside.get(number, first))
+        if late.keep or self._told >= self._inside.keys():
+            return
+        for number, first in self._inside.items():
+            if number not in self._told:
+                through = "" if first == number else f"through {self._name_of(first)} "
+                whose = "its saved tensors" if first == number else "the saved tensors of both, and between them,"
+                warnings.warn(
+                    f"{self._name_of(number)} takes a gradient {through}inside its forward: {whose} are kept from F to B and "
+                    "not recomputed",
+                    stacklevel=2,
+                )
+        self._told.update(self._inside)
+
+    def _layers_inside(self) -> set[int]:
+        return {layer for number, first in self._inside.items() for layer in range(first, number + 1)}
 
     def _enter(
         self, given: StageInput, sink: dict[int, Tensor], *, clone: bool
@@ -283,31 +371,45 @@ class Stage:
         """R: the stage's forward again, until the last slot is full. Its graph is thrown away.
 
         Raises:
-            RecomputeMismatch: R took another path than F.
+            RecomputeMismatch: R did not do what F did.
             SavedTensorChanged: a parameter or the stashed input changed since F.
         """
         held = self._held[microbatch]
-        given = held.given
+        given, late = held.given, held.late
         assert given is not None, f"stage {self.index} recomputes {microbatch}, whose set it keeps"
         self._check_parameters(held)
-        if not len(held.late):
+        if not len(late):
+            late.drop()
             return
         before = self._meter.current_bytes
-        held.late.start_recompute()
+        late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
         # F would reuse the casts that R makes here, and with them R's graph.
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             with self._state.as_seen(held.seen):
-                self._run(given, held, clone=self._clones_inputs)
+                self._run(given, held, functools.partial(self._recompute_layer, late, given), clone=self._clones_inputs)
         except SetComplete:
             pass
-        except _Restart:
-            raise RecomputeMismatch("R took a gradient inside a layer's forward, which F did not") from None
         finally:
             torch.set_autocast_cache_enabled(cached)
-        held.late.end_recompute(held.seen.storages())
-        self.set_bytes[microbatch] = self._meter.current_bytes - before
+        late.end_recompute(held.seen.storages())
+        if late.proof is None:
+            self.set_bytes[microbatch] = self._meter.current_bytes - before
+        else:
+            self._stop = max(late.proof.stop, self._stop or Stop.AT_SLOT)
+
+    def _recompute_layer(self, late: LateBoundSet, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
+        late.start_layer()
+        self._seed(number, given)
+        try:
+            with nullcontext() if late.is_whole(number) else late.hooks():
+                return call(value)
+        except BaseException as error:
+            late.raise_what_was_meant()
+            if _refuses_hooks(error):
+                late.fail("takes a gradient inside the layer (torch.func), which F did not")
+            raise
 
     # B ------------------------------------------------------------------------------------------------------------
 
@@ -351,6 +453,7 @@ class Stage:
         for held in self._held.values():
             for key in held.keys:
                 self._meter.release(key)
+            held.late.drop()
         self._held.clear()
 
     # Without a graph ----------------------------------------------------------------------------------------------
@@ -367,10 +470,6 @@ class Stage:
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
-
-    def _seed(self, number: int, given: StageInput) -> None:
-        seed = given.seed_of(self.first_layer + number)
-        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
 
     def _check_parameters(self, held: _Held) -> None:
         now = self._parameter_versions()
@@ -398,5 +497,18 @@ def _same_leaves(entered: list[tuple[Tensor, int]], leaves: Sequence[Any]) -> bo
     return all(same_values(tensor, leaf) for (tensor, _), leaf in zip(entered, tensors))
 
 
-class _Restart(Exception):
-    """F must run again from its first layer, with one layer outside of the hooks."""
+_LOSS_WITHOUT_GRADIENT = (
+    "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from "
+    "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
+    "without one"
+)
+
+
+def _refuses_hooks(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
+
+
+def _versions(value: Any) -> list[int]:
+    """Of the tensors that a layer gets."""
+    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]

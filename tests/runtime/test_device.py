@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.runtime.executor import Executor, Step
@@ -27,6 +28,7 @@ from pipetrain.stage.stage import Stage
 from pipetrain.transport.device import CpuDevice
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.structures import spec_text
 from pipetrain.transport.transport import Transport
 
 CPU = torch.device("cpu")
@@ -135,9 +137,7 @@ def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
     transport = Transport(schedule.stage_ranks, RANK, edges, meter, CPU)
     stage = Stage(RANK, [nn.Linear(3, 3), nn.Tanh()], first_layer=RANK, device=CPU, meter=meter)
     stage._probe.done = True
-    form = Form(
-        '[1, {"type": null, "context": null, "children_spec": []}]', (TensorForm((2, 3), (3, 1), "float32", True),)
-    )
+    form = Form(spec_text(pytree.tree_structure(0)), (TensorForm((2, 3), (3, 1), "float32", True),))
     gradient = Form("", (TensorForm((2, 3), (3, 1), "float32", False),))
     forms = {op: form if op.kind in (Kind.SEND_F, Kind.RECV_F) else gradient for _, _, op in schedule.ops()}
     executor = Executor(RANK, {RANK: stage}, transport, lanes, Monitor(RANK, board, timeout_seconds=1.0), board)
