@@ -183,7 +183,7 @@ class Stage:
         probe = None if keep or self._probe.done else self._probe
         if probe:
             probe.start()
-        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=prove)
+        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=prove or before.learning)
         outputs = self._run(
             given,
             held,
@@ -246,10 +246,6 @@ class Stage:
             )
         self._clones_inputs = True
 
-    def _seed(self, number: int, given: StageInput) -> None:
-        seed = given.seed_of(self.first_layer + number)
-        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
-
     # One layer in F -----------------------------------------------------------------------------------------------
 
     def _forward_layer(
@@ -270,22 +266,30 @@ class Stage:
         if late.is_whole(number):
             output = self._call_without_hooks(late, number, call, value)
         else:
-            output = self._call_under_hooks(late, given, before, number, call, value)
+            output = self._call_under_hooks(late, given, before, number, call, value, look=look)
         self._gradients.check(self._name_of(number))
         return output
 
     def _call_under_hooks(
-        self, late: LateBoundSet, given: StageInput, before: Before, number: int, call: _Layer, value: Any
+        self,
+        late: LateBoundSet,
+        given: StageInput,
+        before: Before,
+        number: int,
+        call: _Layer,
+        value: Any,
+        *,
+        look: bool,
     ) -> Any:
         versions, at_layer = _versions(value), self._state.before_layer(number, before)
         try:
-            with late.hooks():
+            with late.hooks(), late.listening_to_functorch() if look else nullcontext():
                 output = call(value)
-            if late.wanted is None:
+            if late.wanted is None and not late.hooks_refused:
                 return output
             del output  # the layer went on without the gradient that it asked for
         except BaseException as error:
-            if late.wanted is None and not _refuses_hooks(error):
+            if late.wanted is None and not late.hooks_refused and not _refuses_hooks(error):
                 raise
         if late.wanted is not None and late.wanted.layer != number:
             self._refuse_gradient_through(late.wanted, number)
@@ -301,6 +305,7 @@ class Stage:
         late.keep_whole({number})
         self._state.put_layer_back(number, before, at_layer)
         self._seed(number, given)
+        self._gradients.start()
         return self._call_without_hooks(late, number, call, value)
 
     def _call_without_hooks(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
