@@ -19,7 +19,6 @@ from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
-from pipetrain.stage.seeding import seed_generators
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
 from pipetrain.stage.tensor_copies import same_values
 
@@ -475,10 +474,6 @@ class Stage:
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
-
-    def _seed(self, number: int, given: StageInput) -> None:
-        seed = given.seed_of(self.first_layer + number)
-        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
 
     def _check_parameters(self, held: _Held) -> None:
         now = self._parameter_versions()
