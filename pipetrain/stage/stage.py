@@ -245,6 +245,10 @@ class Stage:
             )
         self._clones_inputs = True
 
+    def _seed(self, number: int, given: StageInput) -> None:
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
+
     # One layer in F -----------------------------------------------------------------------------------------------
 
     def _forward_layer(
