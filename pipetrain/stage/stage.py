@@ -19,6 +19,7 @@ from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.seeding import seed_generators
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
 from pipetrain.stage.tensor_copies import same_values
 
@@ -244,6 +245,11 @@ class Stage:
                 "microbatch, so that R would see another input: use the operation that returns a new tensor"
             )
         self._clones_inputs = True
+
+    def _seed(self, number: int, given: StageInput) -> None:
+        draws = self._state.draws_in_python  # not known before the first F
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=not draws or draws[number])
 
     # One layer in F -----------------------------------------------------------------------------------------------
 
