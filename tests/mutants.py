@@ -377,6 +377,70 @@ MUTANTS = (
         "        kind = signature",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
     ),
+    # One run per folder, ranges, and what does not run yet.
+    Mutant(
+        "a folder is nobody's claim",
+        "pipetrain/observe/claim.py",
+        "                fcntl.lockf(file, (fcntl.LOCK_SH if only_look else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
+        "                pass",
+        ("tests/observe/test_claim.py", "-k", "second_run"),
+    ),
+    Mutant(
+        "a lock on a file that is gone",
+        "pipetrain/observe/claim.py",
+        "if only_look or _is_still(path, file):",
+        "if True:",
+        ("tests/observe/test_claim.py", "-k", "gone_is_no_claim"),
+    ),
+    Mutant(
+        "nobody waits for a killed run",
+        "pipetrain/observe/claim.py",
+        "    if not again:\n        return _GLANCE_SECONDS",
+        "    if True:\n        return _GLANCE_SECONDS",
+        ("tests/observe/test_claim.py", "-k", "goes_on_waits"),
+    ),
+    Mutant(
+        "the name of a folder is chosen, and not taken",
+        "pipetrain/observe/folder.py",
+        "exist_ok=run_dir is not None)",
+        "exist_ok=True)",
+        ("tests/test_regressions.py", "-k", "one_second"),
+    ),
+    Mutant(
+        "a run does not claim its folder",
+        "pipetrain/loop/agree.py",
+        "    with claimed(folder.path, again=again):",
+        "    with contextlib.nullcontext():",
+        ("tests/train/test_cli.py", "-k", "claimed"),
+    ),
+    Mutant(
+        "nan is within a range",
+        "pipetrain/config/limits.py",
+        "(_is_finite(value) and self.holds(value))",
+        "self.holds(value)",
+        (MARKS,),
+    ),
+    Mutant(
+        "costs may be nan",
+        "pipetrain/schedule/costs.py",
+        "            if not all(0 <= entry < math.inf for entry in values):",
+        "            if any(entry < 0 for entry in values):",
+        ("tests/test_regressions.py", "-k", "costs_are_finite"),
+    ),
+    Mutant(
+        "a schedule of any size",
+        "pipetrain/schedule/schedule_spec.py",
+        "if stages * microbatches > MOST_PASSES:",
+        "if False:",
+        ("tests/test_regressions.py", "-k", "too_large"),
+    ),
+    Mutant(
+        "ops that do not run are found by the ranks",
+        "pipetrain/prepare.py",
+        "    refuse_unknown_kinds(schedule)\n",
+        "",
+        ("tests/test_regressions.py", "-k", "does_not_run_yet"),
+    ),
 )
 
 
