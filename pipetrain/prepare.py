@@ -13,7 +13,7 @@ from pipetrain.config.records import ClusterConfig, PipelineConfig, RecomputeCon
 from pipetrain.config.together import check_run, check_schedule
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.plan import Plan, make_plan, place_stages
-from pipetrain.schedule.check import check
+from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import size_of_csv
 from pipetrain.schedule.make import make
@@ -56,7 +56,9 @@ def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
         placement=pipeline.placement,
         warmup=pipeline.warmup,
     )
-    return Run(plan, _schedule(pipeline, config.recompute, plan.stage_ranks), size)
+    schedule = _schedule(pipeline, config.recompute, plan.stage_ranks)
+    refuse_unknown_kinds(schedule)
+    return Run(plan, schedule, size)
 
 
 def predict(config: RunConfig) -> Shown:

@@ -31,7 +31,7 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_override
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.folder import SWEEP_JOBS, choose_folder
+from pipetrain.observe.folder import SWEEP_JOBS, reserve_folder
 
 _LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
 _SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"
@@ -177,7 +177,7 @@ def _check_hydra(overrides: Sequence[str]) -> None:
 
 def _sweep_folder(hydras: Sequence[str], experiment: str) -> Path:
     named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
-    folder = Path(named[-1]).resolve() if named else choose_folder(None, f"{experiment}-sweep").path
+    folder = Path(named[-1]).resolve() if named else reserve_folder(None, f"{experiment}-sweep").path
     for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
         file.unlink()
     return folder

@@ -22,7 +22,7 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
-from pipetrain.loop.agree import agree_on_folder, check_all_read_the_same
+from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
 from pipetrain.model.spec import make_spec
@@ -50,8 +50,9 @@ def train(config: RunConfig) -> Outcome:
         run = prepare(config, group.size)
         data = make_data(config.data, config.seed)
         check_all_read_the_same(data.fingerprint, group)
-        folder = agree_on_folder(
-            config.run_dir, config.experiment, group, again=config.resume == AUTO, announce=announce_run_dir
+        again = config.resume == AUTO
+        folder = stack.enter_context(
+            agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
         steps = _steps(config, run, data, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))

@@ -32,6 +32,7 @@ class Mutant:
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 MARKS = "tests/config/test_marks.py"
+MUSEUM = "tests/test_regressions.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -50,9 +51,8 @@ MUTANTS = (
     Mutant(
         "generators not seeded in R",
         "pipetrain/stage/stage.py",
-        "        seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
-        "        if not held.roots:  # F\n"
-        "            seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
+        "        self._seed(number, given)\n        try:\n            with nullcontext() if",
+        "        try:\n            with nullcontext() if",
         (STAGE, "-k", "linear and recomputed"),
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS = (
     Mutant(
         "R changes the buffers",
         "pipetrain/stage/stage.py",
-        "with_buffers(layer, held.buffers.get(number))",
-        "layer",
+        "            with self._state.as_seen(held.seen):",
+        "            with nullcontext():",
         (STAGE, "-k", "buffers or batch"),
     ),
     Mutant(
@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         "R does not end early",
         "pipetrain/stage/slots.py",
-        "            raise SetComplete\n",
-        "            return\n",
+        "        if self._stop is Stop.AT_LAYER and self._filled >= self._end:",
+        "        if False:",
         (STAGE, "-k", "last_slot"),
     ),
     Mutant(
@@ -250,6 +250,196 @@ MUTANTS = (
         "                self._monitor.lost(what, self.peer, error)\n",
         "",
         ("tests/runtime/test_failures.py", "-k", "killed_from_outside and 1"),
+    ),
+    Mutant(
+        "a full slot is not read inside F",
+        "pipetrain/stage/slots.py",
+        "            if slot.tensor is None:\n                self.wanted",
+        "            if True:\n                self.wanted",
+        (MUSEUM, "-k", "through_an_earlier_layer and never"),
+    ),
+    Mutant(
+        "layers whose slots are read in F stay late-bound",
+        "pipetrain/stage/slots.py",
+        "            self._whole.update(range(first, reader + 1))",
+        "            self._whole.add(reader)",
+        (MUSEUM, "-k", "through_an_earlier_layer and always"),
+    ),
+    Mutant(
+        "what a layer that runs again has changed stays",
+        "pipetrain/stage/stage.py",
+        "        self._state.put_layer_back(number, before, at_layer)\n",
+        "",
+        (MUSEUM, "-k", "inside_a_layer_with_state"),
+    ),
+    Mutant(
+        "a layer that runs again has other random numbers",
+        "pipetrain/stage/stage.py",
+        "        self._seed(number, given)\n        self._gradients.start()",
+        "        self._gradients.start()",
+        (MUSEUM, "-k", "inside_a_layer_with_state"),
+    ),
+    Mutant(
+        "a layer may catch the wish for a gradient",
+        "pipetrain/stage/stage.py",
+        "            if late.wanted is None and not late.hooks_refused:\n                return output",
+        "            return output",
+        (MUSEUM, "-k", "catches_what"),
+    ),
+    Mutant(
+        "a layer may catch what torch.func says",
+        "pipetrain/stage/stage.py",
+        "late.listening_to_functorch() if look else nullcontext()",
+        "nullcontext()",
+        (MUSEUM, "-k", "says_of_hooks"),
+    ),
+    Mutant(
+        "R goes on after its last slot",
+        "pipetrain/stage/slots.py",
+        "        if self._is_complete:\n            raise SetComplete\n        number",
+        "        number",
+        (MUSEUM, "-k", "catches_the_end"),
+    ),
+    Mutant(
+        "a mismatch that a layer catches is forgotten",
+        "pipetrain/stage/slots.py",
+        "        if self._failure is not None:\n            raise self._failure",
+        "        if False:\n            raise self._failure",
+        (MUSEUM, "-k", "mismatch_that_a_layer"),
+    ),
+    Mutant(
+        "R ends at its last slot although an operation fills it later",
+        "pipetrain/stage/proof.py",
+        "            self.stop = max(self.stop, Stop.AT_LAYER)",
+        "            pass",
+        (MUSEUM, "-k", "operation_that_fills and always"),
+    ),
+    Mutant(
+        "R ends at its last slot without a proof",
+        "pipetrain/stage/stage.py",
+        "Stop.AT_LAYER if self._stop is None else self._stop",
+        "self._stop or Stop.AT_SLOT",
+        (MUSEUM, "-k", "operation_that_fills and unproved"),
+    ),
+    Mutant(
+        "R ends before the layer that changes what is saved",
+        "pipetrain/stage/proof.py",
+        "            self.stop = Stop.AT_END",
+        "            pass",
+        (MUSEUM, "-k", "later_layer_changes"),
+    ),
+    Mutant(
+        "other values of R are not noticed",
+        "pipetrain/stage/proof.py",
+        "            if _differ(*pair):\n                self._deferred",
+        "            if False:\n                self._deferred",
+        (MUSEUM, "-k", "other_values"),
+    ),
+    Mutant(
+        "values that differ are not looked at again at the end",
+        "pipetrain/stage/proof.py",
+        "differing = [pair for pair in self._deferred if _differ(*pair)]",
+        "differing = list(self._deferred)",
+        (MUSEUM, "-k", "later_layer_changes"),
+    ),
+    Mutant(
+        "a proved set shares its buffers with later forwards",
+        "pipetrain/stage/stage.py",
+        "self._state.live_storages() if prove else",
+        "frozenset() if prove else",
+        (STAGE, "-k", "proof_finds_nothing"),
+    ),
+    Mutant(
+        "backward in a forward is not noticed",
+        "pipetrain/stage/stage.py",
+        "        self._gradients.check(self._name_of(number))\n",
+        "",
+        (MUSEUM, "-k", "backward_inside"),
+    ),
+    Mutant(
+        "a stage whose output needs no gradient holds nothing",
+        "pipetrain/stage/stage.py",
+        "        if has_backward or any(wants):",
+        "        if any(wants):",
+        (MUSEUM, "-k", "output_needs_no_gradient and not rank"),
+    ),
+    Mutant(
+        "a loss without a gradient is let pass",
+        "pipetrain/stage/stage.py",
+        "            raise ValueError(_LOSS_WITHOUT_GRADIENT)",
+        "            pass",
+        (MUSEUM, "-k", "loss_that_needs_no"),
+    ),
+    Mutant(
+        "a kind of step is proved once for all",
+        "pipetrain/runtime/proving.py",
+        "        kind = (signature, *self._flags())",
+        "        kind = signature",
+        ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
+    ),
+    # One run per folder, ranges, and what does not run yet.
+    Mutant(
+        "a folder is nobody's claim",
+        "pipetrain/observe/claim.py",
+        "                fcntl.lockf(file, (fcntl.LOCK_SH if only_look else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
+        "                pass",
+        ("tests/observe/test_claim.py", "-k", "second_run"),
+    ),
+    Mutant(
+        "a lock on a file that is gone",
+        "pipetrain/observe/claim.py",
+        "if only_look or _is_still(path, file):",
+        "if True:",
+        ("tests/observe/test_claim.py", "-k", "gone_is_no_claim"),
+    ),
+    Mutant(
+        "nobody waits for a killed run",
+        "pipetrain/observe/claim.py",
+        "    if not again:\n        return _GLANCE_SECONDS",
+        "    if True:\n        return _GLANCE_SECONDS",
+        ("tests/observe/test_claim.py", "-k", "goes_on_waits"),
+    ),
+    Mutant(
+        "the name of a folder is chosen, and not taken",
+        "pipetrain/observe/folder.py",
+        "exist_ok=run_dir is not None)",
+        "exist_ok=True)",
+        ("tests/test_regressions.py", "-k", "one_second"),
+    ),
+    Mutant(
+        "a run does not claim its folder",
+        "pipetrain/loop/agree.py",
+        "    with claimed(folder.path, again=again):",
+        "    with contextlib.nullcontext():",
+        ("tests/train/test_cli.py", "-k", "claimed"),
+    ),
+    Mutant(
+        "nan is within a range",
+        "pipetrain/config/limits.py",
+        "(_is_finite(value) and self.holds(value))",
+        "self.holds(value)",
+        (MARKS,),
+    ),
+    Mutant(
+        "costs may be nan",
+        "pipetrain/schedule/costs.py",
+        "            if not all(0 <= entry < math.inf for entry in values):",
+        "            if any(entry < 0 for entry in values):",
+        ("tests/test_regressions.py", "-k", "costs_are_finite"),
+    ),
+    Mutant(
+        "a schedule of any size",
+        "pipetrain/schedule/schedule_spec.py",
+        "if stages * microbatches > MOST_PASSES:",
+        "if False:",
+        ("tests/test_regressions.py", "-k", "too_large"),
+    ),
+    Mutant(
+        "ops that do not run are found by the ranks",
+        "pipetrain/prepare.py",
+        "    refuse_unknown_kinds(schedule)\n",
+        "",
+        ("tests/test_regressions.py", "-k", "does_not_run_yet"),
     ),
 )
 

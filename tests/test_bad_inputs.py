@@ -106,7 +106,32 @@ RANGES = [
     train("steps=0", "steps=0", "1 or more"),
     train("seed=-1", "seed=-1", "0 or more"),
     train("timeout_seconds=0", "timeout_seconds=0", "more than 0"),
-    train("timeout_seconds=nan", "timeout_seconds=nan", "more than 0"),
+    train("timeout_seconds=nan", "timeout_seconds=nan", "finite", "more than 0"),
+    train("timeout_seconds=1e300", "timeout_seconds=1e+300", "31622400 at most"),
+    train("seed=99999999999999999999", "seed=99999999999999999999", "at most"),
+    train("threads_per_rank=99999999", "threads_per_rank=99999999", "1024 at most"),
+    train("model.num_blocks=99999999", "model.num_blocks=99999999", "10000 at most"),
+    train("model.rope_base=inf", "model.rope_base=inf", "finite"),
+    train("data.heldout_bytes=0", "data.heldout_bytes=0", "1 or more"),
+    train("pipeline.num_stages=99999999", "pipeline.num_stages=99999999", "4096 at most"),
+    train("pipeline.stages_per_rank=99999999", "pipeline.stages_per_rank=99999999", "4096 at most"),
+    train("cluster.num_nodes=99999999", "cluster.num_nodes=99999999", "4096 at most"),
+    train("cluster.num_nodes=4096 cluster.gpus_per_node=4096", "16777216 stages", "too many", "4096"),
+    train(
+        "pipeline.num_microbatches=99999999 data.batch_size=99999999",
+        "pipeline.num_microbatches=99999999 with 2 stages",
+        "131072 at most",
+    ),
+    *(
+        Row(f"show cost.{name}_seconds={seconds}", (f"cost.{name}_seconds={seconds}", "finite", "from 0 to 1000000000"))
+        for name in ("forward", "backward", "recompute", "hop", "input_gradient", "weight_gradient")
+        for seconds in ("nan", "inf")
+    ),
+    Row("show cost.forward_seconds=-1", ("cost.forward_seconds=-1.0", "from 0 to 1000000000")),
+    Row("show cost.forward_seconds=[1,nan]", ("cost.forward_seconds=[1.0, nan]", "finite")),
+    Row("show pipeline.num_stages=99999999", ("pipeline.num_stages=99999999", "4096 at most")),
+    Row("show pipeline.num_microbatches=99999999", ("pipeline.num_microbatches=99999999", "131072 at most")),
+    Row("show cluster.num_nodes=0", ("cluster.num_nodes=0", "1 or more")),
     train("timeout_seconds=inf", "timeout_seconds=inf", "finite"),
     train("engine.name=megatron", "engine.name=megatron", "native or deepspeed"),
     train("optim.name=sgd", "optim.name=sgd", "adamw, deepspeed_cpu_adam, deepspeed_fused_adam"),

@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
+import os
+import pathlib
 import random
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +22,18 @@ import numpy as np
 import pytest
 import torch
 from parity_cases import Case, check_case, rows, run_cases
-from ranks import NEVER_SECONDS, run_ranks
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipetrain.config.load import load
+from pipetrain.observe import folder
+from pipetrain.observe.folder import choose_folder
+from pipetrain.prepare import prepare
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.attributes import StateChanged
@@ -1143,3 +1154,82 @@ def test_one_tensor_twice_at_a_cut(num_ranks: int) -> None:
 
 
 # Arguments. --- (12: 18, 19, 20)
+
+
+def test_two_runs_that_start_in_one_new_folder(tmp_path: pathlib.Path) -> None:
+    """Symptom: two runs started in the same new `run_dir` at the same moment both ran, and wrote over each other.
+
+    Cause: a folder was taken once `config.yaml` lay in it, which is written long after it was looked for.
+    """
+    (tmp_path / "text.txt").write_text("a stage waits for a stage that runs " * 500)
+    options = ["experiment=smoke", "data=text", "data.path=text.txt", "pipeline.num_stages=1", "steps=2", "run_dir=new"]
+    root = str(pathlib.Path(__file__).resolve().parents[1])
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pipetrain.train", *options],
+            cwd=tmp_path,
+            env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ends = sorted((run.communicate(timeout=PATIENCE_SECONDS)[1], run.returncode) for run in runs)
+    assert sorted(code for _, code in ends) == [0, 2], ends
+    (told,) = (error for error, code in ends if code == 2)
+    # Where one has ended before the other begins, that finds its configuration.
+    assert "another run is in this folder" in told or "there is a run in this folder" in told
+
+
+def test_two_runs_without_a_folder_that_start_in_one_second(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: two runs without `run_dir` that started in the same second could share a folder.
+
+    Cause: a free name was chosen first, and its folder made later.
+    """
+    monkeypatch.chdir(tmp_path)
+    taken = choose_folder(None, "run").path
+    names = iter([taken, taken, taken.with_name("next")])
+    monkeypatch.setattr(folder, "choose_folder", lambda *_: folder.RunFolder(next(names)))
+    assert folder.reserve_folder(None, "run").path == taken
+    assert folder.reserve_folder(None, "run").path == taken.with_name("next")
+
+
+@pytest.mark.parametrize("field", ["forward", "backward", "recompute", "hop", "input_gradient", "weight_gradient"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, [1.0, math.nan]])
+def test_costs_are_finite(field: str, seconds: float | list[float]) -> None:
+    """Symptom: `pipetrain show cost.forward_seconds=nan` never ended.
+
+    Cause: no time is later than nan, so the simulated step had no next moment.
+    """
+    with pytest.raises(ValueError, match=f"cost.{field}_seconds=.*(nan|inf|-1)"):
+        Costs.spread(2 + (field == "hop"), **{field: seconds})
+    with pytest.raises(ValueError, match=r"recompute=\[nan\]: costs are finite numbers, 0 or more"):
+        Costs((1.0,), (1.0,), (math.nan,), (), ())
+
+
+def test_a_schedule_that_is_too_large_is_refused() -> None:
+    """Symptom: `pipetrain show pipeline.num_stages=99999999` never ended, nor did a schedule of so many microbatches.
+
+    Cause: there was no limit, and every op of it was to be made.
+    """
+    with pytest.raises(ValueError, match=r"99999999 stages .* are too many: allowed are 4096"):
+        make_schedule(num_stages=99999999, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"num_microbatches=99999999 with 4 stages.*=32768"):
+        make_schedule(num_stages=4, num_microbatches=99999999)
+
+
+def test_what_does_not_run_yet_is_refused_before_a_process_starts() -> None:
+    """Symptom: a run whose schedule has I and W was refused by its ranks, after its run folder was made.
+
+    Cause: only the executor knew which kinds of ops it runs.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write("0F0,0I0,0W0\n")
+        file.flush()
+        options = ["experiment=smoke", f"pipeline.schedule={file.name}", "pipeline.num_microbatches=1"]
+        with pytest.raises(ValueError, match="0I0: the runtime does not run I yet, only F, R, B, SEND_F"):
+            prepare(load([*options, "pipeline.num_stages=1", "recompute=never"]))

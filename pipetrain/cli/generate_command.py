@@ -23,7 +23,8 @@ def _generate(arguments: Arguments) -> int:
     from pipetrain.loop.generate import generate
 
     text = generate(
-        config,
+        config.model,
+        config.data,
         folder.weights,
         arguments.prompt,
         num_tokens=arguments.tokens,

@@ -9,7 +9,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
 from pipetrain.launcher.slurm.script import job_script
 from pipetrain.launcher.slurm.submit import check_commands, how_to_go_on, submit
-from pipetrain.observe.folder import choose_folder
+from pipetrain.observe.folder import choose_folder, reserve_folder
 from pipetrain.observe.output import STDOUT, write_json
 from pipetrain.snapshot.start import AUTO
 
@@ -29,7 +29,7 @@ def submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> 
     """Writes the job script and submits it, or prints it (`--dry-run`); returns the exit code."""
     if not arguments.dry_run:
         check_commands()
-    run_dir = choose_folder(config.run_dir, config.experiment).path
+    run_dir = (choose_folder if arguments.dry_run else reserve_folder)(config.run_dir, config.experiment).path
     script = job_script(
         config.cluster,
         arguments.overrides,

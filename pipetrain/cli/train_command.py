@@ -56,6 +56,7 @@ def check_train(config: RunConfig) -> Run:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
     from pipetrain.engine.available import check_available
+    from pipetrain.observe.claim import check_unclaimed
     from pipetrain.observe.folder import check_free
     from pipetrain.observe.trackers.chosen import check_trackers
     from pipetrain.prepare import prepare
@@ -66,6 +67,7 @@ def check_train(config: RunConfig) -> Run:
     if config.resume != AUTO:
         check_free(config.run_dir)
     check_start(config.resume, config.init_from, config.run_dir)
+    check_unclaimed(config.run_dir, again=config.resume == AUTO)
     check_available(config)
     from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 

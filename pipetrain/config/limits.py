@@ -25,28 +25,43 @@ class Limit:
     told: str
     choices: tuple[str, ...] = ()  # where these are all: the nearest is named
     of_null: bool = False
+    most: float = math.inf  # and the largest number, where that needs a sentence of its own
 
     def problem(self, key: str, value: Any) -> str | None:
         """What to tell a user of `key=value`; None: it is allowed."""
-        if (value is None and not self.of_null) or (self.holds(value) and not _is_infinite(value)):
+        if isinstance(value, (int, float)) and self.most < value < math.inf:
+            return f"{key}={value}: allowed is {self.most} at most"
+        if (value is None and not self.of_null) or (_is_finite(value) and self.holds(value)):
             return None
-        told = self.told.replace("allowed is ", "allowed is a finite number, ") if _is_infinite(value) else self.told
-        return f"{key}={_shown(value)}{told}{nearest(str(value), self.choices)}"
+        if not _is_finite(value):
+            _, _, allowed = self.told.partition("allowed is ")
+            return f"{key}={_shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
+        return f"{key}={_shown(value)}{self.told}{nearest(str(value), self.choices)}"
 
 
-def at_least(least: float, told: str = ": allowed is {} or more") -> Limit:
-    """A number from `least` on."""
-    return Limit(lambda value: value >= least, told.format(least))
+def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
+    """A number from `least` on, to `most`."""
+    return Limit(lambda value: value >= least, told.format(least), most=most)
 
 
-def more_than(bound: float, told: str = ": allowed is more than {}") -> Limit:
-    """A number above `bound`."""
-    return Limit(lambda value: value > bound, told.format(bound))
+def more_than(bound: float, told: str = ": allowed is more than {}", *, most: float = math.inf) -> Limit:
+    """A number above `bound`, to `most`."""
+    return Limit(lambda value: value > bound, told.format(bound), most=most)
 
 
 def within(least: float, most: float) -> Limit:
     """A number from `least` to `most`."""
     return Limit(lambda value: least <= value <= most, f": allowed is from {least} to {most}")
+
+
+def each(least: float, most: float, what: str) -> Limit:
+    """A number from `least` to `most`, or a list of such numbers."""
+
+    def holds(value: Any) -> bool:
+        entries = value if isinstance(value, tuple) else (value,)
+        return all(least <= entry <= most for entry in entries)
+
+    return Limit(holds, f": allowed is {what} from {least} to {most}, or a list of such numbers")
 
 
 def one_of(*words: str) -> Limit:
@@ -80,9 +95,13 @@ _T = TypeVar("_T")
 MayChange = Annotated[_T, Resume.MAY_CHANGE]  # a key without it keeps its value: it is part of what the run computes
 
 
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and math.isinf(value)
+def _is_finite(value: object) -> bool:
+    """Neither inf nor nan, nor a list with one of them; what is no number is."""
+    entries = value if isinstance(value, tuple) else (value,)
+    return all(math.isfinite(entry) for entry in entries if isinstance(entry, float))
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return str(list(value))
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,14 +10,35 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pipetrain.config.limits import Limit, MayChange, at_least, choice_of, matching, more_than, one_of, only, within
+from pipetrain.config.limits import (
+    Limit,
+    MayChange,
+    at_least,
+    choice_of,
+    each,
+    matching,
+    more_than,
+    one_of,
+    only,
+    within,
+)
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
 
-Count = Annotated[int, at_least(1)]
-Amount = Annotated[int, at_least(0)]
-Size = Annotated[int, at_least(1, " must be {} or more")]
+_LARGEST = 2**63 - 1  # the largest integer that torch takes
+_MOST_STAGES = 4096  # of a schedule, and so of ranks
+_YEAR = 366 * 24 * 3600  # seconds
+
+
+def _size(most: int) -> Limit:
+    return at_least(1, " must be {} or more", most=most)
+
+
+Count = Annotated[int, at_least(1, most=_LARGEST)]
+Stages = Annotated[int, at_least(1, most=_MOST_STAGES)]
+Amount = Annotated[int, at_least(0, most=_LARGEST)]
+Size = Annotated[int, _size(2**31 - 1)]
 Name = Annotated[str, matching(r"[\w.@,:+-]+", "a name without spaces")]
 
 _Positive = Annotated[float, more_than(0, " must be greater than {}")]
@@ -36,8 +57,10 @@ class ModelConfig:
 
     # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
     name: str = "llama"
-    num_blocks: Size = 4  # transformer blocks; embedding and head are two more layers of the pipeline
-    hidden_size: Size = 128  # width of the residual stream
+    num_blocks: Annotated[int, _size(10_000)] = (
+        4  # transformer blocks; embedding and head are two more layers of the pipeline
+    )
+    hidden_size: Annotated[int, _size(2**20)] = 128  # width of the residual stream
     num_heads: Size = 4  # query heads per block
     num_kv_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
     # Width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8).
@@ -71,7 +94,7 @@ class DataConfig:
     batch_size: Size = 16  # samples of a whole step, over all replicas
     sequence_length: Size = 256  # tokens per sample that are predicted
     heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) that training never sees
-    heldout_bytes: MayChange[int] = 204_800  # how much of the held-out part an evaluation reads at most
+    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most
 
 
 @dataclass(frozen=True)
@@ -79,8 +102,8 @@ class PipelineConfig:
     """How the model is cut and in which order the ops run."""
 
     schedule: str = "gpipe"  # name of a schedule family, or a CSV file
-    num_stages: Count | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
-    stages_per_rank: Count = 1  # stages that live on one rank (interleaving)
+    num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
+    stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
     # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
     placement: str | tuple[int, ...] = "loop"
     num_microbatches: Count = 8  # slices of a batch
@@ -220,8 +243,8 @@ class ClusterConfig:
 
     # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own.
     name: Annotated[str, one_of("local", "slurm")] = "local"
-    num_nodes: Count = 1  # machines
-    gpus_per_node: Count | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
+    num_nodes: Stages = 1  # machines
+    gpus_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
     # HOST:PORT of the first machine, where several meet; in a job its script sets it.
     rendezvous: _Address | None = None
     # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
@@ -237,16 +260,19 @@ class ClusterConfig:
     options: _Options = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
+_Seconds = Annotated[float | tuple[float, ...], each(0, 10**9, "a time in seconds")]
+
+
 @dataclass(frozen=True)
 class CostConfig:
     """Costs for `show`, in seconds: a number, or a list per stage (hops: per edge)."""
 
-    forward_seconds: float | tuple[float, ...] = 1.0  # F of a stage
-    backward_seconds: float | tuple[float, ...] = 2.0  # B of a stage
-    recompute_seconds: float | tuple[float, ...] = 1.0  # R of a stage
-    input_gradient_seconds: float | tuple[float, ...] | None = None  # I of a stage; None: half of its B
-    weight_gradient_seconds: float | tuple[float, ...] | None = None  # W of a stage; None: half of its B
-    hop_seconds: float | tuple[float, ...] = 0.0  # one boundary tensor to the next stage
+    forward_seconds: _Seconds = 1.0  # F of a stage
+    backward_seconds: _Seconds = 2.0  # B of a stage
+    recompute_seconds: _Seconds = 1.0  # R of a stage
+    input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
+    weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
+    hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
 
 
 @dataclass(frozen=True)
@@ -261,8 +287,8 @@ class RunConfig:
     resume: MayChange[str | None] = None
     # Weights to start from: a snapshot, the folder of a run that is done, a safetensors file.
     init_from: MayChange[str | None] = None
-    timeout_seconds: MayChange[Annotated[float, more_than(0)]] = 600.0  # longest wait for another rank
-    threads_per_rank: MayChange[Count] = 1  # CPU threads of one rank
+    timeout_seconds: MayChange[Annotated[float, more_than(0, most=_YEAR)]] = 600.0  # longest wait for another rank
+    threads_per_rank: MayChange[Annotated[int, at_least(1, most=1024)]] = 1  # CPU threads of one rank
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)

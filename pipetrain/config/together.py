@@ -16,13 +16,15 @@ _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=nativ
 
 
 def check_schedule(config: RunConfig) -> None:
-    """The keys that a schedule is made from: `pipeline` and `recompute`.
+    """The keys that a schedule is made from and simulated on: `pipeline` and `recompute`, `cluster` and `cost`.
 
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
     check_limits(config.pipeline, "pipeline.")
     check_limits(config.recompute, "recompute.")
+    check_limits(config.cluster, "cluster.")
+    check_limits(config.cost, "cost.")
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
         raise ConfigError(
             f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "

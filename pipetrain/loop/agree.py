@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipetrain.group.group import Group
-from pipetrain.observe.folder import RunFolder, choose_folder, sees
+from pipetrain.observe.claim import claimed
+from pipetrain.observe.folder import RunFolder, check_free, reserve_folder, sees
 
 _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
 
@@ -26,31 +28,41 @@ def check_all_read_the_same(fingerprint: str, group: Group) -> None:
         )
 
 
-def agree_on_folder(
+@contextlib.contextmanager
+def agreed_folder(
     run_dir: str | None, experiment: str, group: Group, *, again: bool, announce: Callable[[str], None]
-) -> RunFolder:
-    """Rank 0 chooses and makes the folder, and announces its path; the others are told, also what went wrong.
+) -> Iterator[RunFolder]:
+    """Rank 0 chooses, makes and claims the folder, and announces its path; the others are told, also what went wrong.
 
-    `again`: a run may be in it, which goes on.
+    It is claimed until the block ends. `again`: a run may have been in it, which goes on.
 
     Raises:
-        ValueError: it cannot be made, or not every machine sees it; on every rank.
+        ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
     """
-    chosen, problem = "", ""
-    if group.rank == 0:
-        try:
-            folder = choose_folder(run_dir, experiment)
-            folder.create(again=again)
-            chosen = str(folder.path)
-            announce(chosen)
-        except ValueError as error:
-            problem = str(error)
-    chosen, problem = group.from_first((chosen, problem))
-    if problem:
-        raise ValueError(problem)
-    if group.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        check_shared(Path(chosen), group)
-    return RunFolder(Path(chosen))
+    with contextlib.ExitStack() as stack:
+        chosen, problem = "", ""
+        if group.rank == 0:
+            try:
+                chosen = str(stack.enter_context(_claimed_folder(run_dir, experiment, again=again)).path)
+                announce(chosen)
+            except ValueError as error:
+                problem = str(error)
+        chosen, problem = group.from_first((chosen, problem))
+        if problem:
+            raise ValueError(problem)
+        if group.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            check_shared(Path(chosen), group)
+        yield RunFolder(Path(chosen))
+
+
+@contextlib.contextmanager
+def _claimed_folder(run_dir: str | None, experiment: str, *, again: bool) -> Iterator[RunFolder]:
+    if not again:
+        check_free(run_dir)
+    folder = reserve_folder(run_dir, experiment)
+    with claimed(folder.path, again=again):
+        folder.create(again=again)  # which looks once more: a run may have come and gone before the claim
+        yield folder
 
 
 def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_SECONDS) -> None:

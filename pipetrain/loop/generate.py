@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import DataConfig, ModelConfig
 from pipetrain.data.tokenizer import make_tokenizer
 from pipetrain.model.spec import make_spec
 from pipetrain.snapshot.weights import load_weights
 
 
 def generate(
-    config: RunConfig, weights: Path, prompt: str, *, num_tokens: int, temperature: float = 1.0, seed: int = 0
+    config: ModelConfig,
+    data: DataConfig,
+    weights: Path,
+    prompt: str,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
 ) -> str:
-    """`prompt` and up to `num_tokens` tokens after it, drawn by the model of `config` with the `weights` of a run.
+    """`prompt` and up to `num_tokens` tokens after it, drawn by the model of `config` with the `weights` of a run on `data`.
 
     Temperature 0 takes the likeliest token each time.
 
@@ -26,14 +34,16 @@ def generate(
     """
     if not prompt:
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
-    if num_tokens < 1 or temperature < 0.0:
+    if num_tokens < 1 or not 0.0 <= temperature < math.inf:
         raise ValueError(f"--tokens={num_tokens} --temperature={temperature}: at least 1 token, temperature 0 or more")
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    spec = make_spec(config.model, tokenizer.vocabulary_size)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed={seed}: allowed is from 0 to {2**63 - 1}")
+    tokenizer = make_tokenizer(data.tokenizer)
+    spec = make_spec(config, tokenizer.vocabulary_size)
     model = nn.Sequential(*spec.build(0, spec.num_layers))
     load_weights(weights, model, spec)
     start = tokenizer.encode(prompt.encode()).to(torch.int64)
-    drawn = _draw(model.eval(), start, num_tokens, temperature, seed, config.data.sequence_length)
+    drawn = _draw(model.eval(), start, num_tokens, temperature, seed, data.sequence_length)
     return prompt + tokenizer.decode(drawn)
 
 

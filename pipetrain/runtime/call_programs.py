@@ -7,9 +7,8 @@ import hashlib
 import os
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.executor import refuse_unknown_kinds
 from pipetrain.runtime.program import Program
-from pipetrain.schedule.check import check
+from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.families import Generator
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane

@@ -20,7 +20,6 @@ from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput, StageOutput
 from pipetrain.transport.forms import spec_text, structure
@@ -263,7 +262,7 @@ class Executor:
         self._results.clear()
 
 
-# What the executor does in an op of each kind: a new kind is one entry here, one method above, and what its stage does.
+# What the executor does in an op of each kind that `runs` by its row: a new kind is one entry here, one method above, and what its stage does.
 _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
@@ -273,17 +272,3 @@ _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.RECV_F: Executor._receive,
     Kind.RECV_B: Executor._receive,
 }
-
-
-def refuse_unknown_kinds(schedule: Schedule) -> None:
-    """Every rank refuses what one of them could not run.
-
-    Raises:
-        ValueError: an op of a kind that schedules know and this executor does not.
-    """
-    unknown = next((op for _, _, op in schedule.ops() if op.kind not in _TABLE), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(_TABLE)}; such a schedule can be "
-            "simulated and drawn: train with one whose backward is B alone"
-        )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.messages import partner_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -41,6 +41,21 @@ def check(schedule: Schedule, *, max_stash: int | None = None) -> None:
             sentence = "No stage holds more microbatches between F and B than its stash allows."
             first = schedule.way(Direction.FORWARD, stage, 0)[0]
             raise _error(schedule, sentence, first, f"stage {stage} holds {count}, allowed {max_stash}")
+
+
+def refuse_unknown_kinds(schedule: Schedule) -> None:
+    """What can be drawn and simulated and not be run: for whoever wants to run it, before anything starts.
+
+    Raises:
+        ValueError: an op of a kind that the executor does not know.
+    """
+    unknown = next((op for _, _, op in schedule.ops() if not op.kind.row.runs), None)
+    if unknown is not None:
+        known = kinds_where(lambda row: row.runs)
+        raise ValueError(
+            f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(kind for kind in Kind if kind in known)}; "
+            "such a schedule can be simulated and drawn: train with one whose backward is B alone"
+        )
 
 
 def _error(schedule: Schedule, sentence: str, op: Op, fault: str) -> ScheduleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ class Costs:
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
+
+    Raises:
+        ValueError: a number that is negative, nan or infinite.
     """
 
     forward: tuple[float, ...]
@@ -31,6 +35,14 @@ class Costs:
     set_bytes: tuple[float, ...] = ()
     input_gradient: tuple[float, ...] = ()
     weight_gradient: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            entries = getattr(self, field.name)
+            if not all(0 <= entry < math.inf for entry in entries):
+                raise ValueError(
+                    f"{field.name}={list(entries)}: costs are finite numbers, 0 or more, in seconds or bytes"
+                )
 
     @property
     def num_stages(self) -> int:
@@ -65,7 +77,7 @@ class Costs:
         """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B.
 
         Raises:
-            ValueError: a list of the wrong length, or a negative number; the message names the key as `show` spells it.
+            ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.
         """
 
         def fill(key: str, value: Spread | None, count: int, what: str) -> tuple[float, ...]:
@@ -76,8 +88,8 @@ class Costs:
             )
             if len(values) != count:
                 raise ValueError(f"cost.{key} has {len(values)} numbers; give one number, or {count} (one per {what})")
-            if any(entry < 0 for entry in values):
-                raise ValueError(f"cost.{key}={list(values)} holds a negative time; times are in seconds, 0 or more")
+            if not all(0 <= entry < math.inf for entry in values):
+                raise ValueError(f"cost.{key}={list(values)}: times are finite, in seconds, 0 or more")
             return values
 
         hops = fill("hop_seconds", hop, num_stages - 1, "edge between stages")

@@ -95,6 +95,7 @@ class KindRow:
     cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
     looks: str | None = None  # how it is drawn, a name in timeline/draw/palette.py; None: not at all
     in_csv: bool = False  # whether a schedule's file holds it
+    runs: bool = True  # whether the executor has an entry for it
 
     def lane_in(self, overlap: bool) -> Lane:
         """Its lane, where recomputation overlaps or where it does not."""
@@ -143,6 +144,7 @@ _ROWS: Mapping[Kind, KindRow] = {
         cost="input_gradient",
         looks="input gradient",
         in_csv=True,
+        runs=False,
     ),
     Kind.W: KindRow(
         Lane.COMPUTE,
@@ -152,6 +154,7 @@ _ROWS: Mapping[Kind, KindRow] = {
         cost="weight_gradient",
         looks="weight gradient",
         in_csv=True,
+        runs=False,
     ),
     Kind.SEND_F: KindRow(
         Lane.SEND, direction=Direction.FORWARD, meets=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
@@ -161,8 +164,8 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, meets=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
-    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True),
-    Kind.STEP: KindRow(Lane.REDUCE, per_stage=True),
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, runs=False),
+    Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 
 # How a microbatch passes a stage in each direction: through all ops of one of these ways, in this order. The first takes

@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Sequence
 
 Placement = str | Sequence[int]
+MOST_STAGES = 4096  # a schedule of more takes minutes to make, to check and to draw
 
 
 def _loop(stage: int, num_ranks: int) -> int:
@@ -38,6 +39,10 @@ def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None 
         raise ValueError("pipeline.placement=[] names no rank; give the rank of each stage, as in [0,1,1,0]")
     if num_stages < 1:
         raise ValueError(f"pipeline.num_stages={num_stages}: at least 1 is needed")
+    if num_stages > MOST_STAGES and isinstance(placement, str):
+        raise ValueError(
+            f"{num_stages} stages (pipeline.num_stages, or ranks x pipeline.stages_per_rank) are too many: allowed are {MOST_STAGES}"
+        )
     if isinstance(placement, str):
         ranks = num_stages if num_ranks is None else num_ranks
         rank_of = _named(placement)

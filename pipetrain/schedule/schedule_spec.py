@@ -11,6 +11,9 @@ from pipetrain.schedule.families import WITH_WARMUP, Generator, Shape
 from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
 
+# Stages x microbatches. A schedule of so many is made, checked and simulated in half a minute, one of ten times as many in ten.
+MOST_PASSES = 2**17
+
 
 @dataclass(frozen=True)
 class ScheduleSpec:
@@ -78,6 +81,11 @@ class ScheduleSpec:
         assert set(self.stage_ranks) == set(range(ranks_named_in(self.stage_ranks)))
         if microbatches < 1:
             raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
+        if stages * microbatches > MOST_PASSES:
+            raise ValueError(
+                f"pipeline.num_microbatches={microbatches} with {stages} stages: stages x microbatches may be {MOST_PASSES} at most, "
+                f"which makes pipeline.num_microbatches={max(1, MOST_PASSES // stages)}"
+            )
         if not 0 <= self.first_backward <= stages:
             raise ValueError(f"first_backward={self.first_backward}: a stage, or num_stages={stages} for forwards only")
         if self.transport_ahead < 0:

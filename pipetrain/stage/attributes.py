@@ -327,6 +327,8 @@ class _Contents(_Note):
         now, before = self._read(), self._contents
         keys = [key for key in now if key not in before]
         keys += [key for key, value in before.items() if key not in now or not _same(now[key], value)]
+        if not keys and list(now) != list(before):  # another order
+            return [self._name]
         return [self._access.name(self._name, key) for key in keys]
 
     def settle(self) -> None:

@@ -218,8 +218,9 @@ class LateBoundSet:
         self._signatures.append(_signature(tensor))
         if self._fills:
             slot.fill(tensor)
-        witness = _witness(tensor) if slot.tensor is None else slot.tensor
-        self._witnesses.append((slot.number, tensor._version, witness))
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            witness = _witness(tensor) if slot.tensor is None else slot.tensor
+            self._witnesses.append((slot.number, tensor._version, witness))
         return slot
 
     def _unpack(self, slot: Slot) -> Tensor:

@@ -1,20 +1,48 @@
 """The marks beside the fields of the records: the values that a key may have, and what a run that goes on must keep."""
 
+import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import pytest
 
-from pipetrain.config.limits import Limit, MayChange, at_least, choice_of, matching, more_than, one_of, only, within
+from pipetrain.config.limits import (
+    Limit,
+    MayChange,
+    at_least,
+    choice_of,
+    each,
+    matching,
+    more_than,
+    one_of,
+    only,
+    within,
+)
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import check_limits, guarded_keys, keys, limits
+from pipetrain.schedule.placement import MOST_STAGES
 
 # the limit -> values that it takes, values that it refuses, what is told of the first of these
 LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
     "at least": (at_least(1), [1, 2, None], [0, -1], "k=0: allowed is 1 or more"),
     "more than": (more_than(0), [0.1], [0.0, float("nan")], "k=0.0: allowed is more than 0"),
     "finite": (at_least(0), [1e300], [float("inf")], "k=inf: allowed is a finite number, 0 or more"),
+    "at most": (at_least(1, most=9), [9], [10], "k=10: allowed is 9 at most"),
+    "not a number": (at_least(0, " must be {} or more"), [0.0], [float("nan")], "k=nan: allowed is a finite number"),
+    "each": (
+        each(0, 9, "a time"),
+        [1, (0, 9.0)],
+        [(1, -1)],
+        "k=[1, -1]: allowed is a time from 0 to 9, or a list of such numbers",
+    ),
+    "each finite": (
+        each(0, 9, "a time"),
+        [()],
+        [(1, float("nan"))],
+        "k=[1, nan]: allowed is a finite number, a time from 0 to 9, or a list of such numbers",
+    ),
     "within": (within(0, 1), [0, 1], [1.1, -0.1], "k=1.1: allowed is from 0 to 1"),
     "one of": (one_of("a", "b", "c"), ["b"], ["d"], "k=d: allowed is a, b or c"),
     "choice": (choice_of("stop", "skip"), ["skip"], ["skp"], "k=skp: allowed are stop, skip; did you mean 'skip'?"),
@@ -83,3 +111,26 @@ def test_marks_do_not_change_types_or_defaults() -> None:
     check_limits(RunConfig())
     with pytest.raises(ConfigError, match="steps=0: allowed is 1 or more"):
         check_limits(replace(RunConfig(), steps=0))
+
+
+# Numbers among words, which the schedule and the plan know: they check both together.
+WITHOUT_A_RANGE = {"pipeline.placement", "pipeline.balance", "pipeline.warmup"}
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key for key, kind in keys().items() if {"int", "float"} & set(re.findall(r"\w+", str(kind)))}
+    assert len(numbers) > 50
+    assert sorted(numbers - limits().keys()) == sorted(WITHOUT_A_RANGE)
+
+
+def test_no_number_may_be_infinite() -> None:
+    """Whatever a range says: nan passes `not value < least`, and inf every bound from below."""
+    for key, limit in limits().items():
+        for value in (math.nan, math.inf, -math.inf):
+            refusal = limit.problem(key, value)
+            assert refusal is not None, key
+            assert refusal.startswith(f"{key}={value}"), key
+
+
+def test_as_many_stages_as_a_schedule_may_have() -> None:
+    assert limits()["pipeline.num_stages"].most == MOST_STAGES

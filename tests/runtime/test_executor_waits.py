@@ -12,9 +12,9 @@ from in_process import InProcessRun, mean_square
 from random_schedules import random_schedules
 from torch import nn
 
-from pipetrain.runtime.executor import refuse_unknown_kinds
+from pipetrain.runtime.executor import _TABLE
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.check import check
+from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.families import ComputeLanes, Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -73,6 +73,10 @@ def test_kinds_that_do_not_run_are_refused_by_every_rank() -> None:
     lanes = ({**half.lanes[0], Lane.COMPUTE: (*half.lane(0, Lane.COMPUTE), Op.parse("0W1"))}, half.lanes[1])
     with pytest.raises(ValueError, match="0W1: the runtime does not run W yet"):
         refuse_unknown_kinds(dataclasses.replace(half, lanes=lanes))
+
+
+def test_the_rows_say_which_kinds_run() -> None:
+    assert {kind for kind in Kind if kind.row.runs} == set(_TABLE)
 
 
 def run_two_steps(schedule: Schedule, source: random.Random, *, buffered: bool) -> None:

@@ -27,7 +27,13 @@ def batch(rows: int = 11, width: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
 
 
-def check_parity(make_layers: Callable[[], Sequence[nn.Module]], balance: Sequence[int], *, keep: bool) -> None:
+def check_parity(
+    make_layers: Callable[[], Sequence[nn.Module]],
+    balance: Sequence[int],
+    *,
+    keep: bool,
+    prove: Callable[[int], bool] = lambda microbatch: False,
+) -> None:
     """Two steps: loss, gradients (which add up) and buffers equal; nothing is held afterwards."""
     torch.manual_seed(0)
     reference, ours = twins(make_layers())
@@ -36,7 +42,7 @@ def check_parity(make_layers: Callable[[], Sequence[nn.Module]], balance: Sequen
     stages = make_stages(list(ours), balance, mean_square, meter)
     for step in range(2):
         expected = reference_step(reference, mean_square, inputs.clone(), targets, num_microbatches=M, step=step)
-        loss = run_step(stages, inputs.clone(), targets, M, keep=lambda microbatch: keep, step=step)
+        loss = run_step(stages, inputs.clone(), targets, M, keep=lambda microbatch: keep, prove=prove, step=step)
         assert torch.equal(loss, expected)
         for (name, theirs), parameter in zip(reference.named_parameters(), ours.parameters()):
             assert (parameter.grad is None) == (theirs.grad is None), name
@@ -146,6 +152,12 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_the_reference(name: str, balance: Sequence[int], keep: bool) -> None:
     check_parity(LAYERS[name], balance, keep=keep)
+
+
+@pytest.mark.parametrize("proved", [[0], [2], range(M)], ids=["first", "third", "every"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_proof_finds_nothing_where_nothing_is(name: str, proved: Sequence[int]) -> None:
+    check_parity(LAYERS[name], [2, 4], keep=False, prove=lambda microbatch: microbatch in proved)
 
 
 # A gradient inside forward --------------------------------------------------------------------------------------------

@@ -64,11 +64,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
     "a torch generator": (torch.Generator, lambda thing: torch.rand(1, generator=thing.a), lambda a: a.get_state().tolist()),
     "a Python generator": (lambda: random.Random(1), lambda thing: thing.a.random(), lambda a: a.getstate()),
     "an argument of a partial": (lambda: partial(print, [1]), lambda thing: thing.a.args[0].append(2), lambda a: list(a.args[0])),
-    "the object of a method": (lambda: Thing(b=1).__eq__, lambda thing: None, lambda a: None),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in CHANGES if name != "the object of a method"])
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noted_seen_as_it_was_and_put_back(name: str) -> None:
     make, change, value = CHANGES[name]
     thing = Thing(a=make(), other=[3])
@@ -76,7 +75,7 @@ def test_a_change_is_noted_seen_as_it_was_and_put_back(name: str) -> None:
     noted = Attributes([("thing", thing)])
     assert noted.changed() == []
     change(thing)
-    after = sorted(vars(thing))
+    after = sorted(vars(thing)), value(vars(thing).get("a", kept))
     assert len(noted.changed()) >= 1
     withdraw = noted.stand_in()
     assert value(thing.a) == before
@@ -84,8 +83,7 @@ def test_a_change_is_noted_seen_as_it_was_and_put_back(name: str) -> None:
     assert noted.changed() == []
     change(thing)  # what R does leaves no trace
     withdraw()
-    assert sorted(vars(thing)) == after
-    assert len(noted.changed()) >= 1
+    assert (sorted(vars(thing)), value(vars(thing).get("a", kept))) == after
 
 
 def test_what_r_changes_is_undone() -> None:

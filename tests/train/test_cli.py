@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from claims import claim_elsewhere
 
+from pipetrain import train as rank
 from pipetrain.cli.main import COMMANDS, main
+from pipetrain.launcher import launch
 
 MISTAKES = {
     "unknown key": ["train", "recompute.mod=inline"],
@@ -169,3 +173,28 @@ def test_costs_of_a_split_backward_reach_the_simulation(
         assert main(["show", "--json", *options, *overrides]) == 0
         figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
     assert figures == [5.0, 9.0, 9.0]  # 2 F, 2 I and the W of stage 0, one after the other; I and W take half of B each
+
+
+@pytest.mark.parametrize("command", ["launcher", "rank"])
+def test_a_folder_that_another_run_has_claimed(
+    command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a process starts where the other run is there already, and by rank 0 where both have just begun."""
+    (tmp_path / "text.txt").write_text("a stage waits for a stage that runs " * 500)
+    (tmp_path / "run").mkdir()
+    options = ["experiment=smoke", "data=text", f"data.path={tmp_path / 'text.txt'}", f"run_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    other = claim_elsewhere(tmp_path / "run")
+    try:
+        if command == "launcher":
+            code = main(["train", *options])
+        else:
+            code = rank.main([*options, "pipeline.num_stages=1", "steps=1", "observe.progress=false"])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        other.communicate("end\n")
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"another run is in this folder (process {other.pid} on " in line
+    assert list((tmp_path / "run").iterdir()) == []
