@@ -756,6 +756,43 @@ def deque_of_tensors(layer: Any) -> Tensor:
     return torch.stack(list(layer.table["recent"])).sum()
 
 
+NUM_CALLS = 0
+
+
+class CountsGlobally(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global NUM_CALLS
+        NUM_CALLS += 1
+        return x * x * (1 + 0.1 * (NUM_CALLS % 7))
+
+
+def counts_in_a_function() -> nn.Module:
+    calls = 0
+
+    class CountsThere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x * x * (1 + 0.1 * calls)
+
+    return CountsThere()
+
+
+def test_a_counter_outside_of_the_layer() -> None:
+    """Symptom and cause: as below, for a variable of the module or of the function in which the class is."""
+    global NUM_CALLS
+    check_state(lambda: [counts_in_a_function(), nn.Linear(4, 4)])
+    ours = nn.Sequential(nn.Linear(4, 4), CountsGlobally(), nn.Linear(4, 4))
+    theirs = copy.deepcopy(ours)
+    NUM_CALLS = 0
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        found = pipeline.step(*batch())
+    assert NUM_CALLS == 3
+    NUM_CALLS = 0
+    assert torch.equal(found, reference_step(theirs, mean_square, *batch(), num_microbatches=3))
+    assert_same_gradients(ours, theirs)
+
+
 STATE = [
     counter,
     counter_in_a_dict,
@@ -961,6 +998,31 @@ def test_a_cache_that_is_filled_when_needed() -> None:
             return x * x * self.cache[len(x)] * self.table[: len(x)]
 
     check_state(lambda: [Rotates(), nn.Linear(4, 4)])
+
+
+def test_a_lazy_layer_in_the_model_is_named() -> None:
+    """Symptom: "Attempted to use an uninitialized parameter". Cause: nobody asked whether parameters have a shape."""
+    with pytest.raises(ValueError, match=r"layer 1 \(LazyLinear\).weight has no shape yet, as in a LazyLinear"):
+        Pipeline([nn.Linear(4, 4), nn.LazyLinear(4)], mean_square, num_microbatches=3)
+
+
+def test_nested_buffers() -> None:
+    """Symptom: NotImplementedError or RuntimeError of torch. Cause: the meter asked a nested tensor for its storage."""
+
+    class Nested(nn.Module):
+        def __init__(self, layout: torch.layout) -> None:
+            super().__init__()
+            self.register_buffer(
+                "rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout), persistent=False
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x * self.rows.unbind()[0].sum()
+
+    for layout in (torch.jagged, torch.strided):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a prototype
+            check_state(lambda layout=layout: [Nested(layout), nn.Linear(4, 4)], ["overlap", "never"])
 
 
 def test_a_lazy_layer_somewhere_in_the_process() -> None:

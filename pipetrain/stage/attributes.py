@@ -7,6 +7,8 @@ are put back.
 
 from __future__ import annotations
 
+import dis
+import functools
 import random
 import sys
 import types
@@ -185,6 +187,19 @@ class Attributes:
         self._notes.append(_Contents(name, kind, _ClassAccess))
         for key, value in _data_of(kind).items():
             self._look(f"{name}.{key}", value, 1)
+        for function in vars(kind).values():
+            if isinstance(function, types.FunctionType):
+                self._note_variables(name, function)
+
+    def _note_variables(self, name: str, function: types.FunctionType) -> None:
+        """Numbers and texts outside of the class that a method rebinds; a list or dict out there is not the layer's state."""
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if all(type(value) in _ATOMS for value in _CellAccess.read(cell).values()):
+                self._notes.append(_Contents(f"{name}: {key}", cell, _CellAccess))
+        names = function.__globals__
+        for key in _rebound(function.__code__):
+            if type(names.get(key)) in _ATOMS:
+                self._notes.append(_Contents(f"{name}: {key}", _Variable(names, key), _CellAccess))
 
     def _note_function(self, name: str, function: types.FunctionType, depth: int) -> None:
         if not _is_of_the_user(function):
@@ -279,6 +294,28 @@ class _CellAccess(_NamespaceAccess):
     @staticmethod
     def name(owner: str, key: Any) -> str:  # noqa: ARG004, a cell has one variable
         return owner
+
+
+@dataclass
+class _Variable:
+    """A global variable, read and written as a cell is."""
+
+    names: dict[str, Any]
+    key: str
+
+    @property
+    def cell_contents(self) -> Any:
+        return self.names[self.key]
+
+    @cell_contents.setter
+    def cell_contents(self, value: Any) -> None:
+        self.names[self.key] = value
+
+
+@functools.cache
+def _rebound(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that a function assigns to."""
+    return tuple({str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"})
 
 
 class _ClassAccess(_NamespaceAccess):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.attributes import Attributes, StateChanged, changed_later, classes_of
 from pipetrain.stage.seeding import draws_in_python
@@ -106,6 +107,7 @@ class LayerState:
         self._sharing = False  # whether what changes shares memory
         self._learning = True
         self._look_for_other_modules()
+        self._refuse_lazy()
 
     def relearn(self) -> None:
         """The next F is compared as the first one was."""
@@ -333,6 +335,17 @@ class LayerState:
                     "of a microbatch runs after the forward of the next one, and would read another value. Change "
                     "parameters after the step, or make it a buffer (register_buffer)"
                 )
+
+    def _refuse_lazy(self) -> None:
+        for holder in self._holders():
+            if not isinstance(holder.thing, nn.Module):
+                continue
+            for name, tensor in (*holder.thing._parameters.items(), *holder.thing._buffers.items()):
+                if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+                    raise ValueError(
+                        f"{holder.name}.{name} has no shape yet, as in a LazyLinear before its first forward: run the model once "
+                        "on a batch before it is given to a pipeline, or use a layer with all its sizes"
+                    )
 
     def _refuse_new_parts(self, before: Before) -> None:
         for module, parameters, modules in before.structure:

@@ -24,9 +24,14 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has one storage and strides: neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def is_simple(tensor: Tensor) -> bool:
     """Whether `clone` keeps the strides."""
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.clone().stride() == tensor.stride()
+    return is_dense(tensor) and tensor.clone().stride() == tensor.stride()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -77,7 +82,7 @@ class TensorCopies:
     def put_back(self) -> None:
         """The values of before, into the memory of now."""
         for tensor, copy in zip(self.tensors, self.copies):
-            if tensor.shape == copy.shape and tensor.layout is torch.strided:
+            if is_dense(tensor) and tensor.shape == copy.shape:
                 tensor.data.copy_(copy)
             else:
                 tensor.data = _copy(copy)
@@ -90,7 +95,7 @@ class TensorCopies:
 
 def storage_key(tensor: Tensor) -> int:
     """The identity of the tensor's storage; 0 where it has none of its own (sparse, nested)."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_dense(tensor):
         return 0
     key: int = tensor.untyped_storage()._cdata
     return key
@@ -98,15 +103,20 @@ def storage_key(tensor: Tensor) -> int:
 
 def same_values(now: Tensor, before: Tensor) -> bool:
     """Equal in shape, type and every value; waits for the device. NaN differs from itself: that is a copy too many."""
-    if now.shape != before.shape or now.dtype != before.dtype or now.layout != before.layout:
+    if now.dtype != before.dtype or now.layout != before.layout or now.is_nested != before.is_nested:
         return False
-    parts = zip(parts_of(now), parts_of(before))
-    return all(left.shape == right.shape and torch.equal(left, right) for left, right in parts)
+    if not now.is_nested and now.shape != before.shape:
+        return False
+    left_parts, right_parts = parts_of(now), parts_of(before)
+    parts = zip(left_parts, right_parts)
+    return len(left_parts) == len(right_parts) and all(
+        left.shape == right.shape and torch.equal(left, right) for left, right in parts
+    )
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
     """A sum over the bits, as a 0-dim integer tensor on the device; None where a tensor has no plain bits."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
+    if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
         return None
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     integers = _INTEGERS.get(plain.element_size())
@@ -115,7 +125,7 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
 
 def _copy(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
-    if tensor.layout is torch.strided and copy.stride() != tensor.stride():
+    if is_dense(tensor) and copy.stride() != tensor.stride():
         # Strides decide how a kernel adds up: a copy must have those of its tensor.
         return view_into(copy_of_storage(tensor), tensor)
     return copy
@@ -123,7 +133,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _copy_sharing(tensor: Tensor, storages: Storages) -> Tensor:
     """A copy that looks into the copy of the tensor's storage."""
-    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+    if not is_dense(tensor) or type(tensor) is not Tensor:
         return _copy(tensor)
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
