@@ -294,13 +294,6 @@ MUTANTS = (
         (MUSEUM, "-k", "says_of_hooks"),
     ),
     Mutant(
-        "R goes on after its last slot",
-        "pipetrain/stage/slots.py",
-        "        if self._is_complete:\n            raise SetComplete\n        number",
-        "        number",
-        (MUSEUM, "-k", "catches_the_end"),
-    ),
-    Mutant(
         "a mismatch that a layer catches is forgotten",
         "pipetrain/stage/slots.py",
         "        if self._failure is not None:\n            raise self._failure",
