@@ -33,6 +33,7 @@ class Mutant:
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM = "tests/test_regressions.py"
+COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -433,6 +434,97 @@ MUTANTS = (
         "    refuse_unknown_kinds(schedule)\n",
         "",
         ("tests/test_regressions.py", "-k", "does_not_run_yet"),
+    ),
+    Mutant(
+        "a microbatch that counts nothing is run",
+        "pipetrain/runtime/counting.py",
+        "if weight == 0]",
+        "if weight < 0]",
+        ("tests/test_regressions.py", "-k", "counts_nothing"),
+    ),
+    Mutant(
+        "evaluation runs what counts nothing",
+        "pipetrain/runtime/runner.py",
+        "self._programs.inference(call.num_microbatches, call.skipped)",
+        "self._programs.inference(call.num_microbatches)",
+        (COUNTING, "-k", "evaluation"),
+    ),
+    Mutant(
+        "a count is taken as it comes",
+        "pipetrain/runtime/counting.py",
+        "    if value is not None and 0 <= value < math.inf:\n        return value",
+        "    return found",
+        ("tests/test_regressions.py", "-k", "count_that_is_no_number"),
+    ),
+    Mutant(
+        "forms are taken to be known of microbatches that never came",
+        "pipetrain/runtime/calls.py",
+        "untold = set(range(num_microbatches)) - skipped - self.microbatches",
+        "untold = set() if self.microbatches else set(range(num_microbatches)) - skipped",
+        (COUNTING, "-k", "microbatch_by_microbatch"),
+    ),
+    Mutant(
+        "forms of microbatches that did not come stay known when what needs a gradient changes",
+        "pipetrain/runtime/calls.py",
+        "            self.microbatches.clear()\n        untold",
+        "            self.microbatches -= set(range(num_microbatches)) - skipped\n        untold",
+        (COUNTING, "-k", "microbatch_by_microbatch"),
+    ),
+    Mutant(
+        "ranks that differ in count_fn are not told",
+        "pipetrain/runtime/agreement.py",
+        "    if own.counts != first.counts:",
+        "    if False:",
+        (COUNTING, "-k", "counts_or_none"),
+    ),
+    Mutant(
+        "programs without some microbatches are kept without end",
+        "pipetrain/runtime/call_programs.py",
+        "if len(self._with_skipped) > _MOST_WITH_SKIPPED:",
+        "if False:",
+        (COUNTING, "-k", "programs"),
+    ),
+    Mutant(
+        "a given schedule may leave out microbatches",
+        "pipetrain/runtime/call_programs.py",
+        "    if schedule.skipped:",
+        "    if False:",
+        (COUNTING, "-k", "given_schedule"),
+    ),
+    Mutant(
+        "a wait for an op that is gone is gone",
+        "pipetrain/schedule/without.py",
+        "        if len(stay) < len(awaited) or not all",
+        "        if not all",
+        (WITHOUT, "-k", "ended_before_it"),
+    ),
+    Mutant(
+        "what an op that is gone waited for is forgotten",
+        "pipetrain/schedule/without.py",
+        "        if len(stay) < len(awaited) or not all(map(self._is_left, self._clocks.before(op))):",
+        "        if len(stay) < len(awaited):",
+        (WITHOUT, "-k", "those_of_the_next"),
+    ),
+    Mutant(
+        "waits pile up over what is gone",
+        "pipetrain/schedule/without.py",
+        "            if not any(end.get(other, -1) >= last for end in ends):\n                yield",
+        "            if True:\n                yield",
+        (WITHOUT, "-k", "place_of_a_set"),
+    ),
+    Mutant(
+        "check takes ops of microbatches that are left out",
+        "pipetrain/schedule/check.py",
+        "        elif op.microbatch in schedule.skipped:",
+        "        elif False:",
+        (WITHOUT, "-k", "cannot_be_left_out"),
+    ),
+    Mutant(
+        "the bound counts what is left out",
+        "pipetrain/schedule/bound.py",
+        "    return _least_time(links, len(schedule.microbatches), recompute)",
+        "    return _least_time(links, schedule.num_microbatches, recompute)",
+        (WITHOUT, "-k", "sound and not more"),
     ),
 )
 

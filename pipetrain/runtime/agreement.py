@@ -19,6 +19,7 @@ class Introduction:
     model: str = ""  # its fingerprint
     plan: str = ""
     schedule: str = ""
+    counts: bool = False  # whether it was given a count_fn
     problem: str = ""
 
 
@@ -63,6 +64,9 @@ def introduce(own: Introduction, chain: Chain) -> None:
 def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
     if own.problem:
         return own.problem
+    if own.counts != first.counts:
+        here, there = ("a count_fn", "none") if own.counts else ("no count_fn", "one")
+        return f"rank {rank} was given {here}, rank 0 {there}: give every rank the same loss_fn and count_fn"
     for key in ("model", "plan", "schedule", "seed"):
         mine, theirs = getattr(own, key), getattr(first, key)
         if mine != theirs:

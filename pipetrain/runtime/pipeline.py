@@ -56,7 +56,7 @@ class Pipeline:
             it is from torchrun's variables, and without them the pipeline has one rank.
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
-        count_fn: what of a microbatch's target counts in the loss; default: its rows.
+        count_fn: what of a microbatch's target counts in the loss, a number; default: its rows. One that counts 0 is not run.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step.
 
@@ -107,7 +107,7 @@ class Pipeline:
         with self._group.starting():
             self._clock = align_clocks(self._group.chain)
             with introduced(self._group.chain, seed) as own:
-                own.model = json.dumps(spec.fingerprint, sort_keys=True)
+                own.model, own.counts = json.dumps(spec.fingerprint, sort_keys=True), count_fn is not None
                 self.plan = plan_of(
                     plan,
                     spec.num_layers,
@@ -357,7 +357,7 @@ class Pipeline:
     def gather_report(self) -> Report | None:
         """The last step of all ranks on rank 0, None on the others. Collective."""
         parts = self._group.chain.gather(self.report.to_json(), "the reports")
-        return None if parts is None else Report.of(map(RankReport.from_json, parts), self.schedule)
+        return None if parts is None else Report.of(map(RankReport.from_json, parts), self._runner.trained)
 
     # The end ------------------------------------------------------------------------------------------------------
 
