@@ -32,7 +32,7 @@ class Mutant:
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 MARKS = "tests/config/test_marks.py"
-MUSEUM = "tests/test_regressions.py"
+MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 MUTANTS = (
     Mutant(
@@ -525,6 +525,90 @@ MUTANTS = (
         "    return _least_time(links, len(schedule.microbatches), recompute)",
         "    return _least_time(links, schedule.num_microbatches, recompute)",
         (WITHOUT, "-k", "sound and not more"),
+    ),
+    Mutant(
+        "R runs with the buffers of now",
+        "pipetrain/stage/layer_state.py",
+        "        live = seen.buffers.stand_in()\n",
+        "        live = [tensor.data for tensor in seen.buffers.tensors]\n",
+        (MUSEUM, "-k", "changes_in_its_own_way"),
+    ),
+    Mutant(
+        "R runs with the attributes of now",
+        "pipetrain/stage/layer_state.py",
+        "        undo = [attributes.stand_in() for attributes in seen.attributes]\n",
+        "        undo = []\n",
+        (MUSEUM, "-k", "plain_python"),
+    ),
+    Mutant(
+        "only buffers are copied that the first forward changed",
+        "pipetrain/stage/layer_state.py",
+        "[buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]",
+        "[buffer for buffer in buffers if id(buffer) in known]",
+        (MUSEUM, "-k", "second_step"),
+    ),
+    Mutant(
+        "large buffers are not watched",
+        "pipetrain/stage/layer_state.py",
+        "            if version_of(buffer) != version:\n                self.relearn()",
+        "            if False:\n                self.relearn()",
+        (STATE, "-k", "only_what_changes"),
+    ),
+    Mutant(
+        "a kept set looks into the live buffer",
+        "pipetrain/stage/slots.py",
+        "                slot.replace(view_into(copies[key], slot.tensor))\n",
+        "                pass\n",
+        (MUSEUM, "-k", "own_way and unseen"),
+    ),
+    Mutant(
+        "copies do not share memory",
+        "pipetrain/stage/layer_state.py",
+        "storages: Storages | None = {} if self._sharing else None",
+        "storages: Storages | None = None",
+        (MUSEUM, "-k", "reads_the_buffer"),
+    ),
+    Mutant(
+        "parameters are not compared around F",
+        "pipetrain/stage/layer_state.py",
+        "        self._refuse_changed_parameters(before)\n",
+        "",
+        (MUSEUM, "-k", "parameter_that_the_forward_changes"),
+    ),
+    Mutant(
+        "an object in the inputs is not looked at",
+        "pipetrain/stage/layer_state.py",
+        "inputs = _attributes_of_inputs(leaves) if recomputed else None",
+        "inputs = None",
+        (MUSEUM, "-k", "forward_fills"),
+    ),
+    Mutant(
+        "an input changed through .data is not seen",
+        "pipetrain/stage/stage.py",
+        "return all(same_values(tensor, leaf) for",
+        "return all(True for",
+        (MUSEUM, "-k", "changed_through_data"),
+    ),
+    Mutant(
+        "Python and numpy are not seeded",
+        "pipetrain/stage/seeding.py",
+        "    if python:\n",
+        "    if False:\n",
+        (STATE, "-k", "start_from_the_seed"),
+    ),
+    Mutant(
+        "a large tensor of before is not missed",
+        "pipetrain/stage/attributes.py",
+        '        raise StateChanged(\n            f"{place} is read',
+        '        return torch.zeros(20_000, 4)[:2]\n        raise StateChanged(\n            f"{place} is read',
+        (MUSEUM, "-k", "large_tensor_attribute"),
+    ),
+    Mutant(
+        "the probe asks lazy parameters",
+        "pipetrain/stage/probe.py",
+        "    with torch._C.DisableTorchFunctionSubclass():",
+        "    with contextlib.nullcontext():",
+        (MUSEUM, "-k", "lazy_layer"),
     ),
 )
 

@@ -61,12 +61,13 @@ class Attributes:
     def __init__(
         self,
         roots: Iterable[tuple[str, Any]],
-        known: Iterable[int] = (),
+        known: Container[int] = (),
         large: Container[int] | None = (),
         storages: Storages | None = None,
     ) -> None:
         self._notes: list[_Note] = []
-        self._seen = set(known)
+        self._known = known
+        self._seen: set[int] = set()
         self._large = large
         self._storages = storages
         for name, root in roots:
@@ -113,9 +114,10 @@ class Attributes:
 
     def _look(self, name: str, thing: Any, depth: int) -> None:
         """Note `thing` if it can be changed, and look at what it leads to."""
-        if type(thing) in _ATOMS or id(thing) in self._seen or depth > _DEEPEST:
+        key = id(thing)
+        if type(thing) in _ATOMS or key in self._seen or key in self._known or depth > _DEEPEST:
             return
-        self._seen.add(id(thing))
+        self._seen.add(key)
         for kinds, note in _HOW:
             if isinstance(thing, kinds):
                 note(self, name, thing, depth)
@@ -172,7 +174,9 @@ class Attributes:
         self._seen.add(id(owner))
         self._notes.append(_Contents(name, names, _NamespaceAccess, without))
         for key, value in names.items():
-            if key not in without and type(value) not in _ATOMS:
+            if key == "_buffers" and isinstance(owner, nn.Module):
+                self._notes.append(_Contents(name, value, _NamespaceAccess, loose=False))
+            elif key not in without and type(value) not in _ATOMS:
                 self._look(f"{name}.{key}", value, depth + 1)
 
     def _note_class(self, name: str, kind: type) -> None:
@@ -296,13 +300,22 @@ class _Contents(_Note):
     """What a container or a namespace holds. Large tensors of a namespace are held loosely until F has ended."""
 
     def __init__(
-        self, name: str, thing: Any, access: type[_NamespaceAccess], without: frozenset[str] = frozenset()
+        self,
+        name: str,
+        thing: Any,
+        access: type[_NamespaceAccess],
+        without: frozenset[str] = frozenset(),
+        *,
+        loose: bool = True,
     ) -> None:
         self._name = name
         self._thing = thing
         self._access = access
         self._without = without
-        self._contents = {key: _Loose(value) if _is_large(value) else value for key, value in self._read().items()}
+        contents = self._read()
+        self._contents = {
+            key: _Loose(value) if loose and _is_large(value) else value for key, value in contents.items()
+        }
 
     def _read(self) -> dict[Any, Any]:
         contents = self._access.read(self._thing)
@@ -314,6 +327,8 @@ class _Contents(_Note):
         now, before = self._read(), self._contents
         keys = [key for key in now if key not in before]
         keys += [key for key, value in before.items() if key not in now or not _same(now[key], value)]
+        if not keys and list(now) != list(before):  # another order
+            return [self._name]
         return [self._access.name(self._name, key) for key in keys]
 
     def settle(self) -> None:

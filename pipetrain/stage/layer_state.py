@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipetrain.stage.attributes import Attributes, StateChanged, changed_later, classes_of
 from pipetrain.stage.seeding import draws_in_python
-from pipetrain.stage.tensor_copies import Storages, TensorCopies, fingerprint, is_small, storage_key, version_of
+from pipetrain.stage.tensor_copies import (
+    Storages,
+    TensorCopies,
+    fingerprint,
+    is_simple,
+    is_small,
+    storage_key,
+    version_of,
+)
 
 
 @dataclass
@@ -46,13 +55,16 @@ class Seen:
 
     buffers: TensorCopies
     attributes: list[Attributes]
+    normal: Set[int] = frozenset()  # buffers of normalisation layers, which get no new version
 
     def storages(self) -> set[int]:
         """Of the tensors that stand in for buffers in R: what R saves of them belongs to its microbatch alone."""
-        return self.buffers.storages()
+        return self.buffers.storages(self.normal)
 
 
-NOTHING_SEEN = Seen(TensorCopies(()), [])
+NO_COPIES = TensorCopies(())
+NOTHING_BEFORE = Before(False, False, NO_COPIES, [])
+NOTHING_SEEN = Seen(NO_COPIES, [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +98,11 @@ class LayerState:
         self._changing_buffers: dict[int, Tensor] = {}  # by identity
         self._changing_storages: frozenset[int] = frozenset()
         self._changing_tensors: dict[int, Tensor] = {}  # in attributes, changed in place
+        self._normal: set[int] = set()  # buffers of normalisation layers
+        self._last_buffers: list[Tensor] = []  # those that were sorted into
+        self._copied: list[Tensor] = []
+        self._watched: list[Tensor] = []
+        self._simple = True  # whether all that is copied is
         self._sharing = False  # whether what changes shares memory
         self._learning = True
         self._look_for_other_modules()
@@ -103,13 +120,14 @@ class LayerState:
             before.recomputed, before.inputs = recomputed, inputs
             return before
         if not recomputed:
-            return Before(False, False, TensorCopies(()), [])
+            return NOTHING_BEFORE
         buffers = self._buffers()
-        copied = [b for b in buffers if is_small(b) or id(b) in self._changing_buffers]
-        watched = [(b, version_of(b)) for b in buffers if not is_small(b) and id(b) not in self._changing_buffers]
+        if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
+            self._sort_buffers(buffers)
         storages: Storages | None = {} if self._sharing else None
-        copies = TensorCopies(copied, storages)
-        attributes = self._note(self._changing, buffers, self._changing_tensors, storages)
+        copies = TensorCopies(self._copied, storages, simple=self._simple) if self._copied else NO_COPIES
+        attributes = self._note(self._changing, buffers, self._changing_tensors, storages) if self._changing else []
+        watched = [(buffer, version_of(buffer)) for buffer in self._watched] if self._watched else []
         return Before(False, True, copies, attributes, watched, inputs=inputs)
 
     def after_forward(self, before: Before) -> Seen:
@@ -130,7 +148,7 @@ class LayerState:
         attributes += [before.inputs] if before.inputs is not None else []
         for noted in attributes:
             noted.settle()
-        return Seen(before.buffers, attributes)
+        return Seen(before.buffers, attributes, self._normal)
 
     def changing_storages(self) -> Set[int]:
         """The storages that F is known to change: what B reads of them has to be copied at the end of F."""
@@ -220,12 +238,18 @@ class LayerState:
             self.draws_in_python = [draws_in_python(part) for part in (*self._layers, self._loss_fn)]
 
     def _buffers(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for module in self._modules:
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    found[id(buffer)] = buffer
+        """Each buffer once."""
+        filled = [module._buffers for module in self._modules if module._buffers]
+        found = {id(buffer): buffer for buffers in filled for buffer in buffers.values() if buffer is not None}
         return list(found.values())
+
+    def _sort_buffers(self, buffers: list[Tensor]) -> None:
+        """Which are copied before each F that has an R, and which watched."""
+        self._last_buffers = buffers
+        known = self._changing_buffers
+        self._copied = [buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]
+        self._watched = [buffer for buffer in buffers if not is_small(buffer) and id(buffer) not in known]
+        self._simple = all(map(is_simple, self._copied))
 
     def _note(
         self,
@@ -237,10 +261,7 @@ class LayerState:
         if not holders:
             return []
         known = {*map(id, self._modules), *map(id, buffers)}
-        return [
-            (holder, Attributes([(holder.name, holder.thing)], known - {id(holder.thing)}, large, storages))
-            for holder in holders
-        ]
+        return [(holder, Attributes([(holder.name, holder.thing)], known, large, storages)) for holder in holders]
 
     def _holders(self) -> list[_Holder]:
         """Everything with attributes, once, under the name of the first layer that has it."""
@@ -289,13 +310,14 @@ class LayerState:
         self._sharing = len(set(keys)) < len(keys)
         # Not those of normalisation layers: they change without a new version, but no backward reads them.
         norms = [module for module in self._modules if isinstance(module, _NormBase)]
-        normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
+        self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
         self._changing_storages = frozenset(
-            {storage_key(tensor) for tensor in (*buffers, *tensors) if id(tensor) not in normal} - {0}
+            {storage_key(tensor) for tensor in (*buffers, *tensors) if id(tensor) not in self._normal} - {0}
         )
         before.buffers = before.buffers.only(
             [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
         )
+        self._sort_buffers(self._buffers())
         self._learning = False
 
     def _refuse_changed_parameters(self, before: Before) -> None:

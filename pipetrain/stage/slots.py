@@ -442,6 +442,8 @@ def _describe(signature: Signature) -> str:
 def _witness(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of `tensor` and none of its memory."""
     alias = tensor.detach()
+    if tensor.layout is not torch.strided:  # cannot be empty; they are buffers, as a rule, which stay in any case
+        return alias
     alias.data = alias.new_empty(0)
     return alias
 

@@ -246,9 +246,8 @@ class Stage:
         self._clones_inputs = True
 
     def _seed(self, number: int, given: StageInput) -> None:
-        draws = self._state.draws_in_python  # not known before the first F
         seed = given.seed_of(self.first_layer + number)
-        seed_generators(seed, self._device, python=not draws or draws[number])
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
 
     # One layer in F -----------------------------------------------------------------------------------------------
 

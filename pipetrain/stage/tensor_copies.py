@@ -7,7 +7,7 @@ looks into the memory of before (a saved tensor of another microbatch, a view) i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -24,6 +24,11 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES
 
 
+def is_simple(tensor: Tensor) -> bool:
+    """Whether `clone` keeps the strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.clone().stride() == tensor.stride()
+
+
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
@@ -32,13 +37,16 @@ def version_of(tensor: Tensor) -> int:
 class TensorCopies:
     """Some tensors with the values that they had.
 
-    With `storages`, what shares memory shares it in the copies, too; several of these may share one such table.
+    With `storages`, what shares memory shares it in the copies, too; several of these may share one such table. `simple`:
+    each is known to be `is_simple`.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], storages: Storages | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], storages: Storages | None = None, *, simple: bool = False) -> None:
         self.tensors = list(tensors)
         with torch.no_grad():
-            if storages is None:
+            if storages is None and simple:
+                self.copies = [tensor.clone() for tensor in self.tensors]
+            elif storages is None:
                 self.copies = [_copy(tensor) for tensor in self.tensors]
             else:
                 self.copies = [_copy_sharing(tensor, storages) for tensor in self.tensors]
@@ -74,9 +82,10 @@ class TensorCopies:
             else:
                 tensor.data = _copy(copy)
 
-    def storages(self) -> set[int]:
-        """The identities of the copies' storages."""
-        return {key for copy in self.copies if (key := storage_key(copy))}
+    def storages(self, without: Container[int] = ()) -> set[int]:
+        """The identities of the copies' storages, `without` those of some tensors."""
+        pairs = zip(self.tensors, self.copies)
+        return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}
 
 
 def storage_key(tensor: Tensor) -> int:
