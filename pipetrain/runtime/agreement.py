@@ -15,7 +15,7 @@ from pipetrain.group.chain import Chain
 class Introduction:
     """What each rank tells the others when a pipeline is made; with a `problem` the rest says nothing."""
 
-    seed: int
+    seed: int = 0
     model: str = ""  # its fingerprint
     plan: str = ""
     schedule: str = ""
@@ -24,14 +24,14 @@ class Introduction:
 
 
 @contextmanager
-def introduced(chain: Chain, seed: int) -> Iterator[Introduction]:
+def introduced(chain: Chain) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
     Raises:
         ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something
             else than rank 0. The same on every rank.
     """
-    own, problem = Introduction(seed), None
+    own, problem = Introduction(), None
     try:
         yield own
     except (ValueError, TypeError) as error:

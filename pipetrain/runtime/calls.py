@@ -16,6 +16,7 @@ from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.counting import Counted
 from pipetrain.runtime.cut import cut, num_rows, rows_fault
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.schedule.op import Op
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.forms import Form
@@ -67,7 +68,14 @@ class Calls:
         return self._forms.setdefault(call.signature, {})
 
     def agree(
-        self, kind: str, step: int, inputs: Any, *, is_training: bool, count: Callable[[], Counted] | None = None
+        self,
+        kind: str,
+        step: int,
+        inputs: Any,
+        *,
+        is_training: bool,
+        count: Callable[[], Counted] | None = None,
+        mistake: str | None = None,
     ) -> Call:
         """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
         targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
@@ -78,7 +86,8 @@ class Calls:
         """
         what, asked, counted = f"{kind} {step}", dict[str, Any](), None
         if 0 in self._stages:
-            asked = self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
+            asked = {"error": mistake[:_LONGEST_ERROR]} if mistake else {}
+            asked = asked or self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
         if count is not None and self._plan.num_stages - 1 in self._stages:
             counted = count()
             asked |= _header_of(counted)
@@ -173,8 +182,12 @@ class Signatures:
         """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
         try:
             rows = num_rows(inputs, "inputs")
+            check_batch(inputs, "inputs", rows, with_graph=kind == "step")
             if not rows:
-                raise ValueError(f"{kind} was given no rows on rank {self._rank}, which holds the first stage")
+                found = f"no {'inputs' if inputs is None else 'rows'}"
+                raise ValueError(
+                    f"{kind} was given {found} on rank {self._rank}, which holds the first stage: give the batch there"
+                )
             wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
             if rows < wanted:
                 cut(inputs, wanted)

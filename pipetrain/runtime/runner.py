@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
+from pipetrain.model.sharing import SharedState
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
@@ -18,6 +19,7 @@ from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
 from pipetrain.runtime.cut import cut, cut_targets, row_counts, weights_of
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
@@ -60,11 +62,22 @@ class CallRunner:
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
         group.monitor.on_failure = self._abort
 
-    def run(self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool) -> Call:
+    def run(
+        self,
+        kind: str,
+        step: Step,
+        inputs: Any,
+        targets: Any,
+        *,
+        is_training: bool,
+        shared: SharedState,
+        mistake: str | None = None,
+    ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 
         Raises:
-            ValueError: inputs that cannot be cut, targets that cannot be counted, before anything has run and on every rank.
+            ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before
+                anything has run and on every rank.
             PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
         if self._group.monitor.failure is not None:
@@ -74,11 +87,16 @@ class CallRunner:
             # As they are given, before they are on the device: there a count would wait for all that it still has to do.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
-        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count)
+        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
         try:
+            if mistake is not None:  # of this rank, not of the first
+                raise ValueError(f"{mistake} (on rank {self._group.rank})")
             self._cut(call, step, inputs, targets)
-            self._execute(call, step)
+            with shared.unchanged(is_training=is_training):
+                self._execute(call, step)
         except BaseException as error:
+            if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
+                error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
             self._group.fail(error)
             raise
         return call
@@ -93,6 +111,7 @@ class CallRunner:
         if step.with_loss:
             if self._loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
+            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets = cut_targets(self._here(targets), call.rows, m)
             step.weights = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
         if step.with_graph and call.first_backward > last:

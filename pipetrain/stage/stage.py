@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
+from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -107,6 +108,7 @@ class Stage:
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
         share: Callable[[Tensor], None] | None = None,
+        name_of: NameOf = no_names,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -128,6 +130,7 @@ class Stage:
         self._clones_inputs = False
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
+        self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
@@ -144,11 +147,14 @@ class Stage:
         compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
 
         Raises:
-            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar, or needs no gradient), or what a layer raises.
+            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
+            what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
-        held, outputs = self._forward(given, keep=keep, prove=prove)
+        with self._leaves.over(given.leaves, given.on_layer) as on_layer:
+            watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
+            held, outputs = self._forward(watched, keep=keep, prove=prove)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss_fn is not None and has_backward and not any(wants):
