@@ -332,7 +332,7 @@ class InProcessRun:
         for layer in self.layers:
             layer.zero_grad()
         m = self.schedule.num_microbatches
-        for number in range(m):
+        for number in self.schedule.microbatches:
             value = self.inputs[number]
             for layer in self.layers:
                 value = layer(value)

@@ -108,9 +108,11 @@ class NativeEngine:
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         total = num_counted = 0.0
         for batch in batches:
+            count = self._spec.count(batch.targets)
+            if not count:
+                continue
             with self._autocast():
                 loss = self._pipeline.evaluate(batch.inputs, batch.targets)
-            count = self._spec.count(batch.targets)
             total += float(loss) * count
             num_counted += count
         return total / num_counted if num_counted else None

@@ -82,6 +82,16 @@ class Chain:
         parts = self.up(lambda received: _pack([own, *_split(received)]), what)
         return _split(parts) if self.rank == 0 else None
 
+    def wait_sent(self, what: str) -> None:
+        """Wait until the neighbours have taken what this rank sent: then it may end, and they still know.
+
+        Raises:
+            PipelineError: one of them is gone, or did not take it.
+        """
+        for neighbour in (self._before, self._after):
+            if neighbour is not None:
+                neighbour.wait_sent(what)
+
     def close(self) -> None:
         for neighbour in (self._before, self._after):
             if neighbour is not None:

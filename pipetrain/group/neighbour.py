@@ -40,16 +40,24 @@ class Neighbour:
         Raises:
             PipelineError: the neighbour is gone, or did not take them.
         """
-        self._monitor.wait(
-            lambda: self._num_given - self._num_sent < _MOST_UNSENT,
-            lambda: f"rank {self._rank} waits for rank {self._peer} to take {what}",
-        )
+        self.wait_sent(what, _MOST_UNSENT - 1)
         label = what.encode()
         head = _HEAD.pack(len(data), len(label)) + label
         room = _FRAME_BYTES - len(head)
         self._send(head + data[:room].ljust(room, b"\0"), what)
         if len(data) > room:
             self._send(data[room:], what)
+
+    def wait_sent(self, what: str, most_unsent: int = 0) -> None:
+        """Wait until the neighbour has taken all that was sent, but for `most_unsent` messages.
+
+        Raises:
+            PipelineError: the neighbour is gone, or did not take them.
+        """
+        self._monitor.wait(
+            lambda: self._num_given - self._num_sent <= most_unsent,
+            lambda: f"rank {self._rank} waits for rank {self._peer} to take {what}",
+        )
 
     def receive(self, what: str) -> bytes:
         """What the neighbour sent as `what`.

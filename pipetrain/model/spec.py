@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.registry import family_of, load_function
+from pipetrain.model.sharing import overlaps, tied_parameters
 from pipetrain.model.size import ModelSize
 from pipetrain.stage.seeding import generators_restored, weight_seed
 from pipetrain.stage.stage import LossFn
@@ -49,6 +50,7 @@ class ModelSpec:
     loss_fn: LossFn | None = None  # (output, targets) of a microbatch -> 0-dim, a mean over what counts
     count_fn: Callable[[Any], int | float] | None = None  # targets -> how much of them counts; None: their rows
     tied: tuple[tuple[str, str], ...] = ()  # pairs of names of parameters that are one tensor
+    modules: Mapping[int, nn.Module] = field(default_factory=dict)  # layers that every rank has already, by number
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     to_file: TensorMapping = unchanged  # from the names (and layout) in the model to those in a file of weights
     from_file: TensorMapping = unchanged  # and back
@@ -104,10 +106,12 @@ def spec_of(model: Any) -> ModelSpec:
     if isinstance(model, ModelSpec):
         return model
     layers = _layers_of(model)
+    modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}
     return ModelSpec(
         size=ModelSize(len(layers)),
         build_layers=one_by_one(layers),
-        tied=_tied(layers),
+        tied=tied_parameters(modules),
+        modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
 
@@ -133,7 +137,7 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
 
 
 def check_sharing(spec: ModelSpec, stages: Sequence[range]) -> None:
-    """Refuse a parameter that two stages share; `stages` are the layers of each.
+    """Refuse a parameter that two stages share, or memory of one; `stages` are the layers of each.
 
     Raises:
         ValueError: with the names of the parameter in both stages.
@@ -145,6 +149,13 @@ def check_sharing(spec: ModelSpec, stages: Sequence[range]) -> None:
             raise ValueError(
                 f"parameter {where} of stage {other} is {name} of stage {stage} as well: a parameter that "
                 "two stages share is not supported; choose a balance that puts both layers on one stage, or untie them"
+            )
+    for pair in overlaps(spec.modules):
+        other, stage = (stage_of[tensor.split(".", 1)[0]] for tensor in (pair.where, pair.here))
+        if other != stage and pair.has_parameter:
+            raise ValueError(
+                f"{pair.where} of stage {other} and {pair.here} of stage {stage} lie in one memory, so one changes with the other: "
+                "choose a balance that puts both layers on one stage, or give each its own (.data = .data.clone())"
             )
 
 
@@ -161,14 +172,20 @@ def _layers_of(model: Any) -> list[Layer]:
     )
 
 
-def _tied(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
-    """The parameters that two layers share: where each is first, and where it is again."""
-    found: list[tuple[str, str]] = []
-    first: dict[int, str] = {}
-    for number, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            for name, parameter in layer.named_parameters():
-                where = first.setdefault(id(parameter), here := f"{number}.{name}")
-                if where != here:
-                    found.append((where, here))
-    return tuple(found)
+def built_as(spec: ModelSpec, layers: Mapping[int, nn.Module]) -> ModelSpec:
+    """The model as far as these layers of it show it: two callables may have returned layers that share something."""
+    return replace(spec, modules=layers, tied=tied_parameters(layers))
+
+
+def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
+    """Finds what a parameter or buffer is called, in a model whose layers are there already."""
+
+    def name_of(wanted: Tensor) -> str | None:
+        named = (
+            (f"{number}.{name}", tensor)
+            for number, layer in spec.modules.items()
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+        )
+        return next((name for name, tensor in named if tensor is wanted), None)
+
+    return name_of

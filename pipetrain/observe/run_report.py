@@ -60,7 +60,8 @@ def measured_and_predicted(
     if last is None:
         return None, None
     costs = measure_costs(schedule.num_stages, early or [last.timeline])
-    measured = Shown(schedule, costs, last.timeline, bound_of(schedule, costs), last.breakdown)
+    # In the last step microbatches that count nothing may have been skipped.
+    measured = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
     return measured, show_schedule(schedule, costs) if early else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, make_plan
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, layers_per_stage, make_plan, whole_number
 from pipetrain.schedule.placement import stage_ranks_of
 
 
@@ -32,6 +32,9 @@ def plan_of(
             num_microbatches=num_microbatches,
             balance=balance,
         )
+    if not isinstance(given, Plan):
+        raise ValueError(f"plan={given!r}: give what make_plan({num_layers}, ...) returns, or leave plan out")
+    whole_number("plan: its num_microbatches", given.num_microbatches)
     if given.num_layers != num_layers:
         raise ValueError(
             f"plan: its balance {list(given.balance)} is for {given.num_layers} layers, the model has {num_layers}: "
@@ -52,7 +55,7 @@ def _check_said_once(
 ) -> None:
     """What is said beside a plan and is not the default says what the plan says."""
     per_rank = {len(plan.stages_of(rank)) for rank in range(plan.num_ranks)}
-    layers = balance if isinstance(balance, str) else tuple(balance)
+    layers = layers_per_stage(balance)
     said = (
         ("num_stages", num_stages, num_stages in (None, plan.num_stages), plan.num_stages),
         ("stages_per_rank", stages_per_rank, stages_per_rank == 1 or per_rank == {stages_per_rank}, max(per_rank)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
 
@@ -40,10 +42,43 @@ class Plan:
         """The stages that live on `rank`, ascending."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
+    def stage_of(self, layer: int) -> int:
+        """The stage that has the layer of this global index."""
+        return next(stage for stage in range(self.num_stages) if layer in self.layers_of(stage))
+
     def layers_of(self, stage: int) -> range:
         """Global indices of the layers of `stage`."""
         start = sum(self.balance[:stage])
         return range(start, start + self.balance[stage])
+
+
+def whole_number(key: str, value: Any, *, least: int = 1) -> int:
+    """`value` as an int: 2.5, True and "8" are no whole numbers.
+
+    Raises:
+        ValueError: with the key, the value and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{key}={value!r}: a whole number is needed, {least} or more")
+    if value < least:
+        raise ValueError(f"{key}={value}: at least {least} is needed")
+    return int(value)
+
+
+def layers_per_stage(balance: Any) -> str | tuple[int, ...]:
+    """A balance as it was given: a word, or the number of layers of each stage.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(balance, str):
+        return balance
+    counts = list(balance) if isinstance(balance, Iterable) and not isinstance(balance, dict) else None
+    if counts is None or any(isinstance(count, bool) or not isinstance(count, Integral) for count in counts):
+        raise ValueError(
+            f"pipeline.balance={balance!r}: allowed are 'auto' or a list of layers per stage, which are whole numbers"
+        )
+    return tuple(map(int, counts))
 
 
 def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -78,14 +113,17 @@ def make_plan(
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key, the value and what is allowed.
     """
-    if num_microbatches < 1:
-        raise ValueError(f"pipeline.num_microbatches={num_microbatches}: at least 1 is needed")
-    stage_ranks = place_stages(placement, num_ranks=num_ranks, num_stages=num_stages, stages_per_rank=stages_per_rank)
+    stage_ranks = place_stages(
+        placement,
+        num_ranks=num_ranks,
+        num_stages=None if num_stages is None else whole_number("pipeline.num_stages", num_stages),
+        stages_per_rank=whole_number("pipeline.stages_per_rank", stages_per_rank),
+    )
     return Plan(
         balance=_check_balance(num_layers, len(stage_ranks), balance),
         stage_ranks=stage_ranks,
-        num_microbatches=num_microbatches,
-        num_replicas=num_replicas,
+        num_microbatches=whole_number("pipeline.num_microbatches", num_microbatches),
+        num_replicas=whole_number("parallel.num_replicas", num_replicas),
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
     )
 
@@ -130,11 +168,11 @@ def _place_as_listed(
 
 
 def _check_balance(num_layers: int, num_stages: int, balance: str | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(balance, str):
-        if balance != "auto":
-            raise ValueError(f"pipeline.balance={balance!r}: allowed are 'auto' or a list of layers per stage")
+    layers = layers_per_stage(balance)
+    if isinstance(layers, str):
+        if layers != "auto":
+            raise ValueError(f"pipeline.balance={layers!r}: allowed are 'auto' or a list of layers per stage")
         return balance_evenly(num_layers, num_stages)
-    layers = tuple(int(count) for count in balance)
     if len(layers) != num_stages:
         raise ValueError(f"pipeline.balance={list(layers)} has {len(layers)} entries for {num_stages} stages")
     if any(count < 1 for count in layers):

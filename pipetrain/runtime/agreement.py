@@ -15,22 +15,23 @@ from pipetrain.group.chain import Chain
 class Introduction:
     """What each rank tells the others when a pipeline is made; with a `problem` the rest says nothing."""
 
-    seed: int
+    seed: int = 0
     model: str = ""  # its fingerprint
     plan: str = ""
     schedule: str = ""
+    counts: bool = False  # whether it was given a count_fn
     problem: str = ""
 
 
 @contextmanager
-def introduced(chain: Chain, seed: int) -> Iterator[Introduction]:
+def introduced(chain: Chain) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
     Raises:
         ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something
             else than rank 0. The same on every rank.
     """
-    own, problem = Introduction(seed), None
+    own, problem = Introduction(), None
     try:
         yield own
     except (ValueError, TypeError) as error:
@@ -63,6 +64,9 @@ def introduce(own: Introduction, chain: Chain) -> None:
 def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
     if own.problem:
         return own.problem
+    if own.counts != first.counts:
+        here, there = ("a count_fn", "none") if own.counts else ("no count_fn", "one")
+        return f"rank {rank} was given {here}, rank 0 {there}: give every rank the same loss_fn and count_fn"
     for key in ("model", "plan", "schedule", "seed"):
         mine, theirs = getattr(own, key), getattr(first, key)
         if mine != theirs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections import OrderedDict
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Program
@@ -15,13 +16,19 @@ from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.without import without_microbatches
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
 """What a pipeline takes as its schedule: a family's name, a CSV file, a generator, or the schedule itself."""
 
+_Key = tuple[str, int, int]  # what runs, its microbatches, and the first stage with a backward
+_NONE: frozenset[int] = frozenset()
+# Of text any step may leave out others, and a program of many ops takes megabytes.
+_MOST_WITH_SKIPPED = 64
+
 
 class Programs:
-    """A program for each kind of call: which stages need gradients, how many microbatches there are.
+    """A program for each kind of call: which stages need gradients, how many microbatches there are, which are skipped.
 
     Raises:
         ValueError: what was given makes no schedule of this plan.
@@ -38,7 +45,8 @@ class Programs:
             policy=policy,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
         )
-        self._cache: dict[tuple[str, int, int], Program] = {}
+        self._cache: dict[_Key, Program] = {}
+        self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         if self._given is not None:
             _check_fits(self._given, plan)
         self.whole()
@@ -53,14 +61,14 @@ class Programs:
         """The program of `step` with every stage's gradients, or with those that a given schedule has."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
-    def training(self, first_backward: int) -> Program:
-        """The program of `step` where stages below `first_backward` need no gradient."""
+    def training(self, first_backward: int, skipped: frozenset[int] = _NONE) -> Program:
+        """The program of `step` where stages below `first_backward` need no gradient and microbatches `skipped` count nothing."""
         key = ("step", self._spec.num_microbatches, first_backward)
         if key not in self._cache:
             self._cache[key] = self._program(self._training(first_backward))
-        return self._cache[key]
+        return self._without(key, skipped)
 
-    def inference(self, num_microbatches: int) -> Program:
+    def inference(self, num_microbatches: int, skipped: frozenset[int] = _NONE) -> Program:
         """The program of `evaluate` and of a call: forwards only, of any number of microbatches."""
         key = ("inference", num_microbatches, self._spec.num_stages)
         if key not in self._cache:
@@ -68,7 +76,18 @@ class Programs:
                 self._spec, family="inference", num_microbatches=num_microbatches, warmup=None
             )
             self._cache[key] = self._program(make(forwards))
-        return self._cache[key]
+        return self._without(key, skipped)
+
+    def _without(self, key: _Key, skipped: frozenset[int]) -> Program:
+        if not skipped:
+            return self._cache[key]
+        program = self._with_skipped.pop((key, skipped), None)
+        if program is None:
+            program = self._program(without_microbatches(self._cache[key].schedule, skipped))
+        self._with_skipped[key, skipped] = program
+        if len(self._with_skipped) > _MOST_WITH_SKIPPED:
+            self._with_skipped.popitem(last=False)
+        return program
 
     def _training(self, first_backward: int) -> Schedule:
         if self._given is not None:
@@ -85,6 +104,11 @@ def _check_fits(schedule: Schedule, plan: Plan) -> None:
     if schedule.num_microbatches != plan.num_microbatches:
         raise ValueError(
             f"the schedule is for {schedule.num_microbatches} microbatches, the pipeline has num_microbatches={plan.num_microbatches}"
+        )
+    if schedule.skipped:
+        raise ValueError(
+            f"the schedule skips the microbatches {sorted(schedule.skipped)}: give one with all of them; which of a batch count "
+            "nothing the pipeline finds out by count_fn"
         )
     if schedule.stage_ranks != plan.stage_ranks:
         raise ValueError(

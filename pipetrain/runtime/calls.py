@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.group.chain import Chain
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.cut import cut, num_rows
+from pipetrain.runtime.counting import Counted
+from pipetrain.runtime.cut import cut, num_rows, rows_fault
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.schedule.op import Op
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.forms import Form
@@ -29,7 +31,8 @@ class Call:
 
     `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
     the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
-    stages all come before it.
+    stages all come before it. No rank runs the microbatches `skipped`: they count nothing. `weights` is what each weighs in the
+    loss, on the rank of the last stage where targets are counted; else None.
     """
 
     num_microbatches: int
@@ -37,13 +40,16 @@ class Call:
     signature: int
     first_backward: int
     described: tuple[bool, bool]
+    skipped: frozenset[int] = frozenset()
+    weights: list[float] | None = None
 
 
 class Calls:
     """Agrees with the other ranks on each call. The rank that holds stage 0 says which it is, and each adds what it knows.
 
     Where stages are placed in the order of the ranks one message goes down the chain, and a rank knows of the stages up to its
-    own: no others matter to it. With any other placement everything goes up the chain, and then down to all.
+    own: no others matter to it. With any other placement, and where targets are counted, everything goes up the chain, and then down
+    to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
     """
 
     def __init__(self, chain: Chain, plan: Plan, stages: Mapping[int, Stage]) -> None:
@@ -53,8 +59,7 @@ class Calls:
         self._signatures = Signatures(chain.rank)
         self._is_in_order = all(low <= high for low, high in pairwise(plan.stage_ranks))
         self._forms: dict[int, dict[Op, Form]] = {}
-        # How often the parameters that need a gradient had changed, before this rank and with it, at the last such call.
-        self._described_at: dict[int, tuple[int, int]] = {}
+        self._told: dict[int, tuple[_Told, _Told]] = {}  # by signature: over the edges before, and after
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
         self._num_changes = 0
 
@@ -62,17 +67,30 @@ class Calls:
         """The forms of the messages of such a call, to be filled where it is described."""
         return self._forms.setdefault(call.signature, {})
 
-    def agree(self, kind: str, step: int, inputs: Any, *, is_training: bool) -> Call:
-        """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0.
-        Collective.
+    def agree(
+        self,
+        kind: str,
+        step: int,
+        inputs: Any,
+        *,
+        is_training: bool,
+        count: Callable[[], Counted] | None = None,
+        mistake: str | None = None,
+    ) -> Call:
+        """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
+        targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
 
         Raises:
-            ValueError: these inputs cannot be cut; the same on every rank.
+            ValueError: these inputs or targets cannot be cut or counted; the same on every rank.
             PipelineError: another rank failed, or called something else.
         """
-        what, asked = f"{kind} {step}", dict[str, Any]()
+        what, asked, counted = f"{kind} {step}", dict[str, Any](), None
         if 0 in self._stages:
-            asked = self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
+            asked = {"error": mistake[:_LONGEST_ERROR]} if mistake else {}
+            asked = asked or self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
+        if count is not None and self._plan.num_stages - 1 in self._stages:
+            counted = count()
+            asked |= _header_of(counted)
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
@@ -84,16 +102,18 @@ class Calls:
             header["changes"] += self._num_changes
             return json.dumps(header).encode()
 
-        if self._is_in_order:
+        if self._is_in_order and count is None:
             header = json.loads(self._chain.down(add, what))
             changes = (header["changes"] - self._num_changes, header["changes"])
         else:
             whole = self._chain.up(add, what)
             header = json.loads(self._chain.broadcast(whole, 0, what))
             changes = (header["changes"], header["changes"])
-        if header["error"]:
-            raise ValueError(header["error"])
-        return self._call_of(header, changes)
+        problem = _problem_of(header)
+        if problem:
+            self._chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+            raise ValueError(problem) from (None if counted is None else counted.problem)
+        return self._call_of(header, changes, counted)
 
     def _look_at_parameters(self) -> int:
         """Count it where other parameters need a gradient than at the last call; returns the first of this rank's stages in
@@ -106,17 +126,49 @@ class Calls:
         self._trainable = trainable
         return min((index for index, flags in trainable.items() if any(flags)), default=self._plan.num_stages)
 
-    def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int]) -> Call:
-        number = header["signature"]
-        before, after = self._described_at.get(number, (None, None))
-        self._described_at[number] = changes
+    def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], counted: Counted | None) -> Call:
+        number, m = header["signature"], header["num_microbatches"]
+        skipped = frozenset(header.get("skipped", ()))
+        before, after = self._told.setdefault(number, (_Told(), _Told()))
         return Call(
-            num_microbatches=header["num_microbatches"],
+            num_microbatches=m,
             rows=header["rows"],
             signature=number,
             first_backward=header["first_backward"],
-            described=(before != changes[0], after != changes[1]),
+            described=(before.tell(changes[0], m, skipped), after.tell(changes[1], m, skipped)),
+            skipped=skipped,
+            weights=None if counted is None else counted.weights(m),
         )
+
+
+@dataclass
+class _Told:
+    """What the two ends of an edge have told each other of one kind of calls: the forms of which microbatches, when the
+    parameters that need a gradient had changed so many times."""
+
+    num_changes: int | None = None
+    microbatches: set[int] = field(default_factory=set)
+
+    def tell(self, num_changes: int, num_microbatches: int, skipped: frozenset[int]) -> bool:
+        """Whether messages carry their form in the call that comes; if so it is told then."""
+        if self.num_changes != num_changes:
+            self.num_changes = num_changes
+            self.microbatches.clear()
+        untold = set(range(num_microbatches)) - skipped - self.microbatches
+        self.microbatches |= untold
+        return bool(untold)
+
+
+def _header_of(counted: Counted) -> dict[str, Any]:
+    """What the other ranks are told of the targets; a mistake in them travels as one in the inputs does."""
+    problem = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
+    return {"target_rows": counted.rows, "target_error": problem, "skipped": [] if problem else counted.skipped}
+
+
+def _problem_of(header: Mapping[str, Any]) -> str | None:
+    """What is wrong with the inputs, else with the targets where they are counted."""
+    fault: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
+    return fault or header.get("target_error")
 
 
 class Signatures:
@@ -130,8 +182,12 @@ class Signatures:
         """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
         try:
             rows = num_rows(inputs, "inputs")
+            check_batch(inputs, "inputs", rows, with_graph=kind == "step")
             if not rows:
-                raise ValueError(f"{kind} was given no rows on rank {self._rank}, which holds the first stage")
+                found = f"no {'inputs' if inputs is None else 'rows'}"
+                raise ValueError(
+                    f"{kind} was given {found} on rank {self._rank}, which holds the first stage: give the batch there"
+                )
             wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
             if rows < wanted:
                 cut(inputs, wanted)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,27 +83,36 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
     """What each microbatch weighs in the loss: its share n_i / N of all that counts.
 
     Raises:
-        ValueError: nothing counts in the whole batch, or a negative count.
+        ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
     """
     total = sum(counts)
-    if total <= 0 or any(count < 0 for count in counts):
-        raise ValueError(f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0")
+    if not 0 < total < math.inf or any(count < 0 for count in counts):
+        raise ValueError(
+            f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0 or endless"
+        )
     return [count / total for count in counts]
 
 
-def cut_targets(
-    targets: Tree, rows: int, num_microbatches: int, count_fn: Callable[[Tree], int | float] | None
-) -> tuple[list[Tree], list[float]]:
-    """The targets of each microbatch and what it weighs in the loss; `rows` are those of the inputs.
+def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
+    """The targets of each microbatch; `rows` are those of the inputs.
 
     Raises:
         ValueError: another number of rows than the inputs have.
     """
-    found = num_rows(targets, "targets")
-    if found is not None and found != rows:
-        raise ValueError(f"targets have {found} rows on the last rank, inputs {rows} on the first")
-    parts = cut(targets, num_microbatches, "targets")
-    if count_fn is not None:
-        return parts, weights_of([count_fn(part) for part in parts])
+    fault = rows_fault(num_rows(targets, "targets"), rows)
+    if fault:
+        raise ValueError(fault)
+    return cut(targets, num_microbatches, "targets")
+
+
+def rows_fault(found: int | None, rows: int) -> str | None:
+    """What is wrong with targets of `found` rows (None: no tensor of them is cut) beside inputs of `rows`; None: nothing."""
+    if found is None or found == rows:
+        return None
+    return f"targets have {found} rows on the last rank, inputs {rows} on the first"
+
+
+def row_counts(rows: int, num_microbatches: int) -> list[int]:
+    """The rows of each microbatch, as `torch.tensor_split` cuts them."""
     share, rest = divmod(rows, num_microbatches)
-    return parts, weights_of([share + (number < rest) for number in range(num_microbatches)])
+    return [share + (number < rest) for number in range(num_microbatches)]

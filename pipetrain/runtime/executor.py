@@ -167,7 +167,7 @@ class Executor:
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
         if op.stage == program.schedule.num_stages - 1:
-            self._finish_microbatch(turn.microbatch, output, given, step)
+            self._finish_microbatch(turn.microbatch, output, step)
         else:
             self._give(turn, _Result(output.leaves, output.wants_gradient, output.spec))
 
@@ -232,10 +232,10 @@ class Executor:
     def _give(self, turn: _Turn, result: _Result) -> None:
         self._results[send_of(turn.program.schedule, turn.op) or turn.op] = result
 
-    def _finish_microbatch(self, microbatch: int, output: StageOutput, given: StageInput, step: Step) -> None:
+    def _finish_microbatch(self, microbatch: int, output: StageOutput, step: Step) -> None:
         if not step.with_loss:
             step.outputs[microbatch] = pytree.tree_unflatten(list(output.leaves), output.spec)
-        elif given.weight != 0:
+        else:
             (step.outputs[microbatch],) = output.leaves
 
     # The end ------------------------------------------------------------------------------------------------------

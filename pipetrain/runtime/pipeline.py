@@ -13,12 +13,21 @@ from torch import Tensor, nn
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
-from pipetrain.model.spec import ModelSpec, check_sharing, spec_of
+from pipetrain.model.sharing import SharedState
+from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.given_plan import plan_of
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
+from pipetrain.runtime.arguments import (
+    check_callable,
+    check_loss_is_plain,
+    check_no_inference_tensors,
+    checked_seed,
+    checked_timeout,
+    mistake_in_step,
+)
 from pipetrain.runtime.build import build_stage_layers
 from pipetrain.runtime.call_programs import GivenSchedule, Programs
 from pipetrain.runtime.cut import join
@@ -56,7 +65,7 @@ class Pipeline:
             it is from torchrun's variables, and without them the pipeline has one rank.
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
-        count_fn: what of a microbatch's target counts in the loss; default: its rows.
+        count_fn: what of a microbatch's target counts in the loss, a number; default: its rows. One that counts 0 is not run.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step.
 
@@ -88,14 +97,16 @@ class Pipeline:
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
-        replicas = num_replicas if plan is None else max(num_replicas, plan.num_replicas)
+        timeout_seconds = checked_timeout(timeout_seconds)  # before this rank waits for another
+        replicas = whole_number("parallel.num_replicas", num_replicas)
+        if isinstance(plan, Plan):
+            replicas = max(replicas, plan.num_replicas)
         if replicas != 1:
             raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
         spec = spec_of(model)
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index = 0
-        self._seed = seed
         self._on_event = on_event
         self._training = True
         self._closed = False
@@ -106,8 +117,13 @@ class Pipeline:
         self._lanes = make_lanes(self._group.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain)
-            with introduced(self._group.chain, seed) as own:
-                own.model = json.dumps(spec.fingerprint, sort_keys=True)
+            with introduced(self._group.chain) as own:
+                own.seed = self._seed = checked_seed(seed)
+                check_callable("loss_fn", loss_fn, "of an output and its target")
+                check_callable("count_fn", count_fn, "of a microbatch's target")
+                check_callable("on_event", on_event, "of an OpEvent")
+                check_loss_is_plain(loss_fn, spec.modules.values())
+                own.model, own.counts = json.dumps(spec.fingerprint, sort_keys=True), count_fn is not None
                 self.plan = plan_of(
                     plan,
                     spec.num_layers,
@@ -117,11 +133,15 @@ class Pipeline:
                     num_microbatches=num_microbatches,
                     balance=balance,
                 )
-                check_sharing(spec, [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)])
+                stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
+                check_sharing(spec, stages)
+                self._shared = SharedState(spec.modules, self.plan.stage_of)
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(schedule, policy, self.plan, self._group.rank)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
+                check_no_inference_tensors(self._layers())
+                check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
                 self._group,
                 self.plan,
@@ -147,6 +167,7 @@ class Pipeline:
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
                 share=sharing(self._lanes, policy.ahead),
+                name_of=name_in(spec),
             )
             for index in self.plan.stages_of(self.rank)
         }
@@ -188,13 +209,14 @@ class Pipeline:
             scale: multiplies what is back-propagated, and not the loss that is returned.
 
         Raises:
-            ValueError: a batch that cannot be cut; a loss that is no scalar.
+            ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is no
+            finite number, or 0. The same on every rank that makes the mistake and, where the first stage's does, on all.
             PipelineError: another rank failed.
             LossNotFinite: a PipelineError too, but one after which the pipeline can go on: `.grad` is of no use,
                 `find_not_finite` says where it began.
         """
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
-        self._run("step", step, inputs, targets)
+        self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         recording, peak = self._lanes.recording(), self._meter.peak_bytes
         self._last_report = lambda: measure_rank(
             self.rank, step.index, recording(), self._clock, self._stages, peak, self.device
@@ -236,7 +258,7 @@ class Pipeline:
         step.index, step.on_layer = self.step_index - 1, watch.on_layer
         self.zero_grad()
         with watch:
-            self._run("step", step, inputs, targets)
+            self._run("step", step, inputs, targets, mistake=mistake_in_step(step.scale))
         losses = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
         own = watch.as_json(inputs if self.is_first else None, losses)
         self.zero_grad()
@@ -252,11 +274,11 @@ class Pipeline:
             scale=scale,
         )
 
-    def _run(self, kind: str, step: Step, inputs: Any, targets: Any) -> None:
+    def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
         if self._closed:
             raise PipelineError("the pipeline is closed")
         self._emit_events()
-        self._runner.run(kind, step, inputs, targets, is_training=self._training)
+        self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
 
     def _emit_events(self) -> None:
         """Hand over the events of the last step; on a GPU, when the next one starts, so that nothing waits for them."""
@@ -287,6 +309,8 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put this rank's layers into training mode. Collective in meaning: do it on every rank."""
+        if not isinstance(mode, bool):
+            raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
         for layer in self._layers().values():
             layer.train(mode)
@@ -314,7 +338,18 @@ class Pipeline:
         return weights.state_dict(self._layers())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's."""
+        """Load this rank's tensors from `state`, which may hold the whole model's.
+
+        Raises:
+            ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
+        """
+        numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
+        unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
+        if unknown:
+            raise ValueError(
+                f"the state has {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not: its tensors are named as in "
+                f"nn.Sequential(*layers), 0.* to {self.plan.num_layers - 1}.*"
+            )
         weights.load_state_dict(self._layers(), state)
 
     def full_state_dict(self) -> dict[str, Any] | None:
@@ -357,7 +392,7 @@ class Pipeline:
     def gather_report(self) -> Report | None:
         """The last step of all ranks on rank 0, None on the others. Collective."""
         parts = self._group.chain.gather(self.report.to_json(), "the reports")
-        return None if parts is None else Report.of(map(RankReport.from_json, parts), self.schedule)
+        return None if parts is None else Report.of(map(RankReport.from_json, parts), self._runner.trained)
 
     # The end ------------------------------------------------------------------------------------------------------
 

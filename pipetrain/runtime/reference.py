@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.runtime.cut import cut, num_rows, weights_of
+from pipetrain.runtime.counting import counts_of
+from pipetrain.runtime.cut import cut, num_rows, row_counts, weights_of
 from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
 
 
@@ -26,14 +27,14 @@ def reference_step(
     """Forward and backward of each microbatch in turn; gradients are added to `.grad` of the model's parameters.
 
     Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
-    n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 adds nothing.
+    n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 is not run.
     """
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
     microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
     # Of the uncut batch: in a microbatch, what was wrapped in Whole looks like any other tensor.
-    share, rest = divmod(num_rows(inputs, "inputs") or num_microbatches, num_microbatches)
-    counts = [share + (index < rest) if count_fn is None else count_fn(label) for index, label in enumerate(labels)]
+    rows = num_rows(inputs, "inputs") or num_microbatches
+    counts = row_counts(rows, num_microbatches) if count_fn is None else counts_of(labels, count_fn)
     weights, total = weights_of(counts), None
     with generators_restored(device):
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +11,15 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
+from pipetrain.model.sharing import SharedState
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
-from pipetrain.runtime.cut import cut, cut_targets
+from pipetrain.runtime.counting import CountFn, count_targets
+from pipetrain.runtime.cut import cut, cut_targets, row_counts, weights_of
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
@@ -40,7 +44,7 @@ class CallRunner:
         lanes: Lanes,
         meter: ActivationMeter,
         loss_fn: LossFn | None,
-        count_fn: Callable[[Any], int | float] | None,
+        count_fn: CountFn | None,
         verify: str | int,
     ) -> None:
         self._group = group
@@ -51,26 +55,48 @@ class CallRunner:
         self._loss_fn = loss_fn
         self._count_fn = count_fn
         self._proving = Proving(stages, verify)
+        self.trained = programs.whole().schedule  # what the last call with a graph ran
         self._calls = Calls(group.chain, plan, stages)
         edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
         self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device)
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
         group.monitor.on_failure = self._abort
 
-    def run(self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool) -> Call:
+    def run(
+        self,
+        kind: str,
+        step: Step,
+        inputs: Any,
+        targets: Any,
+        *,
+        is_training: bool,
+        shared: SharedState,
+        mistake: str | None = None,
+    ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 
         Raises:
-            ValueError: inputs that cannot be cut, before anything has run and on every rank.
+            ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before
+                anything has run and on every rank.
             PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
-        call = self._calls.agree(kind, step.index, inputs, is_training=is_training)
+        count = None
+        if self._count_fn is not None and step.with_loss:
+            # As they are given, before they are on the device: there a count would wait for all that it still has to do.
+            m, whole = self._plan.num_microbatches, step.with_graph
+            count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
+        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
         try:
+            if mistake is not None:  # of this rank, not of the first
+                raise ValueError(f"{mistake} (on rank {self._group.rank})")
             self._cut(call, step, inputs, targets)
-            self._execute(call, step)
+            with shared.unchanged(is_training=is_training):
+                self._execute(call, step)
         except BaseException as error:
+            if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
+                error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
             self._group.fail(error)
             raise
         return call
@@ -85,7 +111,9 @@ class CallRunner:
         if step.with_loss:
             if self._loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
-            step.targets, step.weights = cut_targets(self._here(targets), call.rows, m, self._count_fn)
+            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
+            step.targets = cut_targets(self._here(targets), call.rows, m)
+            step.weights = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
         if step.with_graph and call.first_backward > last:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
@@ -97,10 +125,11 @@ class CallRunner:
         self._meter.exclude(self._weights())
         if step.with_graph:
             self._meter.start_step()
-            program = self._programs.training(call.first_backward)
+            program = self._programs.training(call.first_backward, call.skipped)
             step.proved = self._proving.choose(call.signature, step.index, program)
+            self.trained = program.schedule
         else:
-            program = self._programs.inference(call.num_microbatches)
+            program = self._programs.inference(call.num_microbatches, call.skipped)
         self.transport.start_step(self._calls.forms(call), described=call.described)
         with generators_restored(self._group.device):
             self.executor.run(program, step)

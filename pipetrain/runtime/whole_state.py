@@ -38,20 +38,39 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any]) -> None:
     """Load this rank's part of `state`, which may be the whole model's.
 
     Raises:
-        ValueError: a tensor of this rank is missing in `state`, or has another shape.
+        ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
     for number, layer in sorted(layers.items()):
         own = layer.state_dict()
-        missing = [name for name in own if f"{number}.{name}" not in state]
-        if missing:
-            raise ValueError(f"the state has no {number}.{missing[0]} (and {len(missing) - 1} more of layer {number})")
+        _check_names(number, own, state)
         part = {name: state[f"{number}.{name}"] for name in own}
         for name, value in own.items():
-            if isinstance(value, Tensor) and part[name].shape != value.shape:
-                raise ValueError(
-                    f"{number}.{name} is {list(part[name].shape)} in the state, the model has {list(value.shape)}"
-                )
+            _check_fits(f"{number}.{name}", value, part[name])
         layer.load_state_dict(part)
+
+
+def _check_names(number: int, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    missing = [name for name in own if f"{number}.{name}" not in state]
+    if missing:
+        raise ValueError(f"the state has no {number}.{missing[0]} (and {len(missing) - 1} more of layer {number})")
+    start = f"{number}."
+    unknown = [name for name in state if name.startswith(start) and name.removeprefix(start) not in own]
+    if unknown:
+        raise ValueError(
+            f"the state has {unknown[0]} (and {len(unknown) - 1} more of layer {number}), which the model does not: leave it out, or "
+            "load it into the model that it is of"
+        )
+
+
+def _check_fits(name: str, own: Any, given: Any) -> None:
+    if not isinstance(own, Tensor):
+        return
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is a {type(given).__name__} in the state, the model has a tensor {list(own.shape)}")
+    if given.shape != own.shape:
+        raise ValueError(f"{name} is {list(given.shape)} in the state, the model has {list(own.shape)}")
 
 
 def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:

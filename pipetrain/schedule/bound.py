@@ -69,10 +69,10 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     kept = Counter(stage for stage, _ in schedule.kept)
 
     def recompute(stage: int, _: float) -> float:
-        sets = schedule.num_microbatches if stage >= schedule.first_backward else 0
+        sets = len(schedule.microbatches) if stage >= schedule.first_backward else 0
         return (sets - kept[stage]) * costs.recompute[stage]
 
-    return _least_time(links, schedule.num_microbatches, recompute)
+    return _least_time(links, len(schedule.microbatches), recompute)
 
 
 def _places(policy: RecomputePolicy) -> int | None:
@@ -84,7 +84,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     """Per stage, how many microbatches go back in which way; empty where nothing needs a gradient."""
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in schedule.microbatches:
             found[stage][tuple(op.kind for op in schedule.way(Direction.BACKWARD, stage, microbatch))] += 1
     return found
 

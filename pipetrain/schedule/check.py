@@ -79,6 +79,8 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
             yield op, f"the executor does not know {op.kind} yet"
         elif op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
             yield op, f"there are microbatches 0 to {schedule.num_microbatches - 1}"
+        elif op.microbatch in schedule.skipped:
+            yield op, f"the schedule skips microbatch {op.microbatch}"
         elif op.part is not None or op.peer is not None:
             yield op, "the executor does not know ops of this form"
         elif schedule.stage_ranks[op.stage] != rank:
@@ -110,7 +112,7 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
             if op.kind in kinds:
                 found.setdefault((op.stage, op.microbatch), []).append(op)
     for stage in range(first_stage, schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in schedule.microbatches:
             way, ops = schedule.way(direction, stage, microbatch), found.get((stage, microbatch), [])
             for op in way:
                 if op not in ops:
@@ -127,7 +129,7 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
     """A set is either kept from F to the end of its backward or brought back by one R, as the policy says."""
     recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in schedule.microbatches:
             place, op = (stage, microbatch), Op(stage, RECOMPUTE, microbatch)
             if stage < schedule.first_backward:
                 if place in recomputed or place in schedule.kept:
@@ -138,8 +140,9 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
                 yield op, "the set is kept, so there is nothing to recompute"
             elif place not in schedule.kept and place not in recomputed:
                 yield op, "is missing: the set is not kept"
+    present = set(schedule.microbatches)
     for stage, microbatch in schedule.kept:
-        if not (0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches):
+        if not 0 <= stage < schedule.num_stages or microbatch not in present:
             yield (
                 schedule.way(Direction.FORWARD, stage, microbatch)[0],
                 "is said to be kept, but is not in the schedule",

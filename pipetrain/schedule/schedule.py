@@ -36,6 +36,8 @@ class Schedule:
     before them needs a gradient. It is `num_stages` for a schedule of forwards only.
 
     `transport_ahead`: tensors of a link that the waits let come in before they are used.
+
+    `skipped` are the microbatches of the step that have no ops, because they count nothing; the others keep their numbers.
     """
 
     family: str
@@ -47,6 +49,12 @@ class Schedule:
     kept: frozenset[tuple[int, int]]
     first_backward: int = 0
     transport_ahead: int = 2
+    skipped: frozenset[int] = frozenset()
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Those that have ops."""
+        return tuple(number for number in range(self.num_microbatches) if number not in self.skipped)
 
     @property
     def num_stages(self) -> int:

@@ -124,9 +124,10 @@ def _parts(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     elif found.layout in {torch.sparse_csc, torch.sparse_bsc}:
         for part in (Tensor.ccol_indices, Tensor.row_indices, Tensor.values):
             yield part(found), part(expected)
-    elif found.layout is torch.strided and not found.is_nested and not _is_workspace(found):
-        if not _share_memory(found, expected):
-            yield found, expected
+    elif found.layout is torch.strided and not (
+        found.is_nested or _is_workspace(found) or _share_memory(found, expected)
+    ):
+        yield found, expected
     # Nested and opaque layouts (mkldnn) have no comparison.
 
 

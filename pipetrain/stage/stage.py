@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
+from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -57,7 +58,7 @@ class _Gate(torch.autograd.Function):
 class StageInput:
     """What F gets: the leaves of a tree, which of them want a gradient, and the seed of each layer for this microbatch.
 
-    `target` and `weight` are for the stage that computes the loss; a weight of 0 means that the microbatch does not count.
+    `target` and `weight` are for the stage that computes the loss.
     `on_layer` is given the number and the output of each layer in F; the loss has the number after the last layer's.
     """
 
@@ -87,7 +88,6 @@ class _Held:
     late: LateBoundSet
     parameter_versions: list[int]
     num_inputs: int
-    counts: bool  # whether the microbatch weighs anything in the loss
     seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
@@ -108,6 +108,7 @@ class Stage:
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
         share: Callable[[Tensor], None] | None = None,
+        name_of: NameOf = no_names,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -129,6 +130,7 @@ class Stage:
         self._clones_inputs = False
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
+        self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
@@ -139,20 +141,23 @@ class Stage:
     def forward(
         self, microbatch: int, given: StageInput, *, keep: bool, prove: bool = False, has_backward: bool = True
     ) -> StageOutput:
-        """F with a graph. With a loss, the output is the weighted loss; the stage's own output where the weight is 0.
+        """F with a graph. With a loss, the output is the weighted loss.
 
         With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
         compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
 
         Raises:
-            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar, or needs no gradient), or what a layer raises.
+            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
+            what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
-        held, outputs = self._forward(given, keep=keep, prove=prove)
+        with self._leaves.over(given.leaves, given.on_layer) as on_layer:
+            watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
+            held, outputs = self._forward(watched, keep=keep, prove=prove)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        if self.loss_fn is not None and has_backward and given.weight != 0 and not any(wants):
+        if self.loss_fn is not None and has_backward and not any(wants):
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
@@ -205,7 +210,7 @@ class Stage:
             late.keep_whole(self._layers_inside())
         self._gradients.clear()
         late.before_read = self._gradients.start
-        return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), given.weight != 0)
+        return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves))
 
     def _run(
         self,
@@ -225,7 +230,7 @@ class Stage:
                 probe.after_layer(number)
             if on_layer:
                 on_layer(self.first_layer + number, value)
-        if self.loss_fn is not None and given.weight != 0:
+        if self.loss_fn is not None:
             value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
@@ -435,7 +440,7 @@ class Stage:
         for number, root in enumerate(held.roots):
             if root is None:
                 continue
-            seed = gradients[number] if self.loss_fn is None else self._loss_gradient(held, next(shapes), scale)
+            seed = gradients[number] if self.loss_fn is None else self._loss_gradient(next(shapes), scale)
             if seed is not None:
                 roots.append(root)
                 seeds.append(seed)
@@ -448,10 +453,10 @@ class Stage:
         held.late.assert_closed()
         return [held.sink.pop(leaf, None) for leaf in range(held.num_inputs)]
 
-    def _loss_gradient(self, held: _Held, kind: tuple[torch.Size, torch.dtype], scale: float) -> Tensor:
-        """What is back-propagated from the loss; zeros into the output of a microbatch that does not count."""
+    def _loss_gradient(self, kind: tuple[torch.Size, torch.dtype], scale: float) -> Tensor:
+        """What is back-propagated from the loss."""
         shape, dtype = kind
-        return torch.full(shape, scale if held.counts else 0.0, dtype=dtype, device=self._device)
+        return torch.full(shape, scale, dtype=dtype, device=self._device)
 
     def assert_nothing_is_held(self) -> None:
         """The end of a step: each input and each set that F or R brought has had its B."""
@@ -468,13 +473,13 @@ class Stage:
     # Without a graph ----------------------------------------------------------------------------------------------
 
     def infer(self, given: StageInput, *, with_loss: bool) -> StageOutput:
-        """F without a graph; with the weighted loss at its end where that is wanted and the microbatch counts."""
+        """F without a graph; with the weighted loss at its end where that is wanted."""
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
                 self._seed(number, given)
                 value = layer(value)
-            if with_loss and self.loss_fn is not None and given.weight != 0:
+            if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import Shape, gpipe, one_forward_one_backward
@@ -37,6 +38,17 @@ def shared_by_two_stages() -> list[nn.Module]:
     return layers
 
 
+def in_one_memory() -> list[nn.Module]:
+    layers = linears()
+    layers[2].weight.data = layers[0].weight.data
+    return layers
+
+
+def made_for_inference() -> list[nn.Module]:
+    with torch.inference_mode():
+        return linears()
+
+
 def of_five_stages(shape: Shape) -> list[list[Op]]:
     return [[Op(4, Kind.F, 0)] for _ in range(shape.num_ranks)]
 
@@ -54,9 +66,33 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown balance": (linears(), {"balance": "evenly"}, r"balance='evenly': allowed are 'auto' or a list"),
     "world size": (linears(), {"num_stages": 4}, r"num_stages=4 does not fit 3 ranks"),
     "no microbatch": (linears(), {"num_microbatches": 0}, r"num_microbatches=0: at least 1"),
+    "microbatches that are no number": (linears(), {"num_microbatches": 2.5}, r"num_microbatches=2.5: a whole number is needed, 1 or more"),
+    "microbatches that are a flag": (linears(), {"num_microbatches": True}, r"num_microbatches=True: a whole number"),
+    "microbatches that are text": (linears(), {"num_microbatches": "8"}, r"num_microbatches='8': a whole number"),
+    "negative microbatches": (linears(), {"num_microbatches": -1}, r"num_microbatches=-1: at least 1"),
+    "stages that are no whole number": (linears(), {"num_stages": 3.0}, r"num_stages=3.0: a whole number"),
+    "no stage": (linears(), {"num_stages": 0}, r"num_stages=0: at least 1"),
+    "half a stage per rank": (linears(), {"stages_per_rank": 0.5}, r"stages_per_rank=0.5: a whole number"),
+    "half a layer per stage": (linears(), {"balance": [1.5, 0.5, 1]}, r"balance=\[1.5, 0.5, 1\]: allowed are 'auto' or a list of layers per stage, which are whole"),
+    "a balance that is a number": (linears(), {"balance": 3}, r"balance=3: allowed are 'auto' or a list"),
+    "replicas that are text": (linears(), {"num_replicas": "1"}, r"num_replicas='1': a whole number"),
+    "no plan": (linears(), {"plan": "auto"}, r"plan='auto': give what make_plan\(3, ...\) returns"),
+    "a seed that is text": (linears(), {"seed": "0"}, r"seed='0': a whole number of 64 bits"),
+    "a seed of 65 bits": (linears(), {"seed": 1 << 64}, r"seed=18446744073709551616: a whole number of 64 bits"),
+    "no time": (linears(), {"timeout_seconds": 0}, r"timeout_seconds=0: .* more than 0"),
+    "negative time": (linears(), {"timeout_seconds": -1}, r"timeout_seconds=-1: .* more than 0"),
+    "a time that is none": (linears(), {"timeout_seconds": math.nan}, r"timeout_seconds=nan: .* more than 0"),
+    "a time that is text": (linears(), {"timeout_seconds": "600"}, r"timeout_seconds='600': .* a number of seconds"),
+    "endless time": (linears(), {"timeout_seconds": math.inf}, r"timeout_seconds=inf: .* at most 1e9"),
+    "no device": (linears(), {"device": "gpu"}, r"device='gpu': allowed are 'cpu', 'cuda'"),
+    "a device without memory": (linears(), {"device": "meta"}, r"device='meta': allowed are 'cpu', 'cuda'"),
+    "a count that is no function": (linears(), {"count_fn": 3}, r"count_fn=3: give a function of a microbatch's target"),
     "unknown schedule": (linears(), {"schedule": "gpip"}, r"did you mean 'gpipe'"),
     "unknown mode": (linears(), {"recompute": "overlapp"}, r"did you mean 'overlap'"),
     "shared parameter": (shared_by_two_stages(), {}, r"parameter 0.weight of stage 0 is 2.weight of stage 2 as well"),
+    "memory of another stage": (in_one_memory(), {}, r"0.weight of stage 0 and 2.weight of stage 2 lie in one memory"),
+    "a layer twice": ([linears()[0], *linears(1) * 2], {}, r"parameter 1.weight of stage 1 is 2.weight of stage 2 as well"),
+    "of inference mode": (made_for_inference(), {}, r"[012].weight was made under torch.inference_mode\(\), so it cannot be trained"),
     "a plan for other ranks": (linears(4), {"plan": make_plan(4, placement=[0, 1, 1, 0])}, r"plan: it is for 2 ranks, and there are 3"),
     "a plan and another balance": (linears(), {"plan": make_plan(3, num_ranks=3), "balance": [1, 2]}, r"balance=\[1, 2\]: the plan says \[1, 1, 1\]"),
     "a plan of replicas": (linears(), {"plan": make_plan(3, num_ranks=3, num_replicas=2)}, r"num_replicas=2: only one"),
@@ -72,7 +108,7 @@ def make_each() -> list[str]:
     messages = []
     for layers, options, _ in ARGUMENTS.values():
         try:
-            Pipeline(layers, mean_square, timeout_seconds=NEVER_SECONDS, **options)
+            Pipeline(layers, mean_square, **{"timeout_seconds": NEVER_SECONDS, **options})
             messages.append("nothing")
         except (ValueError, TypeError) as error:
             messages.append(f"{type(error).__name__}: {error}")
@@ -120,12 +156,19 @@ def test_ranks_given_different_arguments(name: str) -> None:
 # When it is called ----------------------------------------------------------------------------------------------------
 
 
+class Holder:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def is_refused_and_goes_on(call: str) -> str:
     """A batch that cannot be cut is refused on every rank before anything runs."""
     model = nn.Sequential(*linears())
     reference = nn.Sequential(*linears())
     small, good = rows(3, 8)
     uneven = (torch.zeros(8, 8), torch.zeros(7, 8))
+    with torch.inference_mode():
+        made_there = torch.zeros(8, 8)
     with Pipeline(model, mean_square, num_microbatches=4, timeout_seconds=NEVER_SECONDS) as pipeline:
         with pytest.raises(ValueError, match=r".") as caught:
             {
@@ -134,6 +177,17 @@ def is_refused_and_goes_on(call: str) -> str:
                 "no inputs": lambda: pipeline.step(None, small[1]),
                 "other rows": lambda: pipeline.step((uneven, uneven), small[1]),
                 "no dimension": lambda: pipeline.step((torch.zeros(8, 8), torch.tensor(1.0)), small[1]),
+                "numpy": lambda: pipeline.step((good[0].numpy(), good[0]), good[1]),
+                "a list": lambda: pipeline.step({"a": good[0], "b": list(range(8))}, good[1]),
+                "an object": lambda: pipeline.step((good[0], Holder(good[0])), good[1]),
+                "sparse": lambda: pipeline.step((good[0], good[0].to_sparse()), good[1]),
+                "gradient": lambda: pipeline.step((good[0], good[0].clone().requires_grad_()), good[1]),
+                "whole gradient": lambda: pipeline.step((good[0], Whole(good[0].clone().requires_grad_())), good[1]),
+                "inference": lambda: pipeline.step(made_there, good[1]),
+                "scale": lambda: pipeline.step(*good, scale=math.nan),
+                "scale of text": lambda: pipeline.step(*good, scale="2"),
+                "no_grad": lambda: torch.no_grad()(pipeline.step)(*good),
+                "inference_mode": lambda: torch.inference_mode()(pipeline.step)(*good),
             }[call]()
         loss = pipeline.step(*good)
         assert torch.equal(loss, reference_step(reference, mean_square, *good, num_microbatches=4))
@@ -147,6 +201,20 @@ def is_refused_and_goes_on(call: str) -> str:
         ("few rows", r"inputs has 3 rows, fewer than num_microbatches=4: give at least 4 rows"),
         ("no rows", r"rows"),
         ("no inputs", r"step was given no (inputs|rows) on rank 0"),
+        ("numpy", r"inputs\[0\] is a numpy.ndarray, which is not cut: give a tensor, such as torch.from_numpy"),
+        ("a list", r"inputs\['b'\] is a list of 8 plain values, as many as the batch has rows, and is not cut"),
+        ("an object", r"inputs\[1\] is a .*Holder with tensors in it, which are not cut"),
+        ("sparse", r"inputs\[1\] is a tensor of layout torch.sparse_coo, which cannot be cut"),
+        (
+            "gradient",
+            r"inputs\[1\] requires a gradient: .* Give it as .detach\(\), or make what computes it the first layer",
+        ),
+        ("whole gradient", r"inputs\[1\] \(Whole\) requires a gradient"),
+        ("inference", r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)"),
+        ("scale", r"step was given scale=nan: a finite number other than 0"),
+        ("scale of text", r"step was given scale='2': a finite number other than 0"),
+        ("no_grad", r"step was called under torch.no_grad\(\), where no gradients are made"),
+        ("inference_mode", r"step was called under torch.inference_mode\(\), where no gradients are made"),
         ("other rows", r"inputs\[0\]\[1\] has 7 rows, the tensors before it 8"),
         ("no dimension", r"inputs\[1\] is a tensor without dimensions.*pipetrain.Whole"),
     ],
@@ -164,6 +232,14 @@ def fails_in_step(name: str) -> None:
         loss = lambda output, target: (output - target).sum(1)  # noqa: E731
     elif name == "targets":
         targets = targets[:7]
+    elif name == "numpy targets":
+        targets = targets.numpy()
+    elif name == "listed targets":
+        targets = list(range(8))
+    elif name == "targets with a gradient":
+        targets.requires_grad_()
+    elif name == "no targets":
+        targets = None
     elif name == "counts":
         count_fn = lambda target: 0  # noqa: E731
     layers = linears()
@@ -185,6 +261,9 @@ def fails_in_step(name: str) -> None:
     [
         ("no scalar", r"loss_fn returned a tensor of shape \[2\]: it must return a 0-dim tensor"),
         ("targets", r"targets have 7 rows on the last rank, inputs 8 on the first"),
+        ("numpy targets", r"targets is a numpy.ndarray, which is not cut"),
+        ("listed targets", r"targets is a list of 8 plain values, as many as the batch has rows"),
+        ("targets with a gradient", r"targets requires a gradient"),
         ("counts", r"count_fn gave \[0, 0, 0, 0\]"),
         ("no loss", r"has no loss_fn"),
         ("no gradient", r"nothing in the model needs a gradient"),
@@ -250,3 +329,40 @@ def test_ranks_that_call_different_methods(name: str) -> None:
     if name != "clip":  # whose messages have another size, at which gloo ends the process
         expected = rf"rank 1 called {name} 1 where rank 0 called step 1: every rank must call the same methods"
         assert all(re.search(expected, outcome.error or "") for outcome in outcomes), [o.error for o in outcomes]
+
+
+def is_wrong_on_rank_1(name: str) -> None:
+    inputs, targets = rows(8)[0]
+    pipeline = Pipeline(linears(), mean_square, num_microbatches=4, timeout_seconds=NEVER_SECONDS)
+    here = dist.get_rank() == 1
+    with torch.set_grad_enabled(not (here and name == "no_grad")):
+        pipeline.step(inputs, targets, scale=math.inf if here and name == "scale" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("no_grad", r"step was called under torch.no_grad\(\)"), ("scale", "scale=inf")]
+)
+def test_a_mistake_on_a_rank_that_is_not_the_first(name: str, message: str) -> None:
+    """That rank says so, and the others end with its words instead of waiting for it."""
+    outcomes = run_outcomes(3, is_wrong_on_rank_1, name)
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert re.search(message + r".*\(on rank 1\)", outcome.error or ""), outcome.error
+
+
+def evaluates_there(mode: str) -> None:
+    """What evaluation makes there is not in the way of training."""
+    model, reference = nn.Sequential(*linears()), nn.Sequential(*linears())
+    batch = rows(8)[0]
+    with Pipeline(model, mean_square, num_microbatches=4, timeout_seconds=NEVER_SECONDS) as pipeline:
+        expected = pipeline.evaluate(*batch)
+        with getattr(torch, mode)():
+            assert torch.equal(pipeline.evaluate(*batch), expected)
+            pipeline(batch[0])
+        assert torch.equal(pipeline.step(*batch), reference_step(reference, mean_square, *batch, num_microbatches=4))
+        assert_same_gradients(pipeline, reference)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_where_no_gradients_are_made(mode: str) -> None:
+    run_ranks(2, evaluates_there, mode)

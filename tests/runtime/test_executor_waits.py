@@ -19,6 +19,7 @@ from pipetrain.schedule.families import ComputeLanes, Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.without import without_microbatches
 
 SEEDS = range(4)
 
@@ -105,6 +106,18 @@ PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_check_accepts_runs(schedule: Schedule, seed: int) -> None:
     """Random schedules: no hang, every wait obeyed, every value right, whatever comes when."""
     check_and_run(schedule, seed)
+
+
+@given(SCHEDULES, st.sets(st.integers(0, 3), min_size=1), st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=60)
+def test_what_is_left_without_some_microbatches_runs(schedule: Schedule, wanted: set[int], seed: int) -> None:
+    skipped = frozenset(wanted) & set(range(schedule.num_microbatches))
+    try:
+        check(schedule)
+    except ValueError:
+        return
+    if len(skipped) < schedule.num_microbatches:
+        check_and_run(without_microbatches(schedule, skipped), seed)
 
 
 @pytest.mark.slow

@@ -215,7 +215,8 @@ def test_a_rank_that_hangs(at_rank: int, when: dict[str, int], waits: str, tmp_p
             assert outcome.exit_code == 1
             message = last_line(outcome, "PipelineError")
             assert re.search(rf"{waits}, and nothing came for 30 s", message)
-            assert f"no word from rank {at_rank};" in message
+            # On a busy machine another rank may be late with its word, too.
+            assert re.search(rf"no word from rank (\d, )*{at_rank}[,;]", message)
             for rank in {0, 1, 2} - {at_rank}:
                 assert re.search(rf"rank {rank} waits (in {rank}RECV|for )", message), "what each rank waits in"
 

@@ -1,0 +1,105 @@
+"""What the arguments of `Pipeline` and of its calls may be: each error names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+
+_LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
+_SEEDS = range(-(1 << 63), 1 << 64)  # what torch.manual_seed takes
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a plain number, and no flag, text or tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def checked_timeout(seconds: Any) -> float:
+    """Raises:
+    ValueError: no wait could take so long.
+    """
+    if not is_number(seconds) or not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
+        raise ValueError(
+            f"timeout_seconds={seconds!r}: the longest wait for another rank, a number of seconds more than 0 and at most 1e9"
+        )
+    return float(seconds)
+
+
+def checked_seed(seed: Any) -> int:
+    """Raises:
+    ValueError: no seed of 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) not in _SEEDS:
+        raise ValueError(f"seed={seed!r}: a whole number of 64 bits is needed, such as 0")
+    return int(seed)
+
+
+def check_callable(name: str, function: Any, gives: str) -> None:
+    """Raises:
+    ValueError: what was given can neither be called nor is None.
+    """
+    if function is not None and not callable(function):
+        raise ValueError(f"{name}={function!r}: give a function {gives}, or leave {name} out")
+
+
+def mistake_in_step(scale: Any) -> str | None:
+    """What stands against a step of this `scale`, called here and now."""
+    if not is_number(scale) or not math.isfinite(scale) or scale == 0:
+        return f"step was given scale={scale!r}: a finite number other than 0 is needed, what the gradients are multiplied by"
+    if torch.is_grad_enabled():
+        return None
+    around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+    return f"step was called under {around}(), where no gradients are made: call it outside, or evaluate for the loss alone"
+
+
+def check_loss_is_plain(loss_fn: Any, layers: Iterable[Any]) -> None:
+    """Refuse a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
+
+    Raises:
+        ValueError: with their names.
+    """
+    of_layers = {id(parameter) for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters()}
+    own = [
+        name
+        for module in _modules_of(loss_fn)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in of_layers
+    ]
+    if own:
+        rest = f" and {len(own) - 2} more" if len(own) > 2 else ""
+        raise ValueError(
+            f"loss_fn has parameters of its own to train ({', '.join(own[:2])}{rest}), which the pipeline would neither clip, "
+            "update nor save: make what has them the last layer, or freeze them with requires_grad_(False)"
+        )
+
+
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    """The modules that a loss is, or is a method of, or was given beforehand."""
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, functools.partial):
+        for part in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules_of(part)
+    elif (owner := getattr(function, "__self__", None)) is not None:
+        yield from _modules_of(owner)
+
+
+def check_no_inference_tensors(layers: Mapping[int, nn.Module]) -> None:
+    """Refuse layers that were made under `torch.inference_mode()`, whose tensors can never be trained.
+
+    Raises:
+        ValueError: with the name of the first.
+    """
+    for number, layer in layers.items():
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if tensor.is_inference():
+                raise ValueError(
+                    f"{number}.{name} was made under torch.inference_mode(), so it cannot be trained: make the model outside, or "
+                    "deepcopy it there"
+                )

@@ -1,0 +1,236 @@
+"""Whose gradients a stage makes: a leaf of F's graph that is no parameter of the stage gets a gradient that nobody sees.
+
+Such a leaf is a weight of another stage (whose own copy, on another rank, learns something else), or a tensor that is in no
+`parameters()`, so neither clipped nor updated. It is refused by name. What a forward makes and drops again
+(`x.detach().requires_grad_()`, for a force) is nobody's, and stays.
+
+A `torch.utils.checkpoint` with `use_reentrant=True` hides what is used inside of it from F's graph, and so from this.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+OnLayer = Callable[[int, Any], None]  # given the global number of a layer and what it returned
+NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there
+
+_DEEPEST = 6  # attributes of attributes that are searched for a tensor
+
+
+def no_names(_tensor: Tensor) -> str | None:
+    """Of a model that no rank has in one piece."""
+    return None
+
+
+class LeafWatch:
+    """Refuses foreign leaves in the first F of each kind: these shapes, in these modes. Any other F costs a look into a set.
+
+    `anchor` is the leaf through which what the stage received enters its graph.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss_fn: Callable[..., Any] | None,
+        *,
+        first_layer: int,
+        anchor: Tensor,
+        name_of: NameOf = no_names,
+    ) -> None:
+        self._layers = layers
+        self._loss_fn = loss_fn
+        self._first_layer = first_layer
+        self._anchor = anchor
+        self._name_of = name_of
+        self._seen: set[Hashable] = set()
+
+    @contextmanager
+    def over(self, given: Sequence[Any], on_layer: OnLayer | None) -> Iterator[OnLayer | None]:
+        """Around an F with these input leaves: gives what F is to call after each layer, and after the loss.
+
+        Raises:
+            ValueError: (what F calls) the layer, its leaf and what to do.
+        """
+        kind = self._kind_of(given)
+        if kind in self._seen:
+            yield on_layer
+            return
+        allowed = {id(parameter) for layer in self._layers for parameter in layer.parameters()} | {id(self._anchor)}
+        walked: set[Node] = set()
+
+        def after_layer(number: int, value: Any) -> None:
+            roots = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            for node in accumulating_nodes(roots, walked):
+                if id(leaf_of(node)) not in allowed and self._is_somebodys(number, node, roots):
+                    raise ValueError(self._complaint(number, leaf_of(node)))
+            if on_layer is not None:
+                on_layer(number, value)
+
+        try:
+            yield after_layer
+        finally:
+            walked.clear()  # the graph lives no longer than without this
+        self._seen.add(kind)
+
+    def _kind_of(self, given: Sequence[Any]) -> Hashable:
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given)
+        return shapes, tuple(layer.training for layer in self._layers)
+
+    def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
+        """Whether a leaf is more than what this forward has made and only its graph holds."""
+        leaf = leaf_of(node)
+        if _is_sharded(self._user(number)):
+            return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
+        if any(tensor is leaf for tensor in returned):
+            known = self._name_in_stage(leaf) or self._name_of(leaf) or _path_to(leaf, self._user(number))
+            return bool(known)
+        del leaf
+        return _references(node) > _references_of_nobody()
+
+    def _user(self, number: int) -> Any:
+        """The layer of this number, or loss_fn, which has the number after the last."""
+        place = number - self._first_layer
+        return self._loss_fn if place >= len(self._layers) else self._layers[place]
+
+    def _complaint(self, number: int, leaf: Tensor) -> str:
+        user = self._user(number)
+        is_loss = user is self._loss_fn
+        who = "loss_fn" if is_loss else f"layer {number} ({type(user).__name__})"
+        owned = self._name_in_stage(leaf)
+        if owned is not None and isinstance(leaf, nn.Parameter):
+            return (
+                f"{who} makes the parameter {owned} in its forward, so no optimizer knows it: make it in __init__, or run the "
+                "layer once before the Pipeline is made"
+            )
+        if owned is None and (name := self._name_of(leaf)):
+            instead = (
+                "compute that term in a layer of its stage" if is_loss else "give the layer a parameter of its own"
+            )
+            return (
+                f"{who} uses {name}, which is of another stage: its gradient from here would be lost. Choose a balance that puts "
+                f"both on one stage, or {instead}"
+            )
+        found = f"buffer {owned}" if owned else _path_to(leaf, user)
+        what = f"a tensor {list(leaf.shape)} that requires a gradient and is no parameter of its stage"
+        home = "the last layer" if is_loss else "the layer"
+        return (
+            f"{who} uses {what}{f' ({found})' if found else ''}, so no optimizer knows it: make it an nn.Parameter of {home}, or "
+            "use its .detach()"
+        )
+
+    def _name_in_stage(self, leaf: Tensor) -> str | None:
+        for number, layer in enumerate(self._layers, start=self._first_layer):
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if tensor is leaf:
+                    return f"{number}.{name}"
+        return None
+
+
+# The walk -------------------------------------------------------------------------------------------------------------
+
+
+def accumulating_nodes(roots: Iterable[Tensor], walked: set[Node]) -> Iterator[Node]:
+    """The ends of the graph below `roots`, a node per leaf, but for what was `walked` before; `walked` grows."""
+    todo = [get_gradient_edge(root).node for root in roots]
+    while todo:
+        node = todo.pop()
+        if node in walked:
+            continue
+        walked.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node
+        else:
+            todo.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def leaf_of(node: Node) -> Tensor:
+    """The leaf of an accumulating node."""
+    leaf: Tensor = node.variable  # type: ignore[attr-defined]
+    return leaf
+
+
+def _is_sharded(user: Any) -> bool:
+    """Whether `fully_shard` puts gathered parameters, which are leaves of their own, in the place of a layer's."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (
+        fsdp is not None and isinstance(user, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in user.modules())
+    )
+
+
+def _references(node: Node) -> int:
+    return sys.getrefcount(node.variable)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _references_of_nobody() -> int:
+    """What `_references` counts for a leaf that a graph holds and nothing else."""
+    root = torch.zeros((), requires_grad=True) * 1
+    (node,) = accumulating_nodes([root], set())
+    return _references(node)
+
+
+# Its name -------------------------------------------------------------------------------------------------------------
+
+
+def _path_to(wanted: Tensor, user: Any) -> str:
+    """Where a layer, or a function, has a tensor: `its attribute scale`; nothing where it is not found."""
+    found = next(_paths(user, wanted, "", set(), _DEEPEST), None)
+    return f"{found.removeprefix('.')} of {_name_of_thing(user)}" if found else ""
+
+
+def _name_of_thing(thing: Any) -> str:
+    return str(getattr(thing, "__qualname__", type(thing).__name__)).removesuffix(".<lambda>").split("<locals>.")[-1]
+
+
+def _paths(thing: Any, wanted: Tensor, path: str, seen: set[int], depth: int) -> Iterator[str]:
+    if thing is wanted:
+        yield path
+    elif depth and id(thing) not in seen and not isinstance(thing, (Tensor, type, types.ModuleType)):
+        seen.add(id(thing))
+        for name, part in _parts(thing):
+            yield from _paths(part, wanted, path + name, seen, depth - 1)
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What something holds, with how that is written behind its name."""
+    if isinstance(thing, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        yield from ((f"[{number}]", value) for number, value in enumerate(thing))
+    elif isinstance(thing, functools.partial):
+        yield from (("", part) for part in (thing.func, thing.args, thing.keywords))
+    elif isinstance(thing, types.MethodType):
+        yield from (("", part) for part in (thing.__func__, thing.__self__))
+    elif isinstance(thing, types.FunctionType):
+        yield from _parts_of_function(thing)
+    else:
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            if name in ("_parameters", "_buffers", "_modules"):
+                yield from ((f".{key}", part) for key, part in list(value.items()))
+            else:
+                yield f".{name}", value
+        for name in ("forward", "__call__"):
+            if isinstance(function := getattr(type(thing), name, None), types.FunctionType):
+                yield "", function
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield from ((f".{name}", function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+    yield "", function.__defaults__
+    yield "", function.__kwdefaults__
