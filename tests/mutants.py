@@ -634,7 +634,7 @@ MUTANTS = (
     Mutant(
         "gathered parameters are foreign",
         "pipetrain/stage/leaves.py",
-        "        if _is_sharded(self._user(number)):",
+        "        if is_sharded(self._user(number)):",
         "        if False:",
         ("tests/runtime/test_leaves.py", "-k", "sharded"),
     ),

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.attributes import Attributes, StateChanged, changed_later, classes_of
+from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.seeding import draws_in_python
 from pipetrain.stage.tensor_copies import (
     Storages,
@@ -348,6 +349,8 @@ class LayerState:
                     )
 
     def _refuse_new_parts(self, before: Before) -> None:
+        if any(map(is_sharded, self._roots)):
+            return  # fully_shard puts gathered parameters in the place of a layer's, and takes them away
         for module, parameters, modules in before.structure:
             for was, now in ((parameters, module._parameters), (modules, module._modules)):
                 names = [name for name in {**was, **now} if was.get(name) is not now.get(name)]
