@@ -906,7 +906,7 @@ def test_a_parameter_made_in_the_forward_is_named() -> None:
             return self.inner(x)
 
     pipeline = Pipeline([Lazy(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS)
-    with pytest.raises(StateChanged, match=r"layer 0 \(Lazy\): its forward makes or replaces inner"):
+    with pytest.raises(ValueError, match=r"layer 0 \(Lazy\) makes the parameter 0.inner.weight in its forward"):
         pipeline.step(*batch())
 
 
