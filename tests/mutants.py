@@ -32,6 +32,7 @@ class Mutant:
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 MARKS = "tests/config/test_marks.py"
+MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 MUTANTS = (
     Mutant(
@@ -51,9 +52,8 @@ MUTANTS = (
     Mutant(
         "generators not seeded in R",
         "pipetrain/stage/stage.py",
-        "        seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
-        "        if not held.roots:  # F\n"
-        "            seed_generators(given.seed_of(self.first_layer + number), self._device)\n        try:",
+        "        self._seed(number, given)\n        try:\n            with nullcontext() if",
+        "        try:\n            with nullcontext() if",
         (STAGE, "-k", "linear and recomputed"),
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "R changes the buffers",
         "pipetrain/stage/stage.py",
-        "with_buffers(layer, held.buffers.get(number))",
-        "layer",
+        "            with self._state.as_seen(held.seen):",
+        "            with nullcontext():",
         (STAGE, "-k", "buffers or batch"),
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "R does not end early",
         "pipetrain/stage/slots.py",
-        "            raise SetComplete\n",
-        "            return\n",
+        "        if self._stop is Stop.AT_LAYER and self._filled >= self._end:",
+        "        if False:",
         (STAGE, "-k", "last_slot"),
     ),
     Mutant(
@@ -251,6 +251,125 @@ MUTANTS = (
         "                self._monitor.lost(what, self.peer, error)\n",
         "",
         ("tests/runtime/test_failures.py", "-k", "killed_from_outside and 1"),
+    ),
+    Mutant(
+        "a full slot is not read inside F",
+        "pipetrain/stage/slots.py",
+        "            if slot.tensor is None:\n                self.wanted",
+        "            if True:\n                self.wanted",
+        (MUSEUM, "-k", "through_an_earlier_layer and never"),
+    ),
+    Mutant(
+        "layers whose slots are read in F stay late-bound",
+        "pipetrain/stage/slots.py",
+        "            self._whole.update(range(first, reader + 1))",
+        "            self._whole.add(reader)",
+        (MUSEUM, "-k", "through_an_earlier_layer and always"),
+    ),
+    Mutant(
+        "what a layer that runs again has changed stays",
+        "pipetrain/stage/stage.py",
+        "        self._state.put_layer_back(number, before, at_layer)\n",
+        "",
+        (MUSEUM, "-k", "inside_a_layer_with_state"),
+    ),
+    Mutant(
+        "a layer that runs again has other random numbers",
+        "pipetrain/stage/stage.py",
+        "        self._seed(number, given)\n        self._gradients.start()",
+        "        self._gradients.start()",
+        (MUSEUM, "-k", "inside_a_layer_with_state"),
+    ),
+    Mutant(
+        "a layer may catch the wish for a gradient",
+        "pipetrain/stage/stage.py",
+        "            if late.wanted is None and not late.hooks_refused:\n                return output",
+        "            return output",
+        (MUSEUM, "-k", "catches_what"),
+    ),
+    Mutant(
+        "a layer may catch what torch.func says",
+        "pipetrain/stage/stage.py",
+        "late.listening_to_functorch() if look else nullcontext()",
+        "nullcontext()",
+        (MUSEUM, "-k", "says_of_hooks"),
+    ),
+    Mutant(
+        "a mismatch that a layer catches is forgotten",
+        "pipetrain/stage/slots.py",
+        "        if self._failure is not None:\n            raise self._failure",
+        "        if False:\n            raise self._failure",
+        (MUSEUM, "-k", "mismatch_that_a_layer"),
+    ),
+    Mutant(
+        "R ends at its last slot although an operation fills it later",
+        "pipetrain/stage/proof.py",
+        "            self.stop = max(self.stop, Stop.AT_LAYER)",
+        "            pass",
+        (MUSEUM, "-k", "operation_that_fills and always"),
+    ),
+    Mutant(
+        "R ends at its last slot without a proof",
+        "pipetrain/stage/stage.py",
+        "Stop.AT_LAYER if self._stop is None else self._stop",
+        "self._stop or Stop.AT_SLOT",
+        (MUSEUM, "-k", "operation_that_fills and unproved"),
+    ),
+    Mutant(
+        "R ends before the layer that changes what is saved",
+        "pipetrain/stage/proof.py",
+        "            self.stop = Stop.AT_END",
+        "            pass",
+        (MUSEUM, "-k", "later_layer_changes"),
+    ),
+    Mutant(
+        "other values of R are not noticed",
+        "pipetrain/stage/proof.py",
+        "            if _differ(*pair):\n                self._deferred",
+        "            if False:\n                self._deferred",
+        (MUSEUM, "-k", "other_values"),
+    ),
+    Mutant(
+        "values that differ are not looked at again at the end",
+        "pipetrain/stage/proof.py",
+        "differing = [pair for pair in self._deferred if _differ(*pair)]",
+        "differing = list(self._deferred)",
+        (MUSEUM, "-k", "later_layer_changes"),
+    ),
+    Mutant(
+        "a proved set shares its buffers with later forwards",
+        "pipetrain/stage/stage.py",
+        "self._state.live_storages() if prove else",
+        "frozenset() if prove else",
+        (STAGE, "-k", "proof_finds_nothing"),
+    ),
+    Mutant(
+        "backward in a forward is not noticed",
+        "pipetrain/stage/stage.py",
+        "        self._gradients.check(self._name_of(number))\n",
+        "",
+        (MUSEUM, "-k", "backward_inside"),
+    ),
+    Mutant(
+        "a stage whose output needs no gradient holds nothing",
+        "pipetrain/stage/stage.py",
+        "        if has_backward or any(wants):",
+        "        if any(wants):",
+        (MUSEUM, "-k", "output_needs_no_gradient and not rank"),
+    ),
+    Mutant(
+        "a loss without a gradient is let pass",
+        "pipetrain/stage/stage.py",
+        "            raise ValueError(_LOSS_WITHOUT_GRADIENT)",
+        "            pass",
+        (MUSEUM, "-k", "loss_that_needs_no"),
+    ),
+    Mutant(
+        "a kind of step is proved once for all",
+        "pipetrain/runtime/proving.py",
+        "        kind = (signature, *self._flags())",
+        "        kind = signature",
+        ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
     ),
     # One run per folder, ranges, and what does not run yet.
     Mutant(
@@ -408,6 +527,90 @@ MUTANTS = (
         (WITHOUT, "-k", "sound and not more"),
     ),
     Mutant(
+        "R runs with the buffers of now",
+        "pipetrain/stage/layer_state.py",
+        "        live = seen.buffers.stand_in()\n",
+        "        live = [tensor.data for tensor in seen.buffers.tensors]\n",
+        (MUSEUM, "-k", "changes_in_its_own_way"),
+    ),
+    Mutant(
+        "R runs with the attributes of now",
+        "pipetrain/stage/layer_state.py",
+        "        undo = [attributes.stand_in() for attributes in seen.attributes]\n",
+        "        undo = []\n",
+        (MUSEUM, "-k", "plain_python"),
+    ),
+    Mutant(
+        "only buffers are copied that the first forward changed",
+        "pipetrain/stage/layer_state.py",
+        "[buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]",
+        "[buffer for buffer in buffers if id(buffer) in known]",
+        (MUSEUM, "-k", "second_step"),
+    ),
+    Mutant(
+        "large buffers are not watched",
+        "pipetrain/stage/layer_state.py",
+        "            if version_of(buffer) != version:\n                self.relearn()",
+        "            if False:\n                self.relearn()",
+        (STATE, "-k", "only_what_changes"),
+    ),
+    Mutant(
+        "a kept set looks into the live buffer",
+        "pipetrain/stage/slots.py",
+        "                slot.replace(view_into(copies[key], slot.tensor))\n",
+        "                pass\n",
+        (MUSEUM, "-k", "own_way and unseen"),
+    ),
+    Mutant(
+        "copies do not share memory",
+        "pipetrain/stage/layer_state.py",
+        "storages: Storages | None = {} if self._sharing else None",
+        "storages: Storages | None = None",
+        (MUSEUM, "-k", "reads_the_buffer"),
+    ),
+    Mutant(
+        "parameters are not compared around F",
+        "pipetrain/stage/layer_state.py",
+        "        self._refuse_changed_parameters(before)\n",
+        "",
+        (MUSEUM, "-k", "parameter_that_the_forward_changes"),
+    ),
+    Mutant(
+        "an object in the inputs is not looked at",
+        "pipetrain/stage/layer_state.py",
+        "inputs = _attributes_of_inputs(leaves) if recomputed else None",
+        "inputs = None",
+        (MUSEUM, "-k", "forward_fills"),
+    ),
+    Mutant(
+        "an input changed through .data is not seen",
+        "pipetrain/stage/stage.py",
+        "return all(same_values(tensor, leaf) for",
+        "return all(True for",
+        (MUSEUM, "-k", "changed_through_data"),
+    ),
+    Mutant(
+        "Python and numpy are not seeded",
+        "pipetrain/stage/seeding.py",
+        "    if python:\n",
+        "    if False:\n",
+        (STATE, "-k", "start_from_the_seed"),
+    ),
+    Mutant(
+        "a large tensor of before is not missed",
+        "pipetrain/stage/attributes.py",
+        '        raise StateChanged(\n            f"{place} is read',
+        '        return torch.zeros(20_000, 4)[:2]\n        raise StateChanged(\n            f"{place} is read',
+        (MUSEUM, "-k", "large_tensor_attribute"),
+    ),
+    Mutant(
+        "the probe asks lazy parameters",
+        "pipetrain/stage/probe.py",
+        "    with torch._C.DisableTorchFunctionSubclass():",
+        "    with contextlib.nullcontext():",
+        (MUSEUM, "-k", "lazy_layer"),
+    ),
+    Mutant(
         "foreign leaves are let through",
         "pipetrain/stage/leaves.py",
         "            if id(leaf_of(node)) not in allowed and self",
@@ -431,7 +634,7 @@ MUTANTS = (
     Mutant(
         "gathered parameters are foreign",
         "pipetrain/stage/leaves.py",
-        "        if _is_sharded(self._user(number)):",
+        "        if is_sharded(self._user(number)):",
         "        if False:",
         ("tests/runtime/test_leaves.py", "-k", "sharded"),
     ),

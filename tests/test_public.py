@@ -53,7 +53,7 @@ SIGNATURES = {
         "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
         "costs=None first_backward=0 transport_ahead=2"
     ),
-    "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'>",
+    "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'> verify='first'",
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",
     "Whole": "value",

@@ -6,17 +6,23 @@ import collections
 import copy
 import enum
 import functools
+import itertools
 import math
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity_cases import Case, check_case, rows, run_cases
@@ -34,7 +40,8 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
+from pipetrain.stage.attributes import StateChanged
+from pipetrain.stage.slots import LayerRefused, RecomputeMismatch, SavedTensorChanged
 
 ALWAYS = RecomputePolicy(last_stage="always")
 
@@ -138,12 +145,12 @@ def test_recompute_that_saves_less_names_its_own_layer() -> None:
     Cause: what the next layer saved was compared with what had not come; the count at the end of a layer was not.
     """
 
-    class SavesOnce(nn.Module):
-        calls = 0
+    calls: list[int] = []  # not in the layer: there R would put it back as it was
 
+    class SavesOnce(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            SavesOnce.calls += 1
-            return x.exp() if SavesOnce.calls > 3 else x.exp().sin()
+            calls.append(1)
+            return x.exp() if len(calls) > 3 else x.exp().sin()
 
     layers = [nn.Linear(4, 4), SavesOnce(), nn.Linear(4, 4)]
     message = r"layer 1 \(SavesOnce\): the recompute ended without saving"
@@ -176,9 +183,907 @@ def test_a_schedule_made_for_a_frozen_first_stage() -> None:
 
 # Gradients inside a forward, and control flow of a layer's own.
 
+
+class Energy(nn.Module):
+    """Gives the place and its energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        place = x.detach().requires_grad_()
+        return place, torch.tanh(self.linear(place)).square().sum()
+
+
+class Force(nn.Module):
+    """Takes the gradient of what the layer before has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        place, energy = given
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        return force * self.scale
+
+
+class Penalty(nn.Module):
+    """The slope of its own output beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(place).tanh().sum(), place, create_graph=True)
+        return self.linear(x) + slope
+
+
+class FunctionalPenalty(nn.Module):
+    """The same by torch.func, which refuses saved-tensor hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope: Tensor = torch.func.grad(lambda y: self.linear(y).tanh().sum())(x.detach())
+        return self.linear(x) + slope
+
+
+NEVER = RecomputePolicy("never")
+UNPROVED = RecomputePolicy(last_stage="always", verify="off")
+
+
+def check(
+    layers: Callable[[], list[nn.Module]],
+    *,
+    recompute: RecomputePolicy,
+    stages: int = 2,
+    steps: int = 2,
+    **options: Any,
+) -> None:
+    """Equal to the plain loop, `stages` stages on one rank."""
+    batches = [batch() for _ in range(steps)]
+    options = {"num_microbatches": 3, "num_stages": stages, "stages_per_rank": stages, **options}
+    loss = options.pop("loss", mean_square)
+    case = Case("layers", layers, lambda: batches, loss, options={"recompute": recompute, **options})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*inside its forward")
+        check_case(case)
+
+
+EVERY_MODE = pytest.mark.parametrize("recompute", [NEVER, ALWAYS, UNPROVED], ids=["never", "always", "unproved"])
+
+
+@pytest.mark.parametrize("recompute", [NEVER, ALWAYS], ids=["never", "always"])
+@pytest.mark.parametrize("between", [0, 1])
+def test_gradient_through_an_earlier_layer(recompute: RecomputePolicy, between: int) -> None:
+    """Symptom: F of a stage with a layer for the energy and one for the force began again for ever, in every mode.
+
+    Cause: the layer that took the gradient was run without hooks the next time; the layer that it read was not.
+    """
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(4, 4), Energy(), *(nn.Identity() for _ in range(between)), Force(), nn.Linear(4, 4)]
+
+    check(layers, recompute=recompute, stages=1)
+
+
+def test_gradient_through_an_earlier_layer_that_is_met_too_late() -> None:
+    """The same with nothing kept: the layer before cannot be run again, and both are named."""
+    pipeline = Pipeline([Energy(), Force()], mean_square, num_microbatches=3, num_stages=1, recompute=UNPROVED)
+    message = r"layer 1 \(Force\) takes a gradient through layer 0 \(Energy\) .*recompute.verify=first"
+    with pytest.raises(LayerRefused, match=message):
+        pipeline.step(*batch())
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("penalty", [Penalty, FunctionalPenalty])
+def test_gradient_inside_a_layer_runs_no_other_layer_again(
+    recompute: RecomputePolicy, penalty: type[nn.Module]
+) -> None:
+    """Symptom: BatchNorm before such a layer was updated 5 times for 4, and an in-place first op applied twice.
+
+    Cause: the whole stage began again, on buffers that a kept set had not copied and on an input that had been changed.
+    """
+    check(
+        lambda: [nn.ReLU(inplace=True), nn.BatchNorm1d(4), penalty(), nn.BatchNorm1d(4)], recompute=recompute, stages=1
+    )
+
+
+@EVERY_MODE
+def test_gradient_inside_a_layer_with_state(recompute: RecomputePolicy) -> None:
+    """The layer that runs again finds its buffers, its counters and its random numbers as they were."""
+
+    class Counts(FunctionalPenalty):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(self.norm(nn.functional.dropout(x, 0.5))) * self.calls
+
+    check(lambda: [nn.Linear(4, 4), Counts(), nn.Linear(4, 4)], recompute=recompute, stages=1)
+
+
+@EVERY_MODE
+def test_gradient_inside_the_loss(recompute: RecomputePolicy) -> None:
+    """Symptom: a loss with a gradient penalty updated the BatchNorm of its stage once too often.
+
+    Cause: as above; the loss is the last layer of its stage.
+    """
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(output.pow(3).sum(), output, create_graph=True)
+        return mean_square(output, target) + slope.square().mean()
+
+    check(lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], recompute=recompute, loss=loss)
+
+
+class FromTheThirdOn(Penalty):
+    """Takes a gradient from its third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls > 2 else self.linear(x)
+
+
+@EVERY_MODE
+def test_gradient_inside_a_layer_from_a_later_microbatch_on(recompute: RecomputePolicy) -> None:
+    """Symptom: F began again in the middle of a step. Cause: as above; what it had to undo was not what had been copied."""
+    check(
+        lambda: [nn.BatchNorm1d(4), FromTheThirdOn(), nn.Linear(4, 4)], recompute=recompute, stages=1, schedule="1f1b"
+    )
+
+
+class FillsLater(nn.Module):
+    """Its operation draws its noise after it has saved the tensor for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rrelu(x, 0.1, 0.9, training=True)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("place", ["last", "middle", "before a layer that saves nothing"])
+def test_operation_that_fills_what_it_has_saved(recompute: RecomputePolicy, place: str) -> None:
+    """Symptom: RReLU last in a recomputed stage gave gradients of 1e7 to 1e13.
+
+    Cause: R ended when the last tensor was saved, and the operation had not filled it yet.
+    """
+    after: dict[str, list[nn.Module]] = {
+        "last": [],
+        "middle": [nn.Linear(4, 4)],
+        "before a layer that saves nothing": [nn.Identity()],
+    }
+    check(
+        lambda: [nn.Linear(4, 4), FillsLater(), *after[place], nn.Linear(4, 4)],
+        recompute=recompute,
+        balance=[2 + len(after[place]), 1],
+    )
+
+
+class ChangesThroughData(nn.Module):
+    """Changes in place what the layer before has saved, so that no version tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x
+
+
+def test_saved_tensor_that_a_later_layer_changes_without_a_word() -> None:
+    """Symptom: gradients of another tensor than the plain loop's.
+
+    Cause: R ended before the layer that changes what had been saved; what counts is the value at the end of F.
+    """
+    check(
+        lambda: [nn.Linear(4, 4), nn.Sigmoid(), ChangesThroughData(), nn.Linear(4, 4)], recompute=ALWAYS, balance=[3, 1]
+    )
+
+
+class Swallows(nn.Module):
+    """Does without the gradient where it is not given one."""
+
+    def __init__(self, what: type[BaseException], *, functional: bool) -> None:
+        super().__init__()
+        self.what = what
+        self.inner = FunctionalPenalty() if functional else Penalty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            output: Tensor = self.inner(x)
+        except self.what:
+            output = x * 0
+        return output
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("what", [Exception, BaseException])
+def test_layer_that_catches_what_asks_for_a_gradient(recompute: RecomputePolicy, what: type[BaseException]) -> None:
+    """Symptom: a layer with `except Exception:` around its gradient took its fallback, in every mode.
+
+    Cause: what got the stage out of the layer was an Exception, and whether the layer had let it pass was not asked.
+    """
+    check(lambda: [nn.Linear(4, 4), Swallows(what, functional=False), nn.Linear(4, 4)], recompute=recompute)
+
+
+@EVERY_MODE
+def test_layer_that_catches_what_torch_func_says_of_hooks(recompute: RecomputePolicy) -> None:
+    """Symptom: the fallback again. Cause: torch.func refuses saved-tensor hooks by a RuntimeError, which the layer caught."""
+    check(lambda: [nn.Linear(4, 4), Swallows(Exception, functional=True), nn.Linear(4, 4)], recompute=recompute)
+
+
+class SwallowsTheEnd(nn.Module):
+    """Its last operation saves the last tensor of the stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return torch.sigmoid(x)
+        except BaseException:
+            return torch.sigmoid(torch.tanh(x))
+
+
+def test_layer_that_catches_the_end_of_recompute() -> None:
+    """Symptom: RecomputeMismatch with a reason that was not true: "saves one tensor more than in F".
+
+    Cause: the layer caught what ends R when the last tensor is saved, and went on.
+    """
+    check(lambda: [nn.Linear(4, 4), SwallowsTheEnd(), nn.Linear(4, 4)], recompute=ALWAYS, balance=[2, 1])
+
+
+def test_mismatch_that_a_layer_catches() -> None:
+    """Symptom: the wrong layer was named. Cause: the right error went through a layer that caught it."""
+
+    class OtherOperation(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return x.exp() if next(calls) < 3 else x.sin()
+            except Exception:
+                return x.exp()
+
+    calls = itertools.count()
+    pipeline = Pipeline(
+        [nn.Linear(4, 4), OtherOperation(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS
+    )
+    with pytest.raises(
+        RecomputeMismatch, match=r"layer 1 \(OtherOperation\): the recompute saves .* in F it was .*ExpBackward"
+    ):
+        pipeline.step(*batch())
+
+
+def test_other_values_in_recompute() -> None:
+    """Symptom: gradients of values that F has not seen, without a word.
+
+    Cause: only shapes, types and operations of what R saves were compared with those of F.
+    """
+    own = itertools.count()
+
+    class Drifts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(x + next(own))
+
+    layers = [nn.Linear(4, 4), Drifts(), nn.Linear(4, 4)]
+    pipeline = Pipeline(layers, mean_square, num_microbatches=3, recompute=ALWAYS)
+    message = r"layer 1 \(Drifts\): the recompute saves a tensor \[2, 4\] float32 made by SigmoidBackward with other values: \d of 8 entries differ, by up to .*a counter, a cache"
+    with pytest.raises(RecomputeMismatch, match=message):
+        pipeline.step(*batch())
+
+
+@EVERY_MODE
+def test_functions_that_ask_twice(recompute: RecomputePolicy) -> None:
+    """A layer that reads the same saved tensors in several gradients, and in a second order."""
+
+    class Hessian(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            place = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(place).tanh().sum(), place, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.square().sum(), place, create_graph=True)
+            return self.linear(x) + slope + bend
+
+    check(lambda: [nn.Linear(4, 4), Hessian(), nn.BatchNorm1d(4), nn.Linear(4, 4)], recompute=recompute, stages=1)
+
+
 # State that a forward changes.
 
+
+class LocalLoss(nn.Module):
+    """Trains its own weights by a loss of its own."""
+
+    def __init__(self, *, catches: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.catches = catches
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.linear(x.detach()).square().mean().backward()
+        except BaseException:
+            if not self.catches:
+                raise
+        return self.linear(x)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("catches", [False, True])
+def test_backward_inside_a_forward(recompute: RecomputePolicy, catches: bool) -> None:
+    """Symptom: gradients off by up to 100 %, without a word.
+
+    Cause: it adds to `.grad` in F, and in R again; in a pipeline F of one microbatch stands before B of another.
+    """
+    layers = [nn.Linear(4, 4), LocalLoss(catches=catches), nn.Linear(4, 4)]
+    pipeline = Pipeline(layers, mean_square, num_microbatches=3, recompute=recompute)
+    with pytest.raises(LayerRefused, match=r"layer 1 \(LocalLoss\) calls backward\(\) in its forward"):
+        pipeline.step(*batch())
+
+
+# Recomputed on every stage, in two orders; on one stage and on two; and kept.
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {"recompute": ALWAYS},
+    "inline": {"recompute": RecomputePolicy("inline", last_stage="always")},
+    "two stages": {"recompute": ALWAYS, "schedule": "interleaved", "stages_per_rank": 2, "balance": [1, 3]},
+    "two places": {"recompute": RecomputePolicy("early", last_stage="always", ahead=2)},
+    "never": {"recompute": "never"},
+}
+
+
+def check_state(
+    make_layers: Callable[[], Sequence[nn.Module]],
+    ways: Iterable[str] = WAYS,
+    *,
+    make_loss: Callable[[], Any] = lambda: mean_square,
+    before_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    make_batch: Callable[[], tuple[Any, Tensor]] = batch,
+) -> None:
+    """Three steps beside the plain loop, each way: loss, gradients, and at the end buffers, are equal bit for bit.
+
+    There is a linear layer before `make_layers()` and one behind.
+    """
+    for way in ways:
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(4, 4), *make_layers(), nn.Linear(4, 4))
+        torch.manual_seed(0)
+        theirs = nn.Sequential(nn.Linear(4, 4), *make_layers(), nn.Linear(4, 4))
+        loss, reference_loss = make_loss(), make_loss()
+        options = dict(WAYS[way])
+        if "balance" in options:
+            options["balance"] = [1, len(ours) - 1]
+        with Pipeline(ours, loss, num_microbatches=3, **options) as pipeline:
+            for step in range(3):
+                before_step(step, ours)
+                before_step(step, theirs)
+                inputs, targets = make_batch()
+                found = pipeline.step(inputs, targets)
+                inputs, targets = make_batch()
+                expected = reference_step(theirs, reference_loss, inputs, targets, num_microbatches=3, step=step)
+                assert torch.equal(found, expected), f"{way}, step {step}: loss {found}, expected {expected}"
+                assert_same_gradients(ours, theirs)
+            for name, value in theirs.state_dict().items():
+                assert torch.equal(ours.state_dict()[name].to_dense(), value.to_dense()), f"{way}: {name} differs"
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters()):
+        assert (own.grad is None) == (other.grad is None), name
+        assert own.grad is None or torch.equal(own.grad, other.grad), f"{name}.grad differs"
+
+
+class Scales(nn.Module):
+    """Multiplies by a buffer; `change` is called with the layer ahead of each use."""
+
+    def __init__(self, change: Callable[[Any], None], size: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(size))
+        self.calls = 0
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return x * x * self.scale[:4]
+
+
+def grow(layer: Any) -> None:
+    layer.scale += 0.25
+
+
+def grow_unseen(layer: Any) -> None:
+    layer.scale.data.mul_(1.25)
+
+
+def grow_every_third(layer: Any) -> None:
+    layer.calls += 1
+    if layer.calls % 3 == 0:
+        layer.scale += 0.25
+
+
+def put_another(layer: Any) -> None:
+    layer.scale = layer.scale * 1.25
+
+
+def grow_once_warm(layer: Any) -> None:
+    if layer.training and WARM[0]:
+        layer.scale.data.mul_(1.25)
+
+
+WARM = [False]
+
+
+@pytest.mark.parametrize("change", [grow, grow_unseen, grow_every_third, put_another])
+def test_a_buffer_that_changes_in_its_own_way(change: Any) -> None:
+    """Symptom: gradients 5 % off where a buffer changed in every third forward; wrong in every mode where `.data` did it.
+
+    Cause: only buffers that the first forward changed were copied for R, and a kept set looked into the live buffer.
+    """
+    check_state(lambda: [Scales(change), nn.Linear(4, 4)])
+
+
+def test_a_buffer_that_begins_to_change_in_the_second_step() -> None:
+    """Symptom and cause: as above, for what the whole first step leaves alone."""
+
+    def warm(step: int, model: nn.Sequential) -> None:
+        WARM[0] = step > 0
+
+    check_state(
+        lambda: [Scales(grow_once_warm), nn.Linear(4, 4)], ["overlap", "inline", "two stages"], before_step=warm
+    )
+
+
+def test_momentum_and_statistics_switched_on_later() -> None:
+    """Symptom: BatchNorm with momentum 0, then 0.1: R moved the running statistics again. Cause: as above."""
+
+    def switch(step: int, model: nn.Sequential) -> None:
+        model[1].momentum = 0.1 * step
+        model[2].train(step != 1)
+
+    check_state(lambda: [nn.BatchNorm1d(4, momentum=0.0), nn.BatchNorm1d(4), nn.Tanh()], before_step=switch)
+
+
+def test_a_large_buffer_that_begins_to_change_is_named() -> None:
+    """Symptom: silent wrong gradients. Cause: as above; a large buffer is not copied unless it is known to change."""
+    layers = [nn.Linear(4, 4), Scales(grow_late, 100_000), nn.Linear(4, 4)]
+    with (
+        Pipeline(layers, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline,
+        pytest.raises(
+            StateChanged, match=r"layer 1 \(Scales\).scale, a tensor of \[100000\], is changed by a forward f"
+        ),
+    ):
+        pipeline.step(*batch())
+    check_state(lambda: [Scales(grow, 100_000)])
+
+
+def grow_late(layer: Any) -> None:
+    layer.calls += 1
+    if layer.calls == 2:
+        layer.scale += 0.25
+
+
+def test_a_buffer_that_the_first_forward_registers() -> None:
+    """Symptom: R registered it again, or read the value of the last forward. Cause: buffers were listed before it."""
+
+    class Registers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "count"):
+                self.register_buffer("count", torch.zeros(()))
+            self.count += 1
+            return x * x * self.count
+
+    check_state(lambda: [Registers(), nn.Linear(4, 4)])
+
+
+def test_a_module_with_a_changing_buffer_used_twice() -> None:
+    """Symptom: gradients 26 % off; with spectral_norm not bit-equal.
+
+    Cause: R ran each layer on copies of its own, so the second use did not see what the first had changed.
+    """
+
+    def twice(layer: nn.Module) -> list[nn.Module]:
+        return [layer, nn.Tanh(), layer]
+
+    ways = ["overlap", "inline", "two places"]  # over two stages it is refused
+    check_state(lambda: twice(Scales(grow_unseen)), ways)
+    check_state(lambda: twice(nn.BatchNorm1d(4)), ways)
+    check_state(lambda: twice(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))), ways)
+
+
+def test_a_layer_that_reads_the_buffer_of_another() -> None:
+    """Symptom: gradients 26 % off. Cause: as above."""
+
+    class Reads(nn.Module):
+        def __init__(self, other: Scales, *, view: bool) -> None:
+            super().__init__()
+            self.of_other = other.scale[None] if view else other.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x * self.of_other
+
+    def pair(*, view: bool) -> list[nn.Module]:
+        scales = Scales(grow)
+        return [scales, Reads(scales, view=view)]
+
+    for view in (False, True):
+        check_state(lambda view=view: pair(view=view), ["overlap", "inline", "two places"])
+
+
+class Counts(nn.Module):
+    """Multiplies by a number of its own, which `count` gives."""
+
+    def __init__(self, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.count = count
+        self.calls = 0
+        self.table: dict[str, Any] = {"calls": 0, "each": []}
+        self.last: Any = torch.zeros(())
+        self.kind = {"numpy": np.random.default_rng(1), "old": np.random.RandomState(1), "python": random.Random(1)}
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * (1 + 0.1 * self.count(self))
+
+
+def counter(layer: Any) -> int:
+    layer.calls += 1
+    return int(layer.calls)
+
+
+def counter_in_a_dict(layer: Any) -> int:
+    layer.table["calls"] += 1
+    layer.table["each"].append(layer.table["calls"])
+    return len(layer.table["each"])
+
+
+def tensor_attribute(layer: Any) -> Tensor:
+    layer.last = layer.last + 1
+    return layer.last
+
+
+def tensor_changed_in_place(layer: Any) -> Tensor:
+    layer.last += 1
+    return layer.last.clone()
+
+
+def deque_of_tensors(layer: Any) -> Tensor:
+    if "recent" not in layer.table:
+        layer.table["recent"] = deque([torch.ones(())], maxlen=3)
+    layer.table["recent"].append(layer.table["recent"][-1] + 1)
+    return torch.stack(list(layer.table["recent"])).sum()
+
+
+NUM_CALLS = 0
+
+
+class CountsGlobally(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global NUM_CALLS
+        NUM_CALLS += 1
+        return x * x * (1 + 0.1 * (NUM_CALLS % 7))
+
+
+def counts_in_a_function() -> nn.Module:
+    calls = 0
+
+    class CountsThere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x * x * (1 + 0.1 * calls)
+
+    return CountsThere()
+
+
+def test_a_counter_outside_of_the_layer() -> None:
+    """Symptom and cause: as below, for a variable of the module or of the function in which the class is."""
+    global NUM_CALLS
+    check_state(lambda: [counts_in_a_function(), nn.Linear(4, 4)])
+    ours = nn.Sequential(nn.Linear(4, 4), CountsGlobally(), nn.Linear(4, 4))
+    theirs = copy.deepcopy(ours)
+    NUM_CALLS = 0
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        found = pipeline.step(*batch())
+    assert NUM_CALLS == 3
+    NUM_CALLS = 0
+    assert torch.equal(found, reference_step(theirs, mean_square, *batch(), num_microbatches=3))
+    assert_same_gradients(ours, theirs)
+
+
+STATE = [
+    counter,
+    counter_in_a_dict,
+    tensor_attribute,
+    tensor_changed_in_place,
+    deque_of_tensors,
+    lambda layer: torch.rand((), generator=layer.generator),
+    lambda layer: layer.kind["numpy"].random(),
+    lambda layer: layer.kind["old"].rand(),
+    lambda layer: layer.kind["python"].random(),
+    lambda layer: random.random(),
+    lambda layer: np.random.rand() + random.gauss(0, 1),
+]
+
+
+@pytest.mark.parametrize("count", STATE, ids=range(len(STATE)))
+def test_state_in_plain_python(count: Any) -> None:
+    """Symptom: wrong gradients without a word where a forward counts, caches, or draws from a generator of its own.
+
+    Cause: R ran with what the forwards after its own had left, and left its own traces for the next forward.
+    """
+    check_state(lambda: [Counts(count), nn.Linear(4, 4)])
+
+
+def test_a_loss_with_state() -> None:
+    """Symptom: wrong gradients under last_stage=always. Cause: as above, for loss_fn."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                self.mean.lerp_(output.mean(), 0.5)
+            return mean_square(output * output, target) * (self.mean + self.calls)
+
+        def method(self, output: Tensor, target: Tensor) -> Tensor:
+            return self(output, target)
+
+    def closure() -> Callable[[Tensor, Tensor], Tensor]:
+        calls, sums = 0, [1.0]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            sums.append(sums[-1] * 1.1)
+            return mean_square(output * output, target) * (calls + sums[-1])
+
+        return loss
+
+    for make_loss in (Weighted, lambda: Weighted().method, closure, lambda: partial(closure())):
+        check_state(lambda: [nn.Tanh()], make_loss=make_loss)
+
+
+def test_an_input_changed_through_data() -> None:
+    """Symptom: `x.data.mul_` first in a stage: R saw it changed twice. Cause: the change bumps no version."""
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.mul_(2)
+            return x * x
+
+    check_state(lambda: [Doubles(), nn.Linear(4, 4)], ["two stages"])
+
+    ours = nn.Sequential(Doubles(), nn.Linear(4, 4))
+    reference = copy.deepcopy(ours)
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        inputs, targets = batch()
+        found = pipeline.step(inputs.clone(), targets)
+        assert torch.equal(found, reference_step(reference, mean_square, inputs, targets, num_microbatches=3))
+        assert_same_gradients(ours, reference)
+
+
+def test_a_parameter_that_the_forward_changes_is_named() -> None:
+    """Symptom: an average in a frozen parameter, kept up through `.data`: gradients off by up to 100 %, in every mode.
+
+    Cause: forwards run before the backward of the microbatch before, which reads the parameter; `.data` bumps no version.
+    """
+
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)
+            return x * self.mean
+
+    for way in WAYS.values():
+        options = {**way, "balance": [2, 1]} if "balance" in way else way
+        with (
+            Pipeline(
+                [nn.Linear(4, 4), Average(), nn.Linear(4, 4)], mean_square, num_microbatches=3, **options
+            ) as pipeline,
+            pytest.raises(StateChanged, match=r"layer 1 \(Average\).mean is changed by the forward, through .data"),
+        ):
+            pipeline.step(*batch())
+
+
+def test_a_parameter_made_in_the_forward_is_named() -> None:
+    """Symptom: R made it again, and B gave its gradient to the one of the last forward. Cause: nobody looked."""
+
+    class Lazy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = nn.Linear(4, 4)
+            return self.inner(x)
+
+    pipeline = Pipeline([Lazy(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS)
+    with pytest.raises(ValueError, match=r"layer 0 \(Lazy\) makes the parameter 0.inner.weight in its forward"):
+        pipeline.step(*batch())
+
+
+def test_an_object_in_the_inputs_that_a_forward_fills() -> None:
+    """Symptom: filled twice, gradients off. Cause: R filled it again, and read what later forwards had filled in."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.sums: list[Tensor] = []
+
+    class Fills(nn.Module):
+        def forward(self, value: tuple[Tensor, Cache]) -> Tensor:
+            x, cache = value
+            cache.sums.append(x.detach().sum())
+            return x * x * torch.stack(cache.sums).sum()
+
+    caches: list[Cache] = []
+
+    def with_cache() -> tuple[Any, Tensor]:
+        caches.append(Cache())
+        inputs, targets = batch()
+        return (inputs, caches[-1]), targets
+
+    for policy in (ALWAYS, RecomputePolicy("never")):
+        ours = nn.Sequential(Fills(), nn.Linear(4, 4))
+        reference = copy.deepcopy(ours)
+        with Pipeline(ours, mean_square, num_microbatches=3, recompute=policy) as pipeline:
+            found = pipeline.step(*with_cache())
+            expected = reference_step(reference, mean_square, *with_cache(), num_microbatches=3)
+            assert torch.equal(found, expected)
+            assert_same_gradients(ours, reference)
+        assert len(caches[-2].sums) == len(caches[-1].sums) == 3
+
+
+@pytest.mark.filterwarnings("ignore:layer . .Remembers. holds")
+def test_a_large_tensor_attribute_is_not_kept_and_not_read_in_silence() -> None:
+    """Symptom: wrong gradients where a layer reads what its last forward left in an attribute. Cause: R saw the newest."""
+
+    class Remembers(nn.Module):
+        def __init__(self, *, reads: bool) -> None:
+            super().__init__()
+            self.last = torch.zeros(20_000, 4)
+            self.reads = reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.last[: len(x)] if self.reads else x
+            self.last = torch.zeros(20_000, 4) + x.detach().sum()
+            return y * y
+
+    check_state(lambda: [Remembers(reads=False), nn.Linear(4, 4)])
+    with (
+        Pipeline(
+            [Remembers(reads=True), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS
+        ) as pipeline,
+        pytest.raises(StateChanged, match=r"layer 0 \(Remembers\).last is read in the recompute"),
+    ):
+        pipeline.step(*batch())
+
+
+def test_a_sparse_buffer() -> None:
+    """Symptom: NotImplementedError of a graph network's adjacency matrix. Cause: the meter asked it for a storage."""
+
+    class Spreads(nn.Module):
+        def __init__(self, layout: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", layout(torch.eye(2).roll(1, 0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, x) * x
+
+    for layout in (Tensor.to_sparse, Tensor.to_sparse_csr):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a beta state
+            check_state(lambda layout=layout: [Spreads(layout), nn.Linear(4, 4)])
+
+
+def test_a_cache_that_is_filled_when_needed() -> None:
+    """Symptom: R's path differed from F's. Cause: the first forward fills the cache, and R finds it filled."""
+
+    class Rotates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Tensor] = {}
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.arange(4.0).requires_grad_().exp().detach()
+            if self.table is None:
+                self.table = torch.ones(20_000, 4)
+            return x * x * self.cache[len(x)] * self.table[: len(x)]
+
+    check_state(lambda: [Rotates(), nn.Linear(4, 4)])
+
+
+def test_a_lazy_layer_in_the_model_is_named() -> None:
+    """Symptom: "Attempted to use an uninitialized parameter". Cause: nobody asked whether parameters have a shape."""
+    with pytest.raises(ValueError, match=r"layer 1 \(LazyLinear\).weight has no shape yet, as in a LazyLinear"):
+        Pipeline([nn.Linear(4, 4), nn.LazyLinear(4)], mean_square, num_microbatches=3)
+
+
+def test_nested_buffers() -> None:
+    """Symptom: NotImplementedError or RuntimeError of torch. Cause: the meter asked a nested tensor for its storage."""
+
+    class Nested(nn.Module):
+        def __init__(self, layout: torch.layout) -> None:
+            super().__init__()
+            self.register_buffer(
+                "rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout), persistent=False
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x * self.rows.unbind()[0].sum()
+
+    for layout in (torch.jagged, torch.strided):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a prototype
+            check_state(lambda layout=layout: [Nested(layout), nn.Linear(4, 4)], ["overlap", "never"])
+
+
+def test_a_lazy_layer_somewhere_in_the_process() -> None:
+    """Symptom: ValueError "uninitialized parameter" in the first step. Cause: the probe looks at every tensor alive."""
+    lazy = nn.LazyLinear(4)
+    check_state(lambda: [nn.Tanh()], ["overlap"])
+    del lazy
+
+
 # What needs a gradient, and whose.
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class Chooses(nn.Linear):
+    """Gives whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(1)
+
+
+def chosen() -> list[nn.Module]:
+    return [nn.Linear(4, 4), Chooses(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4)]
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 2], [1, 2, 1]], ids=str)
+def test_stage_whose_output_needs_no_gradient(recompute: RecomputePolicy, balance: list[int]) -> None:
+    """Symptom: `KeyError: 0` in B of a stage with parameters that ends in argmax or detach.
+
+    Cause: F held nothing for a B that the schedule has, as the stage has parameters. The plain loop gives them no gradient.
+    """
+    check(chosen, recompute=recompute, stages=len(balance), balance=balance)
+    layers = [nn.Linear(4, 4), Detached(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    check(lambda: copy.deepcopy(layers), recompute=recompute, stages=len(balance), balance=balance)
+
+
+def step_with_a_choice() -> None:
+    for mode in ("overlap", "inline", "never"):
+        options = {"num_microbatches": 3, "balance": [2, 2], "recompute": mode}
+        check_case(Case(mode, chosen, lambda: [batch()] * 2, mean_square, options=options))
+
+
+def test_stage_whose_output_needs_no_gradient_on_a_rank_of_its_own() -> None:
+    run_ranks(2, step_with_a_choice)
+
+
+@EVERY_MODE
+def test_loss_that_needs_no_gradient(recompute: RecomputePolicy) -> None:
+    """Symptom: `KeyError: 0`. Cause: as above, for the loss; the plain loop refuses it, too."""
+    layers = [nn.Linear(4, 4), Detached(4, 4)]
+    pipeline = Pipeline(layers, mean_square, num_microbatches=3, num_stages=2, stages_per_rank=2, recompute=recompute)
+    with pytest.raises(ValueError, match=r"loss_fn returned a loss that needs no gradient, although .*detach\(\)"):
+        pipeline.step(*batch())
 
 
 def refused_in_step(message: str, layers: Sequence[nn.Module], loss: Any = mean_square, **options: Any) -> None:

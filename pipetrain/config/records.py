@@ -119,6 +119,11 @@ class RecomputeConfig:
     ahead: Count = 1  # recomputed sets alive at once, per stage
     keep: Amount = 0  # sets kept per stage
     last_stage: str = "auto"  # `auto`: the last stage has no R; `always`: it has
+    # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
+    # N: one every N steps, in turn.
+    verify: Annotated[str | int, matching(r"first|every|off|[1-9]\d*", "first, every, off or a number of steps")] = (
+        "first"
+    )
 
 
 _MORE_STAGES = "use more stages (pipeline.num_stages)"

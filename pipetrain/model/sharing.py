@@ -79,7 +79,7 @@ def _extents(layers: Layers) -> Iterator[tuple[str, int, int, str, bool]]:
 
 def _address(tensor: Tensor) -> int:
     """Where a tensor lies; 0 where it has no memory of its own (meta, sparse, lazy, a subclass that wraps others)."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided:
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return 0
     try:
         return tensor.data_ptr()

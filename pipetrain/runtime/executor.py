@@ -47,6 +47,7 @@ class Step:
     scale: float = 1.0
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     outputs: dict[int, Any] = field(default_factory=dict)
+    proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
 
     def seed_of(self, microbatch: int) -> Callable[[int], int]:
         return lambda layer: layer_seed(self.seed, self.index, microbatch, layer)
@@ -175,7 +176,14 @@ class Executor:
         given = self._given(turn)
         with self._lanes.timed(lane, op):
             if step.with_graph:
-                output = stage.forward(turn.microbatch, given, keep=(op.stage, op.microbatch) not in program.recomputed)
+                place = op.stage, op.microbatch
+                output = stage.forward(
+                    turn.microbatch,
+                    given,
+                    keep=place not in program.recomputed,
+                    prove=place in step.proved,
+                    has_backward=op.stage >= program.schedule.first_backward,
+                )
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
         if op.stage == program.schedule.num_stages - 1:

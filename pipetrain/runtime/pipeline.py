@@ -143,7 +143,15 @@ class Pipeline:
                 check_no_inference_tensors(self._layers())
                 check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
-                self._group, self.plan, self._programs, self._stages, self._lanes, self._meter, loss_fn, count_fn
+                self._group,
+                self.plan,
+                self._programs,
+                self._stages,
+                self._lanes,
+                self._meter,
+                loss_fn,
+                count_fn,
+                policy.verify,
             )
 
     def _build(

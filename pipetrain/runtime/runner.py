@@ -19,6 +19,7 @@ from pipetrain.runtime.counting import CountFn, count_targets
 from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
@@ -43,6 +44,7 @@ class CallRunner:
         meter: ActivationMeter,
         loss_fn: LossFn | None,
         count_fn: CountFn | None,
+        verify: str | int,
     ) -> None:
         self._group = group
         self._plan = plan
@@ -51,6 +53,7 @@ class CallRunner:
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
+        self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
         self._calls = Calls(group.chain, plan, stages)
         edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
@@ -123,6 +126,7 @@ class CallRunner:
         if step.with_graph:
             self._meter.start_step()
             program = self._programs.training(call.first_backward, call.skipped)
+            step.proved = self._proving.choose(call.signature, step.index, program)
             self.trained = program.schedule
         else:
             program = self._programs.inference(call.num_microbatches, call.skipped)

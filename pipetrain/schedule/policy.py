@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
@@ -26,14 +26,22 @@ class LastStage(enum.StrEnum):
     ALWAYS = "always"  # R there too, as the peers do
 
 
+FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a number is another
+
+
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """`ahead` recomputed sets alive at once and `keep` kept sets per stage; their sum bounds the sets of a stage."""
+    """`ahead` recomputed sets alive at once and `keep` kept sets per stage; their sum bounds the sets of a stage.
+
+    `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
+    microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
+    """
 
     mode: Mode = Mode.OVERLAP
     ahead: int = 1
     keep: int = 0
     last_stage: LastStage = LastStage.AUTO
+    verify: str | int = field(default=FIRST, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _choice("recompute.mode", self.mode, Mode))
@@ -42,11 +50,23 @@ class RecomputePolicy:
             raise ValueError(f"recompute.ahead={self.ahead}: at least 1 recomputed set must be alive for B to use it")
         if self.keep < 0:
             raise ValueError(f"recompute.keep={self.keep}: the number of sets kept per stage is 0 or more")
+        object.__setattr__(self, "verify", _verify(self.verify))
 
     @staticmethod
     def of(value: str | RecomputePolicy) -> RecomputePolicy:
         """A policy from a mode's name, or the policy itself."""
         return value if isinstance(value, RecomputePolicy) else RecomputePolicy(mode=_choice("recompute", value, Mode))
+
+
+def _verify(value: str | int) -> str | int:
+    if value in (FIRST, EVERY, OFF):
+        return value
+    # A command line gives a number as text.
+    if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= 1:
+        return int(value)
+    raise ValueError(
+        f"recompute.verify={value!r}: allowed are {FIRST}, {EVERY}, {OFF}, or a number N: one microbatch is proved every N steps"
+    )
 
 
 def _choice(key: str, value: str, choices: type[_T]) -> _T:

@@ -89,7 +89,7 @@ class LeafWatch:
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
         """Whether a leaf is more than what this forward has made and only its graph holds."""
         leaf = leaf_of(node)
-        if _is_sharded(self._user(number)):
+        if is_sharded(self._user(number)):
             return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
         if any(tensor is leaf for tensor in returned):
             known = self._name_in_stage(leaf) or self._name_of(leaf) or _path_to(leaf, self._user(number))
@@ -159,7 +159,7 @@ def leaf_of(node: Node) -> Tensor:
     return leaf
 
 
-def _is_sharded(user: Any) -> bool:
+def is_sharded(user: Any) -> bool:
     """Whether `fully_shard` puts gathered parameters, which are leaves of their own, in the place of a layer's."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (

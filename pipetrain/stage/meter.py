@@ -9,7 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
+
+from pipetrain.stage.tensor_copies import parts_of
+
+
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
+    """What holds the values of a tensor: of a sparse or nested one several, of one that is not there yet none."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return [tensor.untyped_storage()]
+    return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 class ActivationMeter:
@@ -27,19 +37,19 @@ class ActivationMeter:
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these: the parameters and buffers of the rank."""
-        self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
     def hold(self, tensor: Tensor) -> int:
         """Count the storage of `tensor`; returns the key to release it by (0: it does not count)."""
-        storage = tensor.untyped_storage()
-        key: int = storage._cdata
-        if key in self._weights:
+        storages = storages_of(tensor)
+        key: int = storages[0]._cdata if storages else 0
+        if not key or key in self._weights:
             return 0
         with self._lock:
             holders = self._holders.get(key, 0)
             self._holders[key] = holders + 1
             if not holders:
-                size = self._sizes[key] = storage.nbytes()
+                size = self._sizes[key] = sum(storage.nbytes() for storage in storages)
                 self.current_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         return key

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter, storages_of
 
 # Less than this per microbatch is not worth a word. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
 _SMALL_BYTES = 1 << 16
@@ -25,16 +25,20 @@ _SMALL_BYTES = 1 << 16
 def storages_alive() -> dict[int, int]:
     """Bytes of each storage that a Python tensor looks into, by identity."""
     found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.layout is torch.strided:
-            with contextlib.suppress(NotImplementedError):  # an undefined gradient has no memory to look into
-                storage = thing.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+    # What a class of tensors makes of being asked (a lazy parameter raises) does not matter here.
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor) and thing.layout is torch.strided:
+                # An undefined gradient has no memory to look into, nor has a nested tensor of its own kind.
+                with contextlib.suppress(NotImplementedError, RuntimeError):
+                    storage = thing.untyped_storage()
+                    found[storage._cdata] = storage.nbytes()
     return found
 
 
-def storages_of(value: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+def storages_in(value: Any) -> set[int]:
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return {storage._cdata for leaf in leaves for storage in storages_of(leaf)}
 
 
 class HeldOutsideProbe:
@@ -67,7 +71,7 @@ class HeldOutsideProbe:
     def end(self, outputs: Any, wanted: Iterable[Any]) -> None:
         """F is done; `outputs` and `wanted` (the stash) may stay."""
         self._forwards += 1
-        allowed = storages_of(outputs) | storages_of(list(wanted)) | set(self._before)
+        allowed = storages_in(outputs) | storages_in(list(wanted)) | set(self._before)
         left = self._left(allowed)
         if sum(left.values()) >= _SMALL_BYTES:
             gc.collect()  # cycles are garbage, not held

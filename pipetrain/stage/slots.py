@@ -9,49 +9,65 @@ stream. Here B runs on the graph of F; only the tensors come from R, whose own g
 
 Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place, so it is made here: at the
 end of F, at the end of R, and when B reads.
+
+A layer may catch what is raised through it. So what the hooks raise to get out of a layer is no Exception, and what they want
+is noted as well: whoever ran the layer asks for it when the layer has returned.
 """
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 
-Signature = tuple[torch.Size, torch.dtype, str | None]
-
-
-class NeedsGradientInside(Exception):
-    """A layer took a gradient inside its forward: its saved tensors are wanted while F still runs."""
+Signature = tuple[torch.Size, torch.dtype, torch.layout, str | None]
 
 
-class SetComplete(Exception):
+class NeedsGradientInside(BaseException):
+    """A layer took a gradient inside its forward: saved tensors are wanted while F still runs, and their slots are empty."""
+
+
+class SetComplete(BaseException):
     """The last slot is full: the rest of R would compute what nobody reads."""
 
 
 class RecomputeMismatch(RuntimeError):
-    """R took another path than F."""
+    """R did not do what F did."""
 
 
 class SavedTensorChanged(RuntimeError):
     """A tensor was changed in place after it had been saved for backward."""
 
 
+class LayerRefused(RuntimeError):
+    """A layer does in its forward what no stage can give it; the message says what to do."""
+
+
 class Slot:
-    """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R."""
+    """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R.
 
-    __slots__ = ("_key", "_meter", "tensor", "version", "where")
+    `number` counts the slots of a set, `layer` is the layer of the stage that saved the tensor, `where` its name.
+    """
 
-    def __init__(self, where: str, meter: ActivationMeter) -> None:
+    __slots__ = ("_key", "_meter", "layer", "number", "tensor", "version", "where")
+
+    def __init__(self, where: str, meter: ActivationMeter, layer: int = 0, number: int = 0) -> None:
         self.tensor: Tensor | None = None
         self.version = 0
         self.where = where
+        self.layer = layer
+        self.number = number
         self._meter = meter
         self._key = 0
 
@@ -60,6 +76,19 @@ class Slot:
         self.tensor = tensor.detach()
         self.version = tensor._version
         self._key = self._meter.hold(self.tensor)
+
+    def like(self) -> Slot:
+        """An empty slot of the same name."""
+        return Slot(self.where, self._meter, self.layer, self.number)
+
+    def storage(self) -> int:
+        """The identity of the tensor's storage; 0 where it has none of its own."""
+        return 0 if self.tensor is None else storage_key(self.tensor)
+
+    def replace(self, tensor: Tensor) -> None:
+        """The same values in another tensor."""
+        self._meter.release(self._key)
+        self.fill(tensor)
 
     def read(self) -> Tensor:
         assert self.tensor is not None, f"B reads an empty slot of {self.where}: its R has not run"
@@ -82,7 +111,8 @@ class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. `share(tensor)`
-    is called for what R brings where another stream will read it while R's own goes on.
+    is called for what R brings where another stream will read it while R's own goes on. Where there is a `proof`, F fills the
+    slots, and R's tensors are compared with them.
     """
 
     def __init__(
@@ -91,9 +121,16 @@ class LateBoundSet:
         meter: ActivationMeter,
         *,
         keep: bool,
+        proof: Proof | None = None,
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.keep = keep
+        self.proof = proof
+        self.wanted: Slot | None = None  # an empty slot that a layer has read in F
+        self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
+        self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
+        self.before_read: Callable[[], None] = _nothing  # called before a layer reads its first slot in F
+        self._fills = keep or proof is not None
         self._share = share
         self._name_of = name_of
         self._meter = meter
@@ -102,92 +139,231 @@ class LateBoundSet:
         self._signatures: list[Signature] = []
         self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
         self._starts: list[int] = []  # number of the first slot of each layer
+        self._whole: set[int] = set()  # layers whose saved tensors stay in the graph of F: R brings nothing of theirs
         self._where = ""  # the name of the layer that F is in
         self._filled = 0
-        self._layer = -1  # that R is in
+        self._end = 0  # as many slots are filled when R is complete
+        self._stop = Stop.AT_SLOT
+        self._is_complete = False
+        self._failure: RuntimeError | None = None
+        self._layer = -1  # that F or R is in
 
     def __len__(self) -> int:
-        return len(self._signatures)
+        """How many slots R has to fill, or to prove."""
+        return sum(slot.layer not in self._whole for slot in self._slots)
 
     def start_layer(self) -> None:
-        """F or R goes on to its next layer; in R, the one before must have saved as many tensors as in F."""
+        """F or R goes on to its next layer; in R, the one before must have saved as many tensors as in F.
+
+        Raises:
+            SetComplete: R need not go on.
+            RecomputeMismatch: the layer before did something else than in F.
+        """
         if self._phase is _Phase.FORWARD:
-            self._where = self._name_of(len(self._starts))
+            self._layer += 1
+            self._where = self._name_of(self._layer)
             self._starts.append(len(self._slots))
             return
-        before, expected = self._layer, self._starts[self._layer + 1]
+        self.raise_what_was_meant()
+        self._end_layer_of_recompute()
+        if self._stop is Stop.AT_LAYER and self._filled >= self._end:
+            raise SetComplete
         self._layer += 1
-        if self._filled < expected:
-            raise self._ended_early()
-        if self._filled > expected:
-            raise self._mismatch(before, f"saves {self._filled - expected} tensors more than in F")
+        if self._layer in self._whole:
+            self._filled = self._end_of(self._layer)
 
     def hooks(self) -> saved_tensors_hooks:
         """The hooks under which a layer runs, in F and in R."""
         if self._phase is _Phase.FORWARD:
             return saved_tensors_hooks(self._pack_in_forward, self._unpack)
-        return saved_tensors_hooks(self._pack_in_recompute, _unpack_of_thrown_away_graph)
+        return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+
+    @contextmanager
+    def listening_to_functorch(self) -> Iterator[None]:
+        """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
+
+        def refuse(_: str) -> NoReturn:
+            self.hooks_refused = True
+            raise NeedsGradientInside
+
+        switch_off = graph.disable_saved_tensors_hooks
+        graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            graph.disable_saved_tensors_hooks = switch_off
+
+    def is_whole(self, layer: int) -> bool:
+        """Whether this layer's saved tensors stay in the graph of F, so that it runs without hooks in R as well."""
+        return layer in self._whole
 
     # F ----------------------------------------------------------------------------------------------------------
 
+    def keep_whole(self, layers: Set[int]) -> None:
+        """The saved tensors of these layers stay in the graph of F, as they are."""
+        self._whole |= layers
+
+    def forget_layer(self) -> None:
+        """The layer that F is in has been given up, and runs again: nothing that it has saved will be read."""
+        start = self._starts[self._layer]
+        del self._slots[start:]
+        del self._signatures[start:]
+        self._witnesses = [witness for witness in self._witnesses if witness[0] < start]
+        self.reads_from.pop(self._layer, None)
+        self.wanted, self.hooks_refused = None, False
+
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
-        slot = Slot(self._where, self._meter)
+        slot = Slot(self._where, self._meter, self._layer, len(self._slots))
         self._slots.append(slot)
         self._signatures.append(_signature(tensor))
-        if self.keep:
+        if self._fills:
             slot.fill(tensor)
-        witness = _witness(tensor) if slot.tensor is None else slot.tensor
-        self._witnesses.append((len(self._slots) - 1, tensor._version, witness))
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            witness = _witness(tensor) if slot.tensor is None else slot.tensor
+            self._witnesses.append((slot.number, tensor._version, witness))
         return slot
 
     def _unpack(self, slot: Slot) -> Tensor:
         if self._phase is _Phase.FORWARD:
-            raise NeedsGradientInside
+            if slot.tensor is None:
+                self.wanted = slot
+                raise NeedsGradientInside
+            if self._layer not in self.reads_from:
+                self.before_read()
+            self.reads_from[self._layer] = min(slot.layer, self.reads_from.get(self._layer, slot.layer))
         return slot.read()
 
-    def end_forward(self) -> None:
-        """F is done: nothing that it saved may have changed since.
+    def end_forward(self, changing: Set[int] = frozenset(), *, needed: bool = True) -> None:
+        """F is done: nothing that it saved may have changed since. `needed`: whether B will read anything.
+
+        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now.
 
         Raises:
             SavedTensorChanged: with the layer, and the shape of the tensor.
         """
         self._check_witnesses("later in the same forward")
         self._phase = _Phase.WAITING
-        if self.keep:
+        for reader, first in self.reads_from.items():
+            self._whole.update(range(first, reader + 1))
+        if self._fills and changing:
+            self._copy_what_changes(changing)
+        if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
+        self.before_read = _nothing
+
+    def _copy_what_changes(self, changing: Set[int]) -> None:
+        copies: Storages = {}  # of each storage one, so that views still share it
+        for slot in self._slots:
+            key = slot.storage()
+            if slot.tensor is not None and key in changing:
+                if key not in copies:
+                    copies[key] = copy_of_storage(slot.tensor)
+                slot.replace(view_into(copies[key], slot.tensor))
 
     # R ----------------------------------------------------------------------------------------------------------
 
-    def start_recompute(self) -> None:
+    def start_recompute(self, stop: Stop = Stop.AT_SLOT) -> None:
+        """R begins, and ends where `stop` says; where there is a proof, with the stage."""
         self._phase = _Phase.RECOMPUTE
+        self._layer, self._filled = -1, 0
+        self._stop = Stop.AT_END if self.proof else stop
+        self._end = max((slot.number + 1 for slot in self._slots if slot.layer not in self._whole), default=0)
 
     def _pack_in_recompute(self, tensor: Tensor) -> None:
+        if self._is_complete:
+            raise SetComplete
         number = self._filled
         if number >= len(self._slots):
-            raise self._mismatch(self._layer, f"saves one tensor more than in F: {_describe(_signature(tensor))}")
+            self._fail(self._layer, f"saves one tensor more than in F: {_describe(_signature(tensor))}")
         found, expected = _signature(tensor), self._signatures[number]
         if found != expected:
-            raise self._mismatch(self._layer, f"saves {_describe(found)}, in F it was {_describe(expected)}")
-        self._slots[number].fill(tensor)
+            self._fail(self._layer, f"saves {_describe(found)}, in F it was {_describe(expected)}")
+        self._bring(number, tensor)
+        self._filled += 1
+        if self._filled == self._end:
+            self._at_last_slot()
+
+    def _bring(self, number: int, tensor: Tensor) -> None:
+        slot = self._slots[number]
+        if self.proof is not None:
+            self.proof.bring(slot, tensor)
+            return
+        slot.fill(tensor)
         if self._share is not None:
             self._share(tensor)
-        self._witnesses.append((number, tensor._version, self._slots[number].tensor))  # type: ignore[arg-type]
-        self._filled += 1
-        if self._filled == len(self._slots):
+        self._witnesses.append((number, tensor._version, slot.tensor))  # type: ignore[arg-type]
+
+    def _at_last_slot(self) -> None:
+        if self.proof is not None:
+            self.proof.at_last_slot()
+        if self._stop is Stop.AT_SLOT:
+            self._is_complete = True
             raise SetComplete
 
-    def end_recompute(self) -> None:
-        """R is done: every slot is full and what fills it has not changed.
+    def _unpack_in_recompute(self, _: Any) -> NoReturn:
+        if self._is_complete:
+            raise SetComplete
+        self._fail(self._layer, "takes a gradient inside the layer, which F did not")
+
+    def raise_what_was_meant(self) -> None:
+        """A layer has raised something, or returned: what the hooks had raised through it before counts.
 
         Raises:
-            RecomputeMismatch: R ended before it had saved what F saved.
+            SetComplete, RecomputeMismatch
+        """
+        if self._is_complete:
+            raise SetComplete
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, what: str) -> NoReturn:
+        """R of the layer that it is in did something else than F."""
+        self._fail(self._layer, what)
+
+    def _end_layer_of_recompute(self) -> None:
+        if self._layer < 0:
+            return
+        expected = self._end_of(self._layer)
+        if self._filled < expected:
+            self._fail_because_it_ended()
+        if self._filled > expected:
+            self._fail(self._layer, f"saves {self._filled - expected} tensors more than in F")
+        if self.proof is not None:
+            self.proof.at_layer_end(last=self._starts[self._layer] < self._end <= expected)
+
+    def end_recompute(self, own: Set[int] = frozenset()) -> None:
+        """R is done: every slot is full and what fills it has not changed.
+
+        `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
+        microbatches change.
+
+        Raises:
+            RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.
             SavedTensorChanged: with the layer, and the shape of the tensor.
         """
-        if self._filled < len(self._slots):
-            raise self._ended_early()
+        if not self._is_complete:
+            self.raise_what_was_meant()
+            self._end_layer_of_recompute()
+        if self._filled < self._end:
+            self._fail_because_it_ended()
+        if (difference := self._difference()) is not None:
+            raise difference
         self._check_witnesses("later in the same recompute")
+        for slot in self._slots if own else ():
+            if slot.tensor is not None and slot.storage() in own:
+                slot.replace(slot.tensor.data)
         self._phase = _Phase.WAITING
         self._slots.clear()
+        if self.proof is not None:
+            self.proof.clear()
+
+    def drop(self) -> None:
+        """The step has failed: hold nothing any more."""
+        self._slots.clear()
+        self._witnesses.clear()
+        self._failure = None
+        if self.proof is not None:
+            self.proof.clear()
 
     # B ----------------------------------------------------------------------------------------------------------
 
@@ -198,6 +374,19 @@ class LateBoundSet:
 
     # --------------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether F has filled the slots."""
+        return self._fills
+
+    def tensors(self) -> list[Tensor]:
+        """What F has filled the slots with."""
+        return [slot.tensor for slot in self._slots if slot.tensor is not None]
+
+    def _end_of(self, layer: int) -> int:
+        """The number after that of the layer's last slot."""
+        return self._starts[layer + 1] if layer + 1 < len(self._starts) else len(self._slots)
+
     def _check_witnesses(self, when: str) -> None:
         for number, version, witness in self._witnesses:
             if witness._version != version:
@@ -207,25 +396,45 @@ class LateBoundSet:
     def _layer_of(self, number: int) -> str:
         return self._name_of(bisect_right(self._starts, number) - 1)
 
-    def _ended_early(self) -> RecomputeMismatch:
+    def _fail_because_it_ended(self) -> NoReturn:
         layer = bisect_right(self._starts, self._filled) - 1
-        return self._mismatch(layer, f"ended without saving {_describe(self._signatures[self._filled])}, which F saved")
+        self._fail(layer, f"ended without saving {_describe(self._signatures[self._filled])}, which F saved")
+
+    def _fail(self, layer: int, what: str) -> NoReturn:
+        """R went another way. Where a layer before had other values already, those are the cause."""
+        if self._failure is None:
+            self._failure = self._difference() or self._mismatch(layer, what)
+        raise self._failure
+
+    def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
+        """The first value that the proof found to be another than in F, if there is one."""
+        found = None if self.proof is None else self.proof.first_difference()
+        if found is None:
+            return None
+        slot, how = found
+        if slot.tensor is not None and slot.tensor._version != slot.version:
+            return _changed(slot.where, slot.tensor, "after its forward, before it was recomputed")
+        return self._mismatch(slot.layer, f"saves {_describe(self._signatures[slot.number])} with other values: {how}")
 
     def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:
         return RecomputeMismatch(
-            f"{self._name_of(layer)}: the recompute {what}. A layer that is recomputed must do the "
-            "same operations on the same shapes both times: look for a counter, a cache or Python's own random numbers, "
-            "or keep its set with recompute.mode=never"
+            f"{self._name_of(layer)}: the recompute {what}. A layer that is recomputed must do the same operations on the same "
+            "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
+            "changes, or keep its set with recompute.mode=never"
         )
+
+
+def _nothing() -> None:
+    return
 
 
 def _signature(tensor: Tensor) -> Signature:
     node = tensor.grad_fn
-    return tensor.shape, tensor.dtype, None if node is None else node.name()
+    return tensor.shape, tensor.dtype, tensor.layout, None if node is None else type(node).__name__
 
 
 def _describe(signature: Signature) -> str:
-    shape, dtype, op = signature
+    shape, dtype, _, op = signature
     made = f" made by {op.removesuffix('0')}" if op else ""
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
 
@@ -233,6 +442,8 @@ def _describe(signature: Signature) -> str:
 def _witness(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of `tensor` and none of its memory."""
     alias = tensor.detach()
+    if tensor.layout is not torch.strided:  # cannot be empty; they are buffers, as a rule, which stay in any case
+        return alias
     alias.data = alias.new_empty(0)
     return alias
 
@@ -243,7 +454,3 @@ def _changed(where: str, tensor: Tensor | Signature, when: str) -> SavedTensorCh
         f"{where}: a tensor {shape} saved for backward was changed in place {when}. Its gradient would be wrong: "
         "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
     )
-
-
-def _unpack_of_thrown_away_graph(_: Any) -> Tensor:
-    raise NeedsGradientInside

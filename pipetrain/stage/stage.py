@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.buffers import ChangingBuffers, Copies, with_buffers
 from pipetrain.stage.entered import Entered, entered_targets
+from pipetrain.stage.grad_watch import GradWatch
+from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
+from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
-from pipetrain.stage.slots import (
-    LateBoundSet,
-    NeedsGradientInside,
-    RecomputeMismatch,
-    SavedTensorChanged,
-    SetComplete,
-)
+from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
 
 LossFn = Callable[[Any, Any], Tensor]
+_Layer = Callable[[Any], Any]
 
 # What torch.func says where saved-tensor hooks are in force.
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
@@ -93,11 +91,11 @@ class StageOutput:
 class _Held:
     """What a stage holds of a microbatch between its F and its B."""
 
-    given: StageInput | None  # None for a kept set: nothing will run again
+    given: StageInput | None  # None for a kept set without R: nothing will run again
     late: LateBoundSet
     parameter_versions: list[int]
     num_inputs: int
-    buffers: Copies = field(default_factory=dict)  # the values that F saw of the buffers that it changed
+    seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
@@ -130,10 +128,15 @@ class Stage:
         self._share = share
         self._held: dict[int, _Held] = {}
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._gradient_inside: set[int] = set()
+        # What takes gradients inside its forward -> the first layer that they go through.
+        self._inside: dict[int, int] = {}
+        self._told: set[int] = set()  # of these, whom the user was told of
+        self._refuses_hooks: set[int] = set()
+        self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
+        self._gradients = GradWatch(self.layers)
         self._clones_inputs = False
         self._has_entered = False  # whether it is known what the layers change of what they are given
-        self._buffers = ChangingBuffers(self.layers)
+        self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
@@ -152,87 +155,102 @@ class Stage:
 
     # F ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, given: StageInput, *, keep: bool) -> StageOutput:
+    def forward(
+        self, microbatch: int, given: StageInput, *, keep: bool, prove: bool = False, has_backward: bool = True
+    ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
+        With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
+        compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
+
         Raises:
-            SavedTensorChanged, ValueError (a loss that is no scalar, a leaf of another stage), or what a layer raises.
+            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
+            what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
         with self._leaves.over(given.leaves, given.on_layer) as on_layer:
             watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
-            held, outputs = self._forward_kept(watched) if keep else self._forward_late(watched)
+            held, outputs = self._forward(watched, keep=keep, prove=prove)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if self.loss_fn is not None and has_backward and not any(wants):
+            raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward()
-        if any(wants):
+        held.late.end_forward(self._changing(prove=prove), needed=any(wants))
+        self._learn_who_reads(held.late)
+        if has_backward or any(wants):
             self._hold(microbatch, held, before)
         detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
         return StageOutput(tuple(detached.get(id(leaf), leaf) for leaf in leaves), spec, wants)
 
+    def _changing(self, *, prove: bool) -> Set[int]:
+        """The storages of which a filled set needs copies: later F go on changing them."""
+        return self._state.live_storages() if prove else self._state.changing_storages()
+
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
-        if held.given is None:
+        if held.late.is_filled:
             self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before
-        else:
+        if held.given is not None:
+            bytes_before = self._meter.current_bytes
             held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
-    def _forward_kept(self, given: StageInput) -> tuple[_Held, Any]:
-        saved = self._buffers.save(everything=False)
-        while True:
-            held = self._start(given, keep=True)
-            try:
-                return held, self._run(given, held, clone=False, on_layer=given.on_layer)
-            except _Restart:
-                self._buffers.restore(saved)
-
-    def _forward_late(self, given: StageInput) -> tuple[_Held, Any]:
-        unknown = self._buffers.unknown()
-        saved = self._buffers.save(everything=unknown)
-        probe = None if self._probe.done else self._probe
-        while True:
-            held = self._start(given, keep=False)
-            if probe:
-                probe.start()
-            try:
-                clone = self._clones_inputs or unknown
-                outputs = self._run(given, held, clone=clone, probe=probe, on_layer=given.on_layer)
-                break
-            except _Restart:
-                self._buffers.restore(saved)
-        held.buffers = self._buffers.learn(saved) if unknown else saved
+    def _forward(self, given: StageInput, *, keep: bool, prove: bool) -> tuple[_Held, Any]:
+        held = self._start(given, keep=keep, prove=prove)
+        if prove:
+            self._state.relearn()
+        before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
+        probe = None if keep or self._probe.done else self._probe
         if probe:
-            probe.end(outputs, given.leaves)
+            probe.start()
+        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=prove or before.learning)
+        outputs = self._run(
+            given,
+            held,
+            run_layer,
+            clone=not keep and (self._clones_inputs or before.learning),
+            probe=probe,
+            on_layer=given.on_layer,
+        )
+        held.seen = self._state.after_forward(before)
+        if probe:
+            probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
 
-    def _start(self, given: StageInput, *, keep: bool) -> _Held:
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, share=self._share)
+    def _start(self, given: StageInput, *, keep: bool, prove: bool) -> _Held:
+        proof = Proof() if prove and not keep else None
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, share=self._share)
+        late.keep_whole(self._refuses_hooks)
+        if not keep:
+            late.keep_whole(self._layers_inside())
+        self._gradients.clear()
+        late.before_read = self._gradients.start
         return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves))
 
     def _run(
         self,
         given: StageInput,
         held: _Held,
+        run_layer: Callable[[int, _Layer, Any], Any],
         *,
         clone: bool,
         probe: HeldOutsideProbe | None = None,
         on_layer: Callable[[int, Any], None] | None = None,
     ) -> Any:
-        """All layers, and the loss. In R, `held.buffers` are the values that F saw."""
+        """All layers, and the loss."""
         clone = clone or (given.is_shared and (self._clones_inputs or not self._has_entered))
         value, entered = self._enter(given, held.sink, clone=clone, is_late=held.given is not None)
         for number, layer in enumerate(self.layers):
-            value = self._run_one(number, held, given, with_buffers(layer, held.buffers.get(number)), value)
+            value = run_layer(number, layer, value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
                 on_layer(self.first_layer + number, value)
         if self.loss_fn is not None:
-            value = self._run_one(len(self.layers), held, given, lambda output: self._loss(output, given), value)
+            value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
@@ -262,31 +280,114 @@ class Stage:
             )
         self._clones_inputs = True
 
-    def _run_one(self, number: int, held: _Held, given: StageInput, call: Callable[[Any], Any], value: Any) -> Any:
-        held.late.start_layer()
-        seed_generators(given.seed_of(self.first_layer + number), self._device)
+    def _seed(self, number: int, given: StageInput) -> None:
+        seed = given.seed_of(self.first_layer + number)
+        seed_generators(seed, self._device, python=self._state.draws_in_python[number])
+
+    # One layer in F -----------------------------------------------------------------------------------------------
+
+    def _forward_layer(
+        self,
+        late: LateBoundSet,
+        given: StageInput,
+        before: Before,
+        number: int,
+        call: _Layer,
+        value: Any,
+        *,
+        look: bool,
+    ) -> Any:
+        late.start_layer()
+        self._seed(number, given)
+        if look or late.is_whole(number):
+            self._gradients.start()
+        if late.is_whole(number):
+            output = self._call_without_hooks(late, number, call, value)
+        else:
+            output = self._call_under_hooks(late, given, before, number, call, value, look=look)
+        self._gradients.check(self._name_of(number))
+        return output
+
+    def _call_under_hooks(
+        self,
+        late: LateBoundSet,
+        given: StageInput,
+        before: Before,
+        number: int,
+        call: _Layer,
+        value: Any,
+        *,
+        look: bool,
+    ) -> Any:
+        versions, at_layer = _versions(value), self._state.before_layer(number, before)
         try:
-            with nullcontext() if number in self._gradient_inside else held.late.hooks():
-                return call(value)
-        except NeedsGradientInside:
-            pass
-        except RuntimeError as error:
-            if _FUNCTORCH_REFUSES not in str(error):
+            with late.hooks(), late.listening_to_functorch() if look else nullcontext():
+                output = call(value)
+            if late.wanted is None and not late.hooks_refused:
+                return output
+            del output  # the layer went on without the gradient that it asked for
+        except BaseException as error:
+            if late.wanted is None and not late.hooks_refused and not _refuses_hooks(error):
                 raise
-        self._gradient_inside.add(number)
-        warnings.warn(
-            f"{self._name_of(number)} takes a gradient inside its forward: its saved tensors are kept from F to B and not "
-            "recomputed",
-            stacklevel=2,
-        )
-        raise _Restart
+        if late.wanted is not None and late.wanted.layer != number:
+            self._refuse_gradient_through(late.wanted, number)
+        if _versions(value) != versions:
+            raise LayerRefused(
+                f"{self._name_of(number)} takes a gradient inside its forward and changes its input in place before, so that it "
+                "cannot start again from its input: use the operation that returns a new tensor"
+            )
+        if late.wanted is None:
+            self._refuses_hooks.add(number)
+        self._inside[number] = number
+        late.forget_layer()
+        late.keep_whole({number})
+        self._state.put_layer_back(number, before, at_layer)
+        self._seed(number, given)
+        self._gradients.start()
+        return self._call_without_hooks(late, number, call, value)
+
+    def _call_without_hooks(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
+        """What the layer saves stays in its graph."""
+        try:
+            return call(value)
+        finally:
+            if late.wanted is not None:
+                self._refuse_gradient_through(late.wanted, number)
+
+    def _refuse_gradient_through(self, slot: Slot, number: int) -> NoReturn:
+        raise LayerRefused(
+            f"{self._name_of(number)} takes a gradient through {slot.where} inside its forward, whose saved tensors were not "
+            "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
+            "time; else use recompute.mode=never"
+        ) from None
+
+    def _learn_who_reads(self, late: LateBoundSet) -> None:
+        """These layers run without late binding from now on: what they save stays in the graph of F."""
+        for number, first in late.reads_from.items():
+            self._inside[number] = min(first, self._inside.get(number, first))
+        if late.keep or self._told >= self._inside.keys():
+            return
+        for number, first in self._inside.items():
+            if number not in self._told:
+                through = "" if first == number else f"through {self._name_of(first)} "
+                whose = "its saved tensors" if first == number else "the saved tensors of both, and between them,"
+                warnings.warn(
+                    f"{self._name_of(number)} takes a gradient {through}inside its forward: {whose} are kept from F to B and "
+                    "not recomputed",
+                    stacklevel=2,
+                )
+        self._told.update(self._inside)
+
+    def _layers_inside(self) -> set[int]:
+        return {layer for number, first in self._inside.items() for layer in range(first, number + 1)}
 
     def _enter(
         self, given: StageInput, sink: dict[int, Tensor], *, clone: bool, is_late: bool
     ) -> tuple[Any, list[Entered]]:
         """The input tree as the first layer gets it, and what is looked at when the last one has run."""
         leaves = list(given.leaves)
-        look = not self._has_entered
+        # A change through .data is looked for where the layers get a clone for the first time.
+        look = not self._has_entered or (clone and not self._clones_inputs)
         entered: dict[int, Entered] = {}  # by the tensor that was given: it may stand in several leaves
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -321,31 +422,45 @@ class Stage:
         """R: the stage's forward again, until the last slot is full. Its graph is thrown away.
 
         Raises:
-            RecomputeMismatch: R took another path than F.
+            RecomputeMismatch: R did not do what F did.
             SavedTensorChanged: a parameter or the stashed input changed since F.
         """
         held = self._held[microbatch]
-        given = held.given
+        given, late = held.given, held.late
         assert given is not None, f"stage {self.index} recomputes {microbatch}, whose set it keeps"
         self._check_parameters(held)
-        if not len(held.late):
+        if not len(late):
+            late.drop()
             return
         before = self._meter.current_bytes
-        held.late.start_recompute()
+        late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
         # F would reuse the casts that R makes here, and with them R's graph.
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            self._run(given, held, clone=self._clones_inputs)
+            with self._state.as_seen(held.seen):
+                self._run(given, held, functools.partial(self._recompute_layer, late, given), clone=self._clones_inputs)
         except SetComplete:
             pass
-        except _Restart:
-            raise RecomputeMismatch("R took a gradient inside a layer's forward, which F did not") from None
         finally:
             torch.set_autocast_cache_enabled(cached)
-        held.late.end_recompute()
-        held.buffers = {}
-        self.set_bytes[microbatch] = self._meter.current_bytes - before
+        late.end_recompute(held.seen.storages())
+        if late.proof is None:
+            self.set_bytes[microbatch] = self._meter.current_bytes - before
+        else:
+            self._stop = max(late.proof.stop, self._stop or Stop.AT_SLOT)
+
+    def _recompute_layer(self, late: LateBoundSet, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
+        late.start_layer()
+        self._seed(number, given)
+        try:
+            with nullcontext() if late.is_whole(number) else late.hooks():
+                return call(value)
+        except BaseException as error:
+            late.raise_what_was_meant()
+            if _refuses_hooks(error):
+                late.fail("takes a gradient inside the layer (torch.func), which F did not")
+            raise
 
     # B ------------------------------------------------------------------------------------------------------------
 
@@ -389,6 +504,7 @@ class Stage:
         for held in self._held.values():
             for key in held.keys:
                 self._meter.release(key)
+            held.late.drop()
         self._held.clear()
 
     # Without a graph ----------------------------------------------------------------------------------------------
@@ -398,10 +514,10 @@ class Stage:
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
-                seed_generators(given.seed_of(self.first_layer + number), self._device)
+                self._seed(number, given)
                 value = layer(value)
             if with_loss and self.loss_fn is not None:
-                seed_generators(given.seed_of(self.first_layer + len(self.layers)), self._device)
+                self._seed(len(self.layers), given)
                 value = self._loss(value, given)
         leaves, spec = pytree.tree_flatten(value)
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
@@ -427,5 +543,18 @@ class Stage:
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
 
 
-class _Restart(Exception):
-    """F must run again from its first layer, with one layer outside of the hooks."""
+def _refuses_hooks(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
+
+
+def _versions(value: Any) -> list[int]:
+    """Of the tensors that a layer gets."""
+    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+_LOSS_WITHOUT_GRADIENT = (
+    "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from "
+    "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
+    "without one"
+)

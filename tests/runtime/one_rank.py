@@ -37,6 +37,7 @@ def run_step(
     m: int,
     *,
     keep: Callable[[int], bool] = lambda microbatch: False,
+    prove: Callable[[int], bool] = lambda microbatch: False,
     before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
     step: int = 0,
 ) -> Tensor:
@@ -58,7 +59,7 @@ def run_step(
                     labels[i],
                     weights[i],
                 )
-                output = stage.forward(i, given, keep=keep(i))
+                output = stage.forward(i, given, keep=keep(i), prove=prove(i))
                 value = pytree.tree_unflatten(output.leaves, output.spec)
                 wants = frozenset(n for n, wanted in enumerate(output.wants_gradient) if wanted)
             total = total + value

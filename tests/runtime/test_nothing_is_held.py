@@ -57,9 +57,9 @@ def test_what_is_left_is_an_error(what: str) -> None:
 def test_slots_of_a_set_that_are_left_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     end = LateBoundSet.end_recompute
 
-    def end_and_hold(late: LateBoundSet) -> None:
+    def end_and_hold(late: LateBoundSet, *given: Any) -> None:
         slots = list(late._slots)
-        end(late)
+        end(late, *given)
         late._slots += slots
 
     monkeypatch.setattr(LateBoundSet, "end_recompute", end_and_hold)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,13 @@ def batch(rows: int = 11, width: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
 
 
-def check_parity(make_layers: Callable[[], Sequence[nn.Module]], balance: Sequence[int], *, keep: bool) -> None:
+def check_parity(
+    make_layers: Callable[[], Sequence[nn.Module]],
+    balance: Sequence[int],
+    *,
+    keep: bool,
+    prove: Callable[[int], bool] = lambda microbatch: False,
+) -> None:
     """Two steps: loss, gradients (which add up) and buffers equal; nothing is held afterwards."""
     torch.manual_seed(0)
     reference, ours = twins(make_layers())
@@ -35,7 +42,7 @@ def check_parity(make_layers: Callable[[], Sequence[nn.Module]], balance: Sequen
     stages = make_stages(list(ours), balance, mean_square, meter)
     for step in range(2):
         expected = reference_step(reference, mean_square, inputs.clone(), targets, num_microbatches=M, step=step)
-        loss = run_step(stages, inputs.clone(), targets, M, keep=lambda microbatch: keep, step=step)
+        loss = run_step(stages, inputs.clone(), targets, M, keep=lambda microbatch: keep, prove=prove, step=step)
         assert torch.equal(loss, expected)
         for (name, theirs), parameter in zip(reference.named_parameters(), ours.parameters()):
             assert (parameter.grad is None) == (theirs.grad is None), name
@@ -147,6 +154,12 @@ def test_equals_the_reference(name: str, balance: Sequence[int], keep: bool) -> 
     check_parity(LAYERS[name], balance, keep=keep)
 
 
+@pytest.mark.parametrize("proved", [[0], [2], range(M)], ids=["first", "third", "every"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_proof_finds_nothing_where_nothing_is(name: str, proved: Sequence[int]) -> None:
+    check_parity(LAYERS[name], [2, 4], keep=False, prove=lambda microbatch: microbatch in proved)
+
+
 # A gradient inside forward --------------------------------------------------------------------------------------------
 
 
@@ -181,15 +194,21 @@ def test_gradient_inside_forward_keeps_that_layer_and_warns_once(inside: Any, ba
 # Early end of R -------------------------------------------------------------------------------------------------------
 
 
+# Not in the layer: there R would put it back as it was.
+CALLS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def count_call(layer: nn.Module) -> int:
+    """The number of this call, from 1; those in R count, too."""
+    CALLS[layer] = CALLS.get(layer, 0) + 1
+    return CALLS[layer]
+
+
 class Counts(nn.Module):
     """Counts its calls; saves nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        count_call(self)
         return x + 1
 
 
@@ -197,8 +216,8 @@ def test_recompute_ends_when_the_last_slot_is_full() -> None:
     early, late = Counts(), Counts()
     stage, last = make_stages([linear(), early, linear(), late, linear()], [4, 1], mean_square, ActivationMeter())
     run_step([stage, last], *batch(), M)
-    assert early.calls == 2 * M
-    assert late.calls == M, "a layer after the last saved tensor ran again"
+    assert CALLS[early] == 2 * M
+    assert CALLS[late] == M, "a layer after the last saved tensor ran again"
 
 
 def test_no_gradient_no_recompute() -> None:
@@ -206,7 +225,7 @@ def test_no_gradient_no_recompute() -> None:
     counts = Counts()
     first, second = make_stages([frozen, counts, linear()], [2, 1], mean_square, ActivationMeter())
     run_step([first, second], *batch(), M)
-    assert counts.calls == M
+    assert CALLS[counts] == M
     assert frozen.weight.grad is None
 
 
@@ -344,11 +363,9 @@ class OtherPath(nn.Module):
     def __init__(self, *paths: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.paths = paths
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.paths[self.calls > M](x)
+        return self.paths[count_call(self) > M](x)
 
 
 @pytest.mark.parametrize(
@@ -456,11 +473,9 @@ class Breaks(nn.Module):
     def __init__(self, at: int) -> None:
         super().__init__()
         self.at = at
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at:
+        if count_call(self) == self.at:
             raise KeyError("broken on purpose")
         return x * x
 

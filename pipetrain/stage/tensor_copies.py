@@ -1,0 +1,168 @@
+"""Tensors as they were: copied, compared, and put in the place of what they have become.
+
+A copy stands in for its tensor by `tensor.data = copy`: the tensor object stays, so whoever refers to it (a module that is
+used twice, a layer that reads another's buffer) sees the copy, and what is written meanwhile goes into the copy. What
+looks into the memory of before (a saved tensor of another microbatch, a view) is not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+# A tensor up to this size is copied before every forward that is recomputed, whether or not it is known to change.
+SMALL_BYTES = 1 << 16
+
+Storages = dict[int, UntypedStorage]  # identity of a storage -> its copy
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_small(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has one storage and strides: neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_simple(tensor: Tensor) -> bool:
+    """Whether `clone` keeps the strides."""
+    return is_dense(tensor) and tensor.clone().stride() == tensor.stride()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class TensorCopies:
+    """Some tensors with the values that they had.
+
+    With `storages`, what shares memory shares it in the copies, too; several of these may share one such table. `simple`:
+    each is known to be `is_simple`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], storages: Storages | None = None, *, simple: bool = False) -> None:
+        self.tensors = list(tensors)
+        with torch.no_grad():
+            if storages is None and simple:
+                self.copies = [tensor.clone() for tensor in self.tensors]
+            elif storages is None:
+                self.copies = [_copy(tensor) for tensor in self.tensors]
+            else:
+                self.copies = [_copy_sharing(tensor, storages) for tensor in self.tensors]
+
+    def changed(self) -> list[Tensor]:
+        """Those that have other values now; waits for the device."""
+        return [now for now, before in zip(self.tensors, self.copies) if not same_values(now, before)]
+
+    def only(self, wanted: Iterable[Tensor]) -> TensorCopies:
+        """The copies of `wanted` alone."""
+        keys = set(map(id, wanted))
+        some = TensorCopies(())
+        pairs = [(tensor, copy) for tensor, copy in zip(self.tensors, self.copies) if id(tensor) in keys]
+        some.tensors, some.copies = [tensor for tensor, _ in pairs], [copy for _, copy in pairs]
+        return some
+
+    def stand_in(self) -> list[Tensor]:
+        """The copies take the tensors' places; returns what `withdraw` gives back."""
+        live = [tensor.data for tensor in self.tensors]
+        for tensor, copy in zip(self.tensors, self.copies):
+            tensor.data = copy
+        return live
+
+    def withdraw(self, live: Sequence[Tensor]) -> None:
+        for tensor, data in zip(self.tensors, live):
+            tensor.data = data
+
+    def put_back(self) -> None:
+        """The values of before, into the memory of now."""
+        for tensor, copy in zip(self.tensors, self.copies):
+            if is_dense(tensor) and tensor.shape == copy.shape:
+                tensor.data.copy_(copy)
+            else:
+                tensor.data = _copy(copy)
+
+    def storages(self, without: Container[int] = ()) -> set[int]:
+        """The identities of the copies' storages, `without` those of some tensors."""
+        pairs = zip(self.tensors, self.copies)
+        return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of the tensor's storage; 0 where it has none of its own (sparse, nested)."""
+    if not is_dense(tensor):
+        return 0
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def same_values(now: Tensor, before: Tensor) -> bool:
+    """Equal in shape, type and every value; waits for the device. NaN differs from itself: that is a copy too many."""
+    if now.dtype != before.dtype or now.layout != before.layout or now.is_nested != before.is_nested:
+        return False
+    if not now.is_nested and now.shape != before.shape:
+        return False
+    left_parts, right_parts = parts_of(now), parts_of(before)
+    parts = zip(left_parts, right_parts)
+    return len(left_parts) == len(right_parts) and all(
+        left.shape == right.shape and torch.equal(left, right) for left, right in parts
+    )
+
+
+def fingerprint(tensor: Tensor) -> Tensor | None:
+    """A sum over the bits, as a 0-dim integer tensor on the device; None where a tensor has no plain bits."""
+    if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
+        return None
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    integers = _INTEGERS.get(plain.element_size())
+    return None if integers is None else plain.view(integers).sum(dtype=torch.int64)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    if is_dense(tensor) and copy.stride() != tensor.stride():
+        # Strides decide how a kernel adds up: a copy must have those of its tensor.
+        return view_into(copy_of_storage(tensor), tensor)
+    return copy
+
+
+def _copy_sharing(tensor: Tensor, storages: Storages) -> Tensor:
+    """A copy that looks into the copy of the tensor's storage."""
+    if not is_dense(tensor) or type(tensor) is not Tensor:
+        return _copy(tensor)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        if storage.nbytes() > max(SMALL_BYTES, 4 * tensor.nbytes):  # a small part of something large
+            return _copy(tensor)
+        storages[storage._cdata] = copy_of_storage(tensor)
+    return view_into(storages[storage._cdata], tensor)
+
+
+def copy_of_storage(tensor: Tensor) -> UntypedStorage:
+    copy: UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return copy
+
+
+def view_into(storage: UntypedStorage, tensor: Tensor) -> Tensor:
+    """A tensor with the place, shape and strides of `tensor` in another storage."""
+    alias = tensor.detach().new_empty(0)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Plain tensors that hold all values of a sparse or nested one."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
