@@ -106,8 +106,12 @@ class GivesMore(nn.Module):
 
 
 class ChangesDirty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
     def forward(self, x: Tensor) -> Any:
-        return _InPlace.apply(torch.tanh(x))  # type: ignore[no-untyped-call]
+        return _InPlace.apply(self.inner(x))  # type: ignore[no-untyped-call]
 
 
 class ScaledInBackward(nn.Module):

@@ -190,11 +190,11 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _embedded("Embedding with sparse gradients", lambda: nn.Embedding(VOCABULARY, 4, sparse=True), clip=False),
     block("RReLU", nn.RReLU),
-    block(
-        "activations in place",
-        lambda: nn.Sequential(linear(), nn.ReLU(True), linear(), nn.ELU(inplace=True), nn.Hardswish(True)),
+    block("activations in place", lambda: nn.Sequential(linear(), nn.ReLU(True), linear(), nn.ELU(inplace=True))),
+    stack(
+        "activations in place on what they get",
+        lambda: [linear(), nn.LeakyReLU(0.1, inplace=True), linear(), nn.Hardtanh(inplace=True), linear()],
     ),
-    block("an activation in place on what a layer gets", lambda: nn.LeakyReLU(0.1, inplace=True)),
     block("smooth activations", lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.Mish(), nn.Softplus(), nn.CELU())),
     block("softmax and its like", lambda: nn.Sequential(nn.Softmax(1), nn.LogSoftmax(1), nn.Softmin(1), nn.Softsign())),
     block("GLU", lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU())),
