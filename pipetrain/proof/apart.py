@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -124,6 +125,8 @@ def _work(
 ) -> None:
     os.dup2(2, 1)  # what a layer prints must not come between what the command does
     torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
+    gc.collect()
+    gc.freeze()  # what is there by now is no activation: whoever looks for those, once per stage, need not look through torch
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     for trial in trials:

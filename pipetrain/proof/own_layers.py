@@ -227,7 +227,8 @@ def _subject(own: OwnLayers) -> Subject:
         now = made(step)
         return now.inputs, now.targets
 
-    microbatches = min(NUM_MICROBATCHES, rows or NUM_MICROBATCHES)
+    # Two rows in each where there are as many: BatchNorm refuses one.
+    microbatches = NUM_MICROBATCHES if rows is None else max(1, min(NUM_MICROBATCHES, rows // 2))
     cut(first.inputs, microbatches)
     return Subject(
         lambda: made(0).layers,
