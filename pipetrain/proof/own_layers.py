@@ -204,12 +204,13 @@ def _checked(own: OwnLayers) -> tuple[str, ...]:
                 traces.append(plain(subject))
             except Exception as error:
                 raise ValueError(f"{own.layers}: the plain loop fails itself: {_line(error)}") from error
+        names = tuple(type(layer).__name__ for layer in subject.layers())
     for what, _ in compare(*traces):
         raise ValueError(
             f"{own.layers}: two plain loops from one seed differ in {what}: draw weights and batches from torch's, numpy's or "
             "Python's own generators, which are seeded before each call, and let layers begin anew each time"
         )
-    return tuple(type(layer).__name__ for layer in subject.layers())
+    return names
 
 
 def _subject(own: OwnLayers) -> Subject:
