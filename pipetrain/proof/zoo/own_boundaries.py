@@ -431,7 +431,7 @@ ENTRIES: tuple[Entry, ...] = (
         "an input for all microbatches, changed in place",
         lambda: [FillsWhole(), dense(), dense(), linear()],
         Result.REFUSED,
-        "inputs",
+        "Whole",
         batch=_with_whole,
         on_ranks=False,
     ),

@@ -196,6 +196,11 @@ class ForceLayer(nn.Module):
         return positions - 0.1 * force
 
 
+def _energy_and_force() -> list[nn.Module]:
+    """Over one and three stages both are on one, over two and four they are not."""
+    return [linear(), EnergyLayer(), ForceLayer(), dense(), linear()]
+
+
 class TriesGradient(nn.Module):
     """Has a fallback for where it cannot take a gradient."""
 
@@ -412,10 +417,15 @@ ENTRIES: tuple[Entry, ...] = (
     block("torch.func.jvp", Directional),
     block("a gradient penalty", Penalised, Result.KEPT),
     stack(
-        "an energy, and a force through the layer before",
-        lambda: [linear(), EnergyLayer(), ForceLayer(), dense(), linear()],
-        Result.KEPT,
-        stages=(1, 2),  # cut between the two, neither has the graph of the other
+        "an energy, and a force through the layer before", _energy_and_force, Result.KEPT, stages=(1, 3), on_ranks=False
+    ),
+    stack(
+        "a force through a layer of another stage",
+        _energy_and_force,
+        Result.REFUSED,
+        "(ForceLayer)",
+        stages=(2, 4),
+        on_ranks=False,
     ),
     block("a gradient with a fallback", TriesGradient, Result.KEPT),
     block("a fallback around the last op", SwallowsErrors),
@@ -425,7 +435,7 @@ ENTRIES: tuple[Entry, ...] = (
     block("hooks of tensors and parameters", HooksTensor),
     block("an optimizer in a hook", UpdatesAtOnce, Result.REFUSED, "(UpdatesAtOnce)", on_ranks=False),
     block("a hook that counts forwards", CountsCalls, Result.DIFFERS, "looked at", look=_calls_counted, on_ranks=False),
-    block("retain_grad", RetainsGradient, Result.DIFFERS, "looked at", look=_retained, on_ranks=False),
+    block("retain_grad", RetainsGradient, look=_retained, on_ranks=False),
     block("checkpoint inside", lambda: Checkpointed(_wide())),
     block("reentrant checkpoint inside", lambda: Checkpointed(_wide(), reentrant=True)),
     block(

@@ -295,8 +295,6 @@ ENTRIES: tuple[Entry, ...] = (
     stack(
         "an object in the inputs, filled by F",
         lambda: [FillsSummary(), dense(), dense(), linear()],
-        Result.REFUSED,
-        "inputs",
         batch=_rows_and_summary,
         on_ranks=False,
     ),
