@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from pipetrain.proof.beside_loop import Found, Result, worst_of
 
-PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes a second
+PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes less than one
+START_SECONDS = 600.0  # for a process to load torch, likewise
 
 
 class Trial(Protocol):
@@ -71,6 +72,7 @@ class _Processes(Generic[T]):
             theirs.close()
             self._processes.append(process)
             self._ends.append(ours)
+        wait_for_all(self._ends, START_SECONDS)
 
     def __enter__(self) -> _Processes[T]:
         return self
@@ -95,21 +97,31 @@ class _Processes(Generic[T]):
                 found |= {end: Found(Result.FAILED, f"hangs: nothing came for {seconds:g} s") for end in waiting}
             for end in ready:
                 assert isinstance(end, Connection)
-                found[end] = self._received(end)
+                if (came := self._received(end)) is not None:
+                    found[end] = came
         several = list(found.values())
         # An error ends the ranks' pipeline at different places: they begin anew.
         self.are_over |= len(several) > 1 and any(one.result in (Result.REFUSED, Result.FAILED) for one in several)
         return _told(several)
 
-    def _received(self, end: Connection) -> Found:
+    def _received(self, end: Connection) -> Found | None:
+        """What a process found; None: it has started."""
         try:
-            found: Found = end.recv()
+            found: Found | None = end.recv()
+            return found
         except EOFError:
             process = self._processes[self._ends.index(end)]
             process.join()
             self.are_over = True
             return Found(Result.FAILED, f"its process died (exit code {process.exitcode})")
-        return found
+
+
+def wait_for_all(ends: Sequence[Connection], seconds: float) -> None:
+    """Returns when each end has something to read, or is closed; at the latest after so many `seconds`."""
+    deadline = time.monotonic() + seconds
+    left = list(ends)
+    while left and (ready := wait(left, timeout=max(0.0, deadline - time.monotonic()))):
+        left = [end for end in left if end not in ready]
 
 
 def _told(several: Sequence[Found]) -> Found:
@@ -129,5 +141,6 @@ def _work(
     gc.freeze()  # what is there by now is no activation: whoever looks for those, once per stage, need not look through torch
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    end.send(None)  # it has started
     for trial in trials:
         end.send(attempt(trial))

@@ -150,12 +150,12 @@ def hangs_dies_or_ends(trial: ZooTrial) -> Found:
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
     subjects = ["ends", "hangs", "hangs", "dies", "ends"]
     came = list(
-        try_apart(hangs_dies_or_ends, [ZooTrial(name, WAY) for name in subjects], num_ranks=num_ranks, seconds=60)
+        try_apart(hangs_dies_or_ends, [ZooTrial(name, WAY) for name in subjects], num_ranks=num_ranks, seconds=10)
     )
     assert [trial.subject for trial, _ in came] == subjects
     assert [result.result for _, result in came] == ["equal", "failed", "failed", "failed", "equal"]
     assert [result.detail for _, result in came][1:4] == [
-        "hangs: nothing came for 60 s",
+        "hangs: nothing came for 10 s",
         "not tried, as hangs (overlap, 2 stages) hung",
         "its process died (exit code 9)",
     ]
