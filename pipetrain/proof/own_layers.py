@@ -149,7 +149,7 @@ class _Witness(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Any:
         ctx.save_for_backward(x)
-        ctx.seen, ctx.name = x.detach().clone(), name
+        ctx.seen, ctx.layer = x.detach().clone(), name
         return x.clone()
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Witness(torch.autograd.Function):
         (brought,) = ctx.saved_tensors
         if not same_tensor(brought, ctx.seen):
             raise ValueError(
-                f"{ctx.name} gives other values in R than in F: look for a counter, a cache, random numbers of its own, or state "
+                f"{ctx.layer} gives other values in R than in F: look for a counter, a cache, random numbers of its own, or state "
                 "outside of the layer"
             )
         return gradient, None
