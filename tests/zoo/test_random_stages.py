@@ -92,7 +92,7 @@ def drawn_stages(draw: st.DrawFn) -> Drawn:
         draw(st.frozensets(st.integers(0, len(names) - 2), max_size=2)),
         tuple(after - before for before, after in itertools.pairwise([0, *cuts, len(names)])),
         draw(st.sampled_from(["never", "inline", "early", "overlap"])),
-        draw(st.sampled_from(["gpipe", "1f1b", "interleaved"])),
+        draw(st.sampled_from(["gpipe", "interleaved" if num_stages > 1 else "1f1b"])),
         draw(st.sampled_from(["auto", "always"])),
         draw(st.integers(1, 2)),
         tuple(some_rows + (number < rest) for number in range(microbatches)),  # as `tensor_split` cuts them
