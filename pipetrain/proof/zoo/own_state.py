@@ -287,7 +287,15 @@ ENTRIES: tuple[Entry, ...] = (
     block("stochastic depth by torch", TorchDepth),
     block("noise by numpy", NumpyNoise, lacks=_lacks_numpy),
     block("a generator of its own", OwnGenerator),
-    block("a change through .data", ScalesData),
+    stack("a change through .data", lambda: [linear(), ScalesData(), linear(), ScalesData(), linear()]),
+    stack(
+        "a change through .data of what another stage has saved",
+        lambda: [linear(), dense(), ScalesData(), linear()],  # dense ends with a tanh, which saves its output
+        Result.DIFFERS,
+        "gradient",
+        stages=(2, 4),
+        on_ranks=False,
+    ),
     block("the average of a weight, moved in F", MovesAverage, Result.REFUSED, "(MovesAverage)", on_ranks=False),
     block("a loss with memory", dense, loss=LossWithMemory),
     stack("state outside that matters later", _minds_later, Result.DIFFERS, on_ranks=False),
