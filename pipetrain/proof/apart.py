@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipetrain.proof.beside_loop import Found, Result, worst_of
+from pipetrain.proof.beside_loop import Found, Verdict, worst_of
 
 PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
@@ -50,7 +50,7 @@ def try_apart(
                     break
         if left and processes.hung:
             while left and left[0].subject == trial.subject:
-                yield left.pop(0), Found(Result.FAILED, f"not tried, as {trial} hung")
+                yield left.pop(0), Found(Verdict.FAILED, f"not tried, as {trial} hung")
 
 
 class _Processes(Generic[T]):
@@ -94,14 +94,14 @@ class _Processes(Generic[T]):
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.hung = self.are_over = True
-                found |= {end: Found(Result.FAILED, f"hangs: nothing came for {seconds:g} s") for end in waiting}
+                found |= {end: Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s") for end in waiting}
             for end in ready:
                 assert isinstance(end, Connection)
                 if (came := self._received(end)) is not None:
                     found[end] = came
         several = list(found.values())
         # An error ends the ranks' pipeline at different places: they begin anew.
-        self.are_over |= len(several) > 1 and any(one.result in (Result.REFUSED, Result.FAILED) for one in several)
+        self.are_over |= len(several) > 1 and any(one.result in (Verdict.REFUSED, Verdict.FAILED) for one in several)
         return _told(several)
 
     def _received(self, end: Connection) -> Found | None:
@@ -113,7 +113,7 @@ class _Processes(Generic[T]):
             process = self._processes[self._ends.index(end)]
             process.join()
             self.are_over = True
-            return Found(Result.FAILED, f"its process died (exit code {process.exitcode})")
+            return Found(Verdict.FAILED, f"its process died (exit code {process.exitcode})")
 
 
 def wait_for_all(ends: Sequence[Connection], seconds: float) -> None:
@@ -126,8 +126,8 @@ def wait_for_all(ends: Sequence[Connection], seconds: float) -> None:
 
 def _told(several: Sequence[Found]) -> Found:
     """The worst; of refusals the one that is no echo of another rank's."""
-    first = [found for found in several if found.result is Result.REFUSED and "failed in" not in found.detail]
-    if first and all(found.result in (Result.REFUSED, Result.EQUAL, Result.KEPT) for found in several):
+    first = [found for found in several if found.result is Verdict.REFUSED and "failed in" not in found.detail]
+    if first and all(found.result in (Verdict.REFUSED, Verdict.EQUAL, Verdict.KEPT) for found in several):
         return first[0]
     return worst_of(several)
 

@@ -38,7 +38,7 @@ _RAW = (AssertionError, AttributeError, LookupError, NameError, RecursionError, 
 _NOT_RECOMPUTED = re.compile(r"gradient inside|not recomputed|kept from F to B")
 
 
-class Result(enum.StrEnum):
+class Verdict(enum.StrEnum):
     """What came of one way to run, or of several: the worst, which is the last of these."""
 
     EQUAL = "equal"
@@ -48,20 +48,20 @@ class Result(enum.StrEnum):
     FAILED = "failed"  # a defect: a raw error, or no end
 
 
-_ORDER = list(Result)
+_ORDER = list(Verdict)
 
 
 @dataclass(frozen=True)
 class Found:
     """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `notes` are other warnings."""
 
-    result: Result
+    result: Verdict
     detail: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def is_defect(self) -> bool:
-        return self.result in (Result.DIFFERS, Result.FAILED)
+        return self.result in (Verdict.DIFFERS, Verdict.FAILED)
 
 
 def worst_of(several: Sequence[Found]) -> Found:
@@ -246,19 +246,18 @@ def beside(subject: Subject, expected: Trace, way: Way) -> Found:
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     kept = [text for text in said if _NOT_RECOMPUTED.search(text)]
     notes = tuple(text for text in said if text not in kept)
-    differences = list(compare(ours, expected))
-    if differences:
-        what, size = differences[0]
-        largest = max(size for _, size in differences)
-        return Found(Result.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes)
-    return Found(Result.KEPT, "; ".join(kept), notes) if kept else Found(Result.EQUAL, notes=notes)
+    if different := list(differences(ours, expected)):
+        what, size = different[0]
+        largest = max(size for _, size in different)
+        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes)
+    return Found(Verdict.KEPT, "; ".join(kept), notes) if kept else Found(Verdict.EQUAL, notes=notes)
 
 
 def _ended(error: BaseException) -> Found:
     text = " ".join(str(error).split())
     if is_named(error):
-        return Found(Result.REFUSED, text)
-    return Found(Result.FAILED, f"{type(error).__name__}: {text}")
+        return Found(Verdict.REFUSED, text)
+    return Found(Verdict.FAILED, f"{type(error).__name__}: {text}")
 
 
 def is_named(error: BaseException) -> bool:
@@ -267,7 +266,7 @@ def is_named(error: BaseException) -> bool:
     return not raw and _NAMES_SOMETHING.search(str(error)) is not None
 
 
-def compare(ours: Trace, theirs: Trace) -> Iterator[tuple[str, float]]:
+def differences(ours: Trace, theirs: Trace) -> Iterator[tuple[str, float]]:
     """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN."""
     for what, value in ours.items():
         expected = theirs.get(what)

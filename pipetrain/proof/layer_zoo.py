@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipetrain.proof.apart import try_apart
-from pipetrain.proof.beside_loop import Found, Result, Trace, Way, beside, plain, worst_of
+from pipetrain.proof.beside_loop import Found, Trace, Verdict, Way, beside, plain, worst_of
 from pipetrain.proof.zoo import own_boundaries, own_functions, own_state, torch_layers
 from pipetrain.proof.zoo.entry import Entry
 from pipetrain.schedule.policy import Mode
@@ -105,7 +105,7 @@ def attempt(trial: ZooTrial) -> Found:
     try:
         expected = _plain(trial.subject)
     except Exception as error:
-        return Found(Result.FAILED, f"the plain loop fails itself: {type(error).__name__}: {error}")
+        return Found(Verdict.FAILED, f"the plain loop fails itself: {type(error).__name__}: {error}")
     return beside(entry.subject, expected, trial.way)
 
 
@@ -139,8 +139,8 @@ def zoo_table(rows: Sequence[EntryRow]) -> str:
 
 def _counted(rows: Sequence[EntryRow]) -> str:
     wrong = sum(not row.is_expected for row in rows)
-    counts = {result: sum(row.entry.expected is result for row in rows if not row.skipped) for result in Result}
-    known = f"{counts[Result.EQUAL]} equal, {counts[Result.KEPT]} kept, {counts[Result.REFUSED]} refused by name, {counts[Result.DIFFERS]} known to differ"
+    counts = {result: sum(row.entry.expected is result for row in rows if not row.skipped) for result in Verdict}
+    known = f"{counts[Verdict.EQUAL]} equal, {counts[Verdict.KEPT]} kept, {counts[Verdict.REFUSED]} refused by name, {counts[Verdict.DIFFERS]} known to differ"
     skipped = sum(bool(row.skipped) for row in rows)
     left_out = f", {skipped} left out" if skipped else ""
     return f"{known}{left_out}" + (f": {wrong} did not come out so" if wrong else ": all came out so")
@@ -154,15 +154,15 @@ def _said(row: EntryRow) -> str:
     if row.skipped:
         return f"left out: {row.skipped}"
     worst = row.worst
-    if worst.result in (Result.EQUAL, Result.KEPT):
+    if worst.result in (Verdict.EQUAL, Verdict.KEPT):
         return worst.result.value
-    known = "known to differ" if row.entry.is_documented and worst.result is Result.DIFFERS else worst.result.value
+    known = "known to differ" if row.entry.is_documented and worst.result is Verdict.DIFFERS else worst.result.value
     return f"{known}: {_short(worst.detail)}"
 
 
 def _by_ways(row: EntryRow) -> list[str]:
     """What came of each way, ways with the same in one line."""
-    same: dict[tuple[Result, str], list[str]] = {}
+    same: dict[tuple[Verdict, str], list[str]] = {}
     for way, found in row.found:
         same.setdefault((found.result, found.detail), []).append(str(way))
     return [

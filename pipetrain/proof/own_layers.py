@@ -22,12 +22,12 @@ from pipetrain.proof.beside_loop import (
     SEED,
     Batch,
     Found,
-    Result,
     Subject,
     Trace,
+    Verdict,
     Way,
     beside,
-    compare,
+    differences,
     plain,
     same_tensor,
     seed_everything,
@@ -89,7 +89,7 @@ class OwnReport:
     @property
     def is_right(self) -> bool:
         """Whether every way gave the numbers of the plain loop."""
-        return all(found.result in (Result.EQUAL, Result.KEPT) for _, found in self.ways)
+        return all(found.result in (Verdict.EQUAL, Verdict.KEPT) for _, found in self.ways)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -117,8 +117,8 @@ def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
     trials = [OwnTrial(own.layers, own, mode.value, number) for number in wanted for mode in modes]
     ways = tuple(try_apart(attempt_own, trials))
     worst = worst_of([found for _, found in ways])
-    if worst.result is Result.EQUAL:
-        return OwnReport(names, ways, tuple(Found(Result.EQUAL) for _ in names))
+    if worst.result is Verdict.EQUAL:
+        return OwnReport(names, ways, tuple(Found(Verdict.EQUAL) for _ in names))
     # Each under a name of its own: one that hangs must not keep the others from being tried.
     alone = [
         OwnTrial(str(number), own, "inline", 1 + (number > 0) + (number < len(names) - 1), number)
@@ -139,8 +139,8 @@ def attempt_own(trial: OwnTrial) -> Found:
     policy = {"keep": subject.num_microbatches}
     watched = dataclasses.replace(subject, layers=lambda: _watched(subject.layers(), layer))
     found = beside(watched, expected, Way(trial.mode, len(balance), schedule=alone, balance=balance, policy=policy))
-    of_another = found.result is Result.KEPT and f"layer {layer} (" not in found.detail
-    return Found(Result.EQUAL) if of_another else found
+    of_another = found.result is Verdict.KEPT and f"layer {layer} (" not in found.detail
+    return Found(Verdict.EQUAL) if of_another else found
 
 
 class _Witness(torch.autograd.Function):
@@ -205,7 +205,7 @@ def _checked(own: OwnLayers) -> tuple[str, ...]:
             except Exception as error:
                 raise ValueError(f"{own.layers}: the plain loop fails itself: {_line(error)}") from error
         names = tuple(type(layer).__name__ for layer in subject.layers())
-    for what, _ in compare(*traces):
+    for what, _ in differences(*traces):
         raise ValueError(
             f"{own.layers}: two plain loops from one seed differ in {what}: draw weights and batches from torch's, numpy's or "
             "Python's own generators, which are seeded before each call, and let layers begin anew each time"
@@ -328,7 +328,7 @@ def _line(error: BaseException) -> str:
 
 # Said -----------------------------------------------------------------------------------------------------------------
 
-_ALONE = {Result.EQUAL: "recomputed", Result.KEPT: "kept", Result.REFUSED: "cannot be recomputed"}
+_ALONE = {Verdict.EQUAL: "recomputed", Verdict.KEPT: "kept", Verdict.REFUSED: "cannot be recomputed"}
 
 
 def own_table(report: OwnReport) -> str:
@@ -346,11 +346,11 @@ def own_table(report: OwnReport) -> str:
 
 
 def _verdict(report: OwnReport) -> Iterator[str]:
-    same: dict[tuple[Result, str], list[str]] = {}
+    same: dict[tuple[Verdict, str], list[str]] = {}
     for trial, found in report.ways:
         same.setdefault((found.result, found.detail), []).append(str(trial))
     for (result, detail), ways in same.items():
-        if result not in (Result.EQUAL, Result.KEPT):
+        if result not in (Verdict.EQUAL, Verdict.KEPT):
             yield f"{'; '.join(ways)}: {result}: {detail}"
-    equal = sum(found.result in (Result.EQUAL, Result.KEPT) for _, found in report.ways)
+    equal = sum(found.result in (Verdict.EQUAL, Verdict.KEPT) for _, found in report.ways)
     yield f"{equal} of {len(report.ways)} ways to run it equal the plain loop bit for bit"

@@ -10,7 +10,7 @@ import pytest
 from pipetrain.cli.main import main
 from pipetrain.proof import layer_zoo
 from pipetrain.proof.apart import try_apart
-from pipetrain.proof.beside_loop import Found, Result, Way, compare, is_named, plain, same_tensor
+from pipetrain.proof.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
 from pipetrain.proof.layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
 from pipetrain.stage.slots import RecomputeMismatch
 
@@ -49,7 +49,7 @@ def test_each_entry_is_named_once_and_stands_in_the_frame_of_all_stages() -> Non
 
 
 def test_every_third_leaves_out_no_kind_of_expectation() -> None:
-    assert {entry.expected for entry in every_third()} >= {Result.EQUAL, Result.KEPT, Result.REFUSED}
+    assert {entry.expected for entry in every_third()} >= {Verdict.EQUAL, Verdict.KEPT, Verdict.REFUSED}
     assert not any(entry.slow for entry in every_third())
 
 
@@ -60,8 +60,8 @@ def test_what_is_not_as_expected_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        found(Found(Result.EQUAL)),
-        found(Found(Result.EQUAL), Found(Result.DIFFERS, "the loss differs"), name="RNN"),
+        found(Found(Verdict.EQUAL)),
+        found(Found(Verdict.EQUAL), Found(Verdict.DIFFERS, "the loss differs"), name="RNN"),
     ]
     monkeypatch.setattr(layer_zoo, "run_zoo", lambda *_, **__: rows)
     assert main(["verify", "--layers", "--quick"]) == 3
@@ -81,13 +81,13 @@ def test_what_is_not_as_expected_ends_with_3(
 @pytest.mark.parametrize(
     ("name", "came", "expected"),
     [
-        ("RNN", [Found(Result.EQUAL), Found(Result.EQUAL)], True),
-        ("RNN", [Found(Result.EQUAL), Found(Result.KEPT, "layer 1")], False),
-        ("a gradient penalty", [Found(Result.EQUAL), Found(Result.KEPT, "layer 1")], True),
-        ("a gradient penalty", [Found(Result.EQUAL)], False),
-        ("backward() in a forward", [Found(Result.REFUSED, "layer 1 (LocalLoss) calls backward()")], True),
-        ("backward() in a forward", [Found(Result.REFUSED, "layer 2 (Linear)")], False),
-        ("backward() in a forward", [Found(Result.FAILED, "KeyError: (LocalLoss)")], False),
+        ("RNN", [Found(Verdict.EQUAL), Found(Verdict.EQUAL)], True),
+        ("RNN", [Found(Verdict.EQUAL), Found(Verdict.KEPT, "layer 1")], False),
+        ("a gradient penalty", [Found(Verdict.EQUAL), Found(Verdict.KEPT, "layer 1")], True),
+        ("a gradient penalty", [Found(Verdict.EQUAL)], False),
+        ("backward() in a forward", [Found(Verdict.REFUSED, "layer 1 (LocalLoss) calls backward()")], True),
+        ("backward() in a forward", [Found(Verdict.REFUSED, "layer 2 (Linear)")], False),
+        ("backward() in a forward", [Found(Verdict.FAILED, "KeyError: (LocalLoss)")], False),
     ],
 )
 def test_as_expected(name: str, came: list[Found], expected: bool) -> None:
@@ -126,12 +126,12 @@ def test_the_last_bit_and_the_form_count() -> None:
     assert same_tensor(one, one.clone())
     assert not same_tensor(one, torch.nextafter(one, 2 * one))
     assert not same_tensor(one, one.double())
-    assert [what for what, _ in compare({"a": one, "b": None, "c": 1}, {"a": one, "b": one, "c": 2})] == ["b", "c"]
+    assert [what for what, _ in differences({"a": one, "b": None, "c": 1}, {"a": one, "b": one, "c": 2})] == ["b", "c"]
 
 
 def test_a_plain_loop_is_the_same_twice() -> None:
     subject = entry_named("stochastic depth by torch").subject
-    assert list(compare(plain(subject), plain(subject))) == []
+    assert list(differences(plain(subject), plain(subject))) == []
 
 
 # Apart ----------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def hangs_dies_or_ends(trial: ZooTrial) -> Found:
     if trial.subject == "dies":
         os._exit(9)
     print("what a layer prints is not the command's")
-    return Found(Result.EQUAL)
+    return Found(Verdict.EQUAL)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

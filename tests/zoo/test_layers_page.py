@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from pipetrain.proof.beside_loop import Result
+from pipetrain.proof.beside_loop import Verdict
 from pipetrain.proof.layer_zoo import ENTRIES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -17,16 +17,16 @@ def named(section: str) -> set[str]:
     return {name for listed in lists for name in listed.split("; ")}
 
 
-def expected(*results: Result) -> set[str]:
+def expected(*results: Verdict) -> set[str]:
     return {entry.name for entry in ENTRIES if entry.expected in results}
 
 
 def test_each_named_entry_is_in_the_zoo_and_under_its_heading() -> None:
     assert named("") <= {entry.name for entry in ENTRIES}
-    assert named("Right") <= expected(Result.EQUAL)
-    assert named("Kept") == expected(Result.KEPT)
-    assert named("Refused") == expected(Result.REFUSED)
-    assert named("What the proof of the first step cannot see") == expected(Result.DIFFERS)
+    assert named("Right") <= expected(Verdict.EQUAL)
+    assert named("Kept") == expected(Verdict.KEPT)
+    assert named("Refused") == expected(Verdict.REFUSED)
+    assert named("What the proof of the first step cannot see") == expected(Verdict.DIFFERS)
 
 
 def test_each_named_test_is_there() -> None:

@@ -14,9 +14,9 @@ from hypothesis import event as count
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Batch, Result, Subject, Way, beside, plain
+from pipetrain.proof.beside_loop import Batch, Subject, Verdict, Way, beside, plain
 from pipetrain.proof.layer_zoo import ENTRIES, entry_named
-from pipetrain.proof.zoo.entry import WIDTH, dense, linear
+from pipetrain.proof.zoo.entry import WIDTH, dense, square
 
 some = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 many = settings(some, max_examples=2000)
@@ -27,8 +27,8 @@ BLOCKS = sorted(
     for entry in ENTRIES
     if entry.block is not None and not entry.is_documented and not entry.lacks() and "compile" not in entry.name
 )
-MAY_BE_REFUSED = {entry.name for entry in ENTRIES if entry.expected is Result.REFUSED}
-PLAIN = {"linear": linear, "dense": dense}
+MAY_BE_REFUSED = {entry.name for entry in ENTRIES if entry.expected is Verdict.REFUSED}
+PLAIN = {"linear": square, "dense": dense}
 COUNTS_NOT = 1e3  # in a target: its row does not count
 
 
@@ -108,7 +108,7 @@ def equal_or_named(drawn: Drawn) -> None:
     found = beside(drawn.subject, expected, drawn.way)
     count(found.result)
     assert not found.is_defect, found
-    assert found.result is not Result.REFUSED or MAY_BE_REFUSED & set(drawn.names), found
+    assert found.result is not Verdict.REFUSED or MAY_BE_REFUSED & set(drawn.names), found
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Batch, Result, Subject
+from pipetrain.proof.beside_loop import Batch, Subject, Verdict
 
 WIDTH = 16
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
@@ -29,7 +29,7 @@ class Entry:
 
     name: str
     subject: Subject
-    expected: Result = Result.EQUAL
+    expected: Verdict = Verdict.EQUAL
     says: str = ""
     block: Make | None = None
     stages: Sequence[int] = (1, 2, 3, 4)
@@ -40,7 +40,7 @@ class Entry:
     @property
     def is_documented(self) -> bool:
         """Whether it is known to differ."""
-        return self.expected is Result.DIFFERS
+        return self.expected is Verdict.DIFFERS
 
 
 def rows(step: int) -> Batch:
@@ -56,16 +56,16 @@ def tokens(step: int) -> Batch:
     return ids, torch.randn(NUM_ROWS, WIDTH, generator=generator)
 
 
-def linear() -> nn.Linear:
+def square() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
 def dense() -> nn.Module:
-    return nn.Sequential(linear(), nn.Tanh())
+    return nn.Sequential(square(), nn.Tanh())
 
 
 def stack(
-    name: str, layers: Callable[[], Sequence[nn.Module]], expected: Result = Result.EQUAL, says: str = "", **more: Any
+    name: str, layers: Callable[[], Sequence[nn.Module]], expected: Verdict = Verdict.EQUAL, says: str = "", **more: Any
 ) -> Entry:
     """An entry with layers of its own, at least four."""
     options = {key: more.pop(key) for key in list(more) if key in Subject.__dataclass_fields__}
@@ -73,9 +73,9 @@ def stack(
     return Entry(name, Subject(layers, batch, **options), expected, says, **more)
 
 
-def block(name: str, make: Make, expected: Result = Result.EQUAL, says: str = "", **more: Any) -> Entry:
+def block(name: str, make: Make, expected: Verdict = Verdict.EQUAL, says: str = "", **more: Any) -> Entry:
     """An entry in which the layer stands twice between plain ones: in the middle of a stage, at its ends, and alone."""
-    entry = stack(name, lambda: [linear(), make(), dense(), make(), linear()], expected, says, **more)
+    entry = stack(name, lambda: [square(), make(), dense(), make(), square()], expected, says, **more)
     return replace(entry, block=make)
 
 

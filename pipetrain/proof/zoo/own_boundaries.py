@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Batch, Result
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, linear, rows, stack
+from pipetrain.proof.beside_loop import Batch, Verdict
+from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.runtime.cut import Whole
 
 # What layers hand on --------------------------------------------------------------------------------------------------
@@ -19,7 +19,7 @@ class Splits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.inner(x)
@@ -31,7 +31,7 @@ class Passes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, given: dict[str, Any]) -> Any:
         left, right = given["pair"]
@@ -44,18 +44,18 @@ class Joins(nn.Module):
         return left + right
 
 
-class Pair(NamedTuple):
+class LeftRight(NamedTuple):
     left: Tensor
     right: Tensor
 
 
 class ToPair(nn.Module):
     def forward(self, x: Tensor) -> Any:
-        return Pair(torch.tanh(x), torch.sin(x))
+        return LeftRight(torch.tanh(x), torch.sin(x))
 
 
 class FromPair(nn.Module):
-    def forward(self, given: Pair) -> Any:
+    def forward(self, given: LeftRight) -> Any:
         return given.left * given.right
 
 
@@ -76,7 +76,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.inner(x)
@@ -92,7 +92,7 @@ class AddsInPlaceToPair(nn.Module):
         return first + second
 
 
-class Residual(nn.Module):
+class ResidualPair(nn.Module):
     """A pair to a pair."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class UsesNumber(nn.Module):
 
 def _shared() -> list[nn.Module]:
     one = dense()
-    return [linear(), one, linear(), one, linear()]
+    return [square(), one, square(), one, square()]
 
 
 class Tied(nn.Module):
@@ -191,7 +191,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(torch.tanh(self.inner(x)))
@@ -199,29 +199,29 @@ class Tied(nn.Module):
 
 def _shared_norm() -> list[nn.Module]:
     one = nn.BatchNorm1d(WIDTH)
-    return [linear(), one, dense(), one, linear()]
+    return [square(), one, dense(), one, square()]
 
 
 def _hidden_reference() -> list[nn.Module]:
-    first = linear()
+    first = square()
 
     class UsesFirst(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return x @ first.weight
 
-    return [first, dense(), UsesFirst(), linear()]
+    return [first, dense(), UsesFirst(), square()]
 
 
 def _frozen_first() -> list[nn.Module]:
-    return [linear().requires_grad_(False), dense(), dense(), linear()]
+    return [square().requires_grad_(False), dense(), dense(), square()]
 
 
 def _frozen_middle() -> list[nn.Module]:
-    return [linear(), dense().requires_grad_(False), nn.BatchNorm1d(WIDTH).requires_grad_(False), linear()]
+    return [square(), dense().requires_grad_(False), nn.BatchNorm1d(WIDTH).requires_grad_(False), square()]
 
 
 def _frozen_but_last() -> list[nn.Module]:
-    return [*(dense().requires_grad_(False) for _ in range(3)), linear()]
+    return [*(dense().requires_grad_(False) for _ in range(3)), square()]
 
 
 def _freeze_in_odd_steps(step: int, layers: Any) -> None:
@@ -279,7 +279,7 @@ class PartlyUsed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.unused = linear(), linear()
+        self.inner, self.unused = square(), square()
         self.seldom = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Any:
@@ -346,7 +346,7 @@ class AddsWhole(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, given: tuple[Tensor, Tensor]) -> Any:
         x, positions = given
@@ -374,26 +374,26 @@ def _counts(target: Tensor) -> int:
 
 
 ENTRIES: tuple[Entry, ...] = (
-    stack("a dict with a tuple, a number and None", lambda: [Splits(), Passes(), Passes(), Joins(), linear()]),
-    stack("a namedtuple", lambda: [linear(), ToPair(), FromPair(), linear()]),
-    stack("what torch.sort returns", lambda: [linear(), Sorts(), Unsorts(), linear()]),
-    stack("lists in lists", lambda: [linear(), OneGraph(), SumsGraph(), linear()]),
-    stack("one tensor in two places", lambda: [Twice(), Residual(), AddsPair(), linear()]),
-    stack("one tensor in two places, changed in place", lambda: [linear(), Twice(), AddsInPlaceToPair(), linear()]),
-    stack("views that do not overlap", lambda: [linear(), Chunks(), Concatenates(), linear()]),
-    stack("a number that differs each time", lambda: [linear(), CallNumber(), UsesNumber(), linear()]),
-    stack("a conjugated view", lambda: [linear(), ToComplex(), FromComplex(), linear()]),
+    stack("a dict with a tuple, a number and None", lambda: [Splits(), Passes(), Passes(), Joins(), square()]),
+    stack("a namedtuple", lambda: [square(), ToPair(), FromPair(), square()]),
+    stack("what torch.sort returns", lambda: [square(), Sorts(), Unsorts(), square()]),
+    stack("lists in lists", lambda: [square(), OneGraph(), SumsGraph(), square()]),
+    stack("one tensor in two places", lambda: [Twice(), ResidualPair(), AddsPair(), square()]),
+    stack("one tensor in two places, changed in place", lambda: [square(), Twice(), AddsInPlaceToPair(), square()]),
+    stack("views that do not overlap", lambda: [square(), Chunks(), Concatenates(), square()]),
+    stack("a number that differs each time", lambda: [square(), CallNumber(), UsesNumber(), square()]),
+    stack("a conjugated view", lambda: [square(), ToComplex(), FromComplex(), square()]),
     block("transposed strides", Transposes),
     block("an expanded view", Expands),
     block("nothing but its input", nn.Identity),
     block("one module used twice in a layer", Tied),
     stack("one module used in two layers", _shared, stages=(1,), on_ranks=False),
-    stack("one module used in two stages", _shared, Result.REFUSED, "parameter", stages=(2, 3, 4), on_ranks=False),
+    stack("one module used in two stages", _shared, Verdict.REFUSED, "parameter", stages=(2, 3, 4), on_ranks=False),
     stack("one BatchNorm used in two layers", _shared_norm, stages=(1,), on_ranks=False),
     stack(
         "a hidden reference to another stage's weight",
         _hidden_reference,
-        Result.REFUSED,
+        Verdict.REFUSED,
         "0.weight",
         stages=(2, 3, 4),
         on_ranks=False,
@@ -403,34 +403,34 @@ ENTRIES: tuple[Entry, ...] = (
     stack("all frozen but the last", _frozen_but_last),
     stack(
         "a layer frozen in every other step",
-        lambda: [linear(), dense(), dense(), linear()],
+        lambda: [square(), dense(), dense(), square()],
         before_step=_freeze_in_odd_steps,
     ),
     stack(
         "a gradient that comes and goes at a cut",
-        lambda: [linear(), WithoutGradientInOddSteps(), AddsPair(), linear()],
+        lambda: [square(), WithoutGradientInOddSteps(), AddsPair(), square()],
         before_step=_detach_in_odd_steps,
         on_ranks=False,
     ),
-    stack("a layer that detaches", lambda: [linear(), Detaches(), dense(), linear()]),
-    stack("a choice by argmax", lambda: [dense(), Chooses(), LooksUp(), linear()]),
+    stack("a layer that detaches", lambda: [square(), Detaches(), dense(), square()]),
+    stack("a choice by argmax", lambda: [dense(), Chooses(), LooksUp(), square()]),
     block("parameters that are not or seldom used", PartlyUsed),
     block("experts with routing", Routes),
     block("shapes that depend on the data", DropsRows),
-    block("a loss with a parameter", dense, Result.REFUSED, "loss_fn", loss=LossWithWeight, on_ranks=False),
+    block("a loss with a parameter", dense, Verdict.REFUSED, "loss_fn", loss=LossWithWeight, on_ranks=False),
     stack(
         "inputs that need a gradient",
-        lambda: [dense(), dense(), dense(), linear()],
-        Result.REFUSED,
+        lambda: [dense(), dense(), dense(), square()],
+        Verdict.REFUSED,
         "inputs",
         batch=_needs_gradient,
         on_ranks=False,
     ),
-    stack("an input for all microbatches", lambda: [AddsWhole(), AddsWhole(), AddsPair(), linear()], batch=_with_whole),
+    stack("an input for all microbatches", lambda: [AddsWhole(), AddsWhole(), AddsPair(), square()], batch=_with_whole),
     stack(
         "an input for all microbatches, changed in place",
-        lambda: [FillsWhole(), dense(), dense(), linear()],
-        Result.REFUSED,
+        lambda: [FillsWhole(), dense(), dense(), square()],
+        Verdict.REFUSED,
         "Whole",
         batch=_with_whole,
         on_ranks=False,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.proof.beside_loop import Result
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, linear, stack
+from pipetrain.proof.beside_loop import Verdict
+from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, square, stack
 
 # Functions ------------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class GivesMore(nn.Module):
 class ChangesDirty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         return _InPlace.apply(self.inner(x))  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class FunctionalSlope(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         slope = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.inner(row)).sum()))
@@ -141,7 +141,7 @@ class PerRow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
@@ -152,7 +152,7 @@ class Directional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         both: Any = torch.func.jvp(lambda value: torch.tanh(self.inner(value)), (x,), (torch.ones_like(x),))
@@ -167,7 +167,7 @@ class Penalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         probe = x.detach().requires_grad_()
@@ -180,7 +180,7 @@ class EnergyLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         positions = x + 0
@@ -198,7 +198,7 @@ class ForceLayer(nn.Module):
 
 def _energy_and_force() -> list[nn.Module]:
     """Over one and three stages both are on one, over two and four they are not."""
-    return [linear(), EnergyLayer(), ForceLayer(), dense(), linear()]
+    return [square(), EnergyLayer(), ForceLayer(), dense(), square()]
 
 
 class TriesGradient(nn.Module):
@@ -206,7 +206,7 @@ class TriesGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         probe = x.detach().requires_grad_()
@@ -232,7 +232,7 @@ class LocalLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
@@ -257,7 +257,7 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         self.inner.register_forward_pre_hook(lambda _, given: (given[0] * 1.5,))
         self.inner.register_forward_hook(lambda _, __, output: torch.tanh(output))
         self.inner.register_full_backward_hook(_halve)
@@ -271,7 +271,7 @@ class HooksTensor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         self.inner.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Any:
@@ -286,7 +286,7 @@ class UpdatesAtOnce(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         self.inner.weight.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -305,7 +305,7 @@ class CountsCalls(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         calls: list[int] = []
         self.inner.register_forward_hook(lambda *_: calls.append(1))
         self.num_calls = calls.__len__
@@ -323,7 +323,7 @@ class RetainsGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         self.middles: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -409,39 +409,45 @@ ENTRIES: tuple[Entry, ...] = (
     block(
         "Function whose backward reads what F wrote",
         ScaledInBackward,
-        Result.DIFFERS,
+        Verdict.DIFFERS,
         "gradient",
     ),
-    block("torch.func.grad", FunctionalSlope, Result.KEPT),
+    block("torch.func.grad", FunctionalSlope, Verdict.KEPT),
     block("torch.func.vmap", PerRow),
     block("torch.func.jvp", Directional),
-    block("a gradient penalty", Penalised, Result.KEPT),
+    block("a gradient penalty", Penalised, Verdict.KEPT),
     stack(
-        "an energy, and a force through the layer before", _energy_and_force, Result.KEPT, stages=(1, 3), on_ranks=False
+        "an energy, and a force through the layer before",
+        _energy_and_force,
+        Verdict.KEPT,
+        stages=(1, 3),
+        on_ranks=False,
     ),
     stack(
         "a force through a layer of another stage",
         _energy_and_force,
-        Result.REFUSED,
+        Verdict.REFUSED,
         "(ForceLayer)",
         stages=(2, 4),
         on_ranks=False,
     ),
-    block("a gradient with a fallback", TriesGradient, Result.KEPT),
+    block("a gradient with a fallback", TriesGradient, Verdict.KEPT),
     block("a fallback around the last op", SwallowsErrors),
-    block("a gradient in loss_fn", dense, Result.KEPT, loss=lambda: _penalty_of_output),
-    block("backward() in a forward", LocalLoss, Result.REFUSED, "(LocalLoss)", on_ranks=False),
+    block("a gradient in loss_fn", dense, Verdict.KEPT, loss=lambda: _penalty_of_output),
+    block("backward() in a forward", LocalLoss, Verdict.REFUSED, "(LocalLoss)", on_ranks=False),
     block("hooks of modules", Hooked),
     block("hooks of tensors and parameters", HooksTensor),
-    block("an optimizer in a hook", UpdatesAtOnce, Result.REFUSED, "(UpdatesAtOnce)", on_ranks=False),
-    block("a hook that counts forwards", CountsCalls, Result.DIFFERS, "looked at", look=_calls_counted, on_ranks=False),
+    block("an optimizer in a hook", UpdatesAtOnce, Verdict.REFUSED, "(UpdatesAtOnce)", on_ranks=False),
+    block(
+        "a hook that counts forwards", CountsCalls, Verdict.DIFFERS, "looked at", look=_calls_counted, on_ranks=False
+    ),
     block("retain_grad", RetainsGradient, look=_retained, on_ranks=False),
     block("checkpoint inside", lambda: Checkpointed(_wide())),
     block("reentrant checkpoint inside", lambda: Checkpointed(_wide(), reentrant=True)),
     block(
         "checkpoint with BatchNorm inside",
-        lambda: Checkpointed(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))),
-        Result.DIFFERS,
+        lambda: Checkpointed(nn.Sequential(square(), nn.BatchNorm1d(WIDTH))),
+        Verdict.DIFFERS,
         "running_mean",
     ),
     block("torch.compile without code", lambda: _compiled("aot_eager"), stages=(1, 2)),

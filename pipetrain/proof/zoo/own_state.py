@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Result
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, linear, rows, stack
+from pipetrain.proof.beside_loop import Verdict
+from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, rows, square, stack
 
 
 class Counts(nn.Module):
@@ -136,7 +136,7 @@ class ReadsOther(nn.Module):
 
 def _norm_and_reader() -> list[nn.Module]:
     norm = nn.BatchNorm1d(WIDTH)
-    return [linear(), dense(), norm, ReadsOther(norm), linear()]
+    return [square(), dense(), norm, ReadsOther(norm), square()]
 
 
 class PythonDepth(nn.Module):
@@ -203,7 +203,7 @@ class MovesAverage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.average = linear(), linear().requires_grad_(False)
+        self.inner, self.average = square(), square().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
         self.average.weight.data.lerp_(self.inner.weight.detach(), 0.1)
@@ -235,7 +235,7 @@ class MattersLater(nn.Module):
 
 def _minds_later() -> list[nn.Module]:
     _OUTSIDE["calls"] = 0
-    return [linear(), MattersLater(), dense(), linear()]
+    return [square(), MattersLater(), dense(), square()]
 
 
 class GraphLayer(nn.Module):
@@ -245,7 +245,7 @@ class GraphLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = linear()
+        self.inner = square()
         self.register_buffer("adjacency", torch.eye(WIDTH).roll(1, 0).to_sparse())
 
     def forward(self, x: Tensor) -> Any:
@@ -287,22 +287,22 @@ ENTRIES: tuple[Entry, ...] = (
     block("stochastic depth by torch", TorchDepth),
     block("noise by numpy", NumpyNoise, lacks=_lacks_numpy),
     block("a generator of its own", OwnGenerator),
-    stack("a change through .data", lambda: [linear(), ScalesData(), linear(), ScalesData(), linear()]),
+    stack("a change through .data", lambda: [square(), ScalesData(), square(), ScalesData(), square()]),
     stack(
         "a change through .data of what another stage has saved",
-        lambda: [linear(), dense(), ScalesData(), linear()],  # dense ends with a tanh, which saves its output
-        Result.DIFFERS,
+        lambda: [square(), dense(), ScalesData(), square()],  # dense ends with a tanh, which saves its output
+        Verdict.DIFFERS,
         "gradient",
         stages=(2, 4),
         on_ranks=False,
     ),
-    block("the average of a weight, moved in F", MovesAverage, Result.REFUSED, "(MovesAverage)", on_ranks=False),
+    block("the average of a weight, moved in F", MovesAverage, Verdict.REFUSED, "(MovesAverage)", on_ranks=False),
     block("a loss with memory", dense, loss=LossWithMemory),
-    stack("state outside that matters later", _minds_later, Result.DIFFERS, on_ranks=False),
+    stack("state outside that matters later", _minds_later, Verdict.DIFFERS, on_ranks=False),
     block("a sparse buffer", GraphLayer),
     stack(
         "an object in the inputs, filled by F",
-        lambda: [FillsSummary(), dense(), dense(), linear()],
+        lambda: [FillsSummary(), dense(), dense(), square()],
         batch=_rows_and_summary,
         on_ranks=False,
     ),

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
-from pipetrain.proof.beside_loop import Result
-from pipetrain.proof.zoo.entry import VOCABULARY, WIDTH, Entry, Shaped, block, dense, linear, stack, tokens
+from pipetrain.proof.beside_loop import Verdict
+from pipetrain.proof.zoo.entry import VOCABULARY, WIDTH, Entry, Shaped, block, dense, square, stack, tokens
 
 
 class RunsOver(nn.Module):
@@ -107,9 +107,9 @@ class Embeds(nn.Module):
         return self.embedding(ids).flatten(1)
 
 
-def _embedded(name: str, make: Any, expected: Result = Result.EQUAL, says: str = "", **more: Any) -> Entry:
+def _embedded(name: str, make: Any, expected: Verdict = Verdict.EQUAL, says: str = "", **more: Any) -> Entry:
     def layers() -> list[nn.Module]:
-        return [Embeds(make()), dense(), dense(), linear()]
+        return [Embeds(make()), dense(), dense(), square()]
 
     return stack(name, layers, expected, says, batch=tokens, **more)
 
@@ -184,16 +184,16 @@ ENTRIES: tuple[Entry, ...] = (
     _embedded(
         "Embedding with max_norm, which changes its weight in F",
         lambda: nn.Embedding(VOCABULARY, 4, max_norm=0.5),
-        Result.REFUSED,
+        Verdict.REFUSED,
         "layer 0 (Embeds)",
         on_ranks=False,
     ),
     _embedded("Embedding with sparse gradients", lambda: nn.Embedding(VOCABULARY, 4, sparse=True), clip=False),
     block("RReLU", nn.RReLU),
-    block("activations in place", lambda: nn.Sequential(linear(), nn.ReLU(True), linear(), nn.ELU(inplace=True))),
+    block("activations in place", lambda: nn.Sequential(square(), nn.ReLU(True), square(), nn.ELU(inplace=True))),
     stack(
         "activations in place on what they get",
-        lambda: [linear(), nn.LeakyReLU(0.1, inplace=True), linear(), nn.Hardtanh(inplace=True), linear()],
+        lambda: [square(), nn.LeakyReLU(0.1, inplace=True), square(), nn.Hardtanh(inplace=True), square()],
     ),
     block("smooth activations", lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.Mish(), nn.Softplus(), nn.CELU())),
     block("softmax and its like", lambda: nn.Sequential(nn.Softmax(1), nn.LogSoftmax(1), nn.Softmin(1), nn.Softsign())),
@@ -211,8 +211,8 @@ ENTRIES: tuple[Entry, ...] = (
         "AlphaDropout",
         lambda: nn.Sequential(nn.SELU(), nn.AlphaDropout(0.2), Shaped(nn.FeatureAlphaDropout(0.2), 4, 4)),
     ),
-    block("weight_norm", lambda: parametrizations.weight_norm(linear())),
-    block("spectral_norm", lambda: parametrizations.spectral_norm(linear())),
-    block("orthogonal", lambda: parametrizations.orthogonal(linear())),
-    block("pruned", lambda: prune.random_unstructured(linear(), "weight", 0.3)),  # type: ignore[no-untyped-call]
+    block("weight_norm", lambda: parametrizations.weight_norm(square())),
+    block("spectral_norm", lambda: parametrizations.spectral_norm(square())),
+    block("orthogonal", lambda: parametrizations.orthogonal(square())),
+    block("pruned", lambda: prune.random_unstructured(square(), "weight", 0.3)),  # type: ignore[no-untyped-call]
 )
