@@ -16,7 +16,9 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--batch", metavar="MODULE:FUNCTION", help="what gives (inputs, targets), where the first function does not"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases: two ranks, a third of the layers, one mode")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases: two ranks, a third of the layers, fewer modes"
+    )
     parser.add_argument("--layers", action="store_true", help="layers and blocks of every kind instead: the zoo")
     parser.add_argument(
         "--faults", action="store_true", help="runs with faults on purpose instead: killed ranks and the like"
@@ -55,7 +57,7 @@ def _verify_layers(arguments: Arguments) -> int:
     from pipetrain.proof.layer_zoo import ENTRIES, every_third, run_zoo, zoo_table
 
     entries = every_third() if arguments.quick else ENTRIES
-    rows = run_zoo(entries, say=_say)
+    rows = run_zoo(entries, quick=arguments.quick, say=_say)
     _tell(arguments, [row.as_json() for row in rows], zoo_table(rows))
     return _exit(all(row.is_expected for row in rows))
 
