@@ -926,6 +926,49 @@ MUTANTS = (
         "        if isinstance(leaf, Tensor) and number in fixed:",
         ("tests/test_regressions.py", "-k", "targets_changed"),
     ),
+    # Layers beside the plain loop.
+    Mutant(
+        "equal is what is close",
+        "pipetrain/proof/beside_loop.py",
+        "    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)",
+        "    return torch.allclose(one, other, equal_nan=True)",
+        ("tests/zoo/test_layer_zoo.py", "-k", "last_bit"),
+    ),
+    Mutant(
+        "a raw error passes for one that names a layer",
+        "pipetrain/proof/beside_loop.py",
+        "    raw = isinstance(error, _RAW) or not isinstance(error, Exception)",
+        "    raw = False",
+        ("tests/zoo/test_layer_zoo.py", "-k", "name_a_layer"),
+    ),
+    Mutant(
+        "the zoo takes any refusal",
+        "pipetrain/proof/layer_zoo.py",
+        "        return worst.result is self.entry.expected and self.entry.says in worst.detail",
+        "        return worst.result is self.entry.expected",
+        ("tests/zoo/test_layer_zoo.py", "-k", "as_expected"),
+    ),
+    Mutant(
+        "the zoo looks at the first way alone",
+        "pipetrain/proof/layer_zoo.py",
+        "        return worst_of([found for _, found in self.found])",
+        "        return self.found[0][1]",
+        ("tests/zoo/test_layer_zoo.py", "-k", "as_expected"),
+    ),
+    Mutant(
+        "the trials of an entry go on after one that hung",
+        "pipetrain/proof/apart.py",
+        "        if left and processes.hung:",
+        "        if False:",
+        ("tests/zoo/test_layer_zoo.py", "-k", "hangs_or_dies"),
+    ),
+    Mutant(
+        "a kept layer is told of its neighbours, too",
+        "pipetrain/proof/own_layers.py",
+        "    return Found(Result.EQUAL) if of_another else found",
+        "    return found",
+        ("tests/zoo/test_own_layers.py", "-k", "kept_is_named"),
+    ),
 )
 
 

@@ -10,7 +10,16 @@ from pipetrain.observe.output import STDOUT, write_json
 
 
 def _add_arguments(parser: Parser) -> None:
-    parser.add_argument("--quick", action="store_true", help="two ranks only")
+    parser.add_argument(
+        "own", nargs="?", metavar="MODULE:FUNCTION", help="layers of your own instead: which of them can be recomputed"
+    )
+    parser.add_argument(
+        "--batch", metavar="MODULE:FUNCTION", help="what gives (inputs, targets), where the first function does not"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases: two ranks, a third of the layers, fewer modes"
+    )
+    parser.add_argument("--layers", action="store_true", help="layers and blocks of every kind instead: the zoo")
     parser.add_argument(
         "--faults", action="store_true", help="runs with faults on purpose instead: killed ranks and the like"
     )
@@ -18,27 +27,63 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _verify(arguments: Arguments) -> int:
+    chosen = [arguments.own is not None, arguments.layers, arguments.faults]
+    if sum(chosen) > 1:
+        raise ValueError("MODULE:FUNCTION, --layers and --faults are three things to verify: choose one")
+    if arguments.batch is not None and arguments.own is None:
+        raise ValueError("--batch belongs to MODULE:FUNCTION, the function that makes the layers")
+    if arguments.own is not None:
+        return _verify_own(arguments)
+    if arguments.layers:
+        return _verify_layers(arguments)
     if arguments.faults:
         return _verify_faults(arguments)
     from pipetrain.proof.verify import parity_table, verify
 
     rows = verify(quick=arguments.quick)
-    if arguments.json is not None:
-        write_json([row.as_json() for row in rows], arguments.json)
-    if arguments.json != STDOUT:
-        print(parity_table(rows))
-    return Exit.DONE if all(row.is_equal for row in rows) else Exit.DIFFERENT
+    _tell(arguments, [row.as_json() for row in rows], parity_table(rows))
+    return _exit(all(row.is_equal for row in rows))
+
+
+def _verify_own(arguments: Arguments) -> int:
+    from pipetrain.proof.own_layers import OwnLayers, own_table, verify_own
+
+    report = verify_own(OwnLayers(arguments.own, arguments.batch), quick=arguments.quick)
+    _tell(arguments, report.as_json(), own_table(report))
+    return _exit(report.is_right)
+
+
+def _verify_layers(arguments: Arguments) -> int:
+    from pipetrain.proof.layer_zoo import ENTRIES, every_third, run_zoo, zoo_table
+
+    entries = every_third() if arguments.quick else ENTRIES
+    rows = run_zoo(entries, quick=arguments.quick, say=_say)
+    _tell(arguments, [row.as_json() for row in rows], zoo_table(rows))
+    return _exit(all(row.is_expected for row in rows))
 
 
 def _verify_faults(arguments: Arguments) -> int:
     from pipetrain.proof.drill import drill, drill_records, drill_table
 
-    results = drill(quick=arguments.quick, say=lambda text: print(f"pipetrain: {text}", file=sys.stderr, flush=True))
+    results = drill(quick=arguments.quick, say=_say)
+    _tell(arguments, drill_records(results), drill_table(results))
+    return _exit(all(result.problem is None for result in results))
+
+
+def _say(text: str) -> None:
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def _tell(arguments: Arguments, records: object, table: str) -> None:
+    """JSON where it is asked for, and the table unless that is on stdout."""
     if arguments.json is not None:
-        write_json(drill_records(results), arguments.json)
+        write_json(records, arguments.json)
     if arguments.json != STDOUT:
-        print(drill_table(results))
-    return Exit.DONE if all(result.problem is None for result in results) else Exit.DIFFERENT
+        print(table)
+
+
+def _exit(is_right: bool) -> Exit:
+    return Exit.DONE if is_right else Exit.DIFFERENT
 
 
 VERIFY = Command("compare every schedule and mode with one process, bit for bit", _add_arguments, _verify)

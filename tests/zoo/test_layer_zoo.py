@@ -1,0 +1,162 @@
+"""The zoo of layers: every entry comes out as it says, the table says what does not, and what hangs or dies is named."""
+
+import dataclasses
+import json
+import os
+import time
+
+import pytest
+
+from pipetrain.cli.main import main
+from pipetrain.proof import layer_zoo
+from pipetrain.proof.apart import try_apart
+from pipetrain.proof.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
+from pipetrain.proof.layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
+from pipetrain.stage.slots import RecomputeMismatch
+
+WAY = Way("overlap", 2)
+
+
+def found(*results: Found, name: str = "LSTM with a projection") -> EntryRow:
+    return EntryRow(entry_named(name), tuple((WAY, result) for result in results))
+
+
+# The zoo --------------------------------------------------------------------------------------------------------------
+
+
+def unexpected(rows: list[EntryRow]) -> str:
+    return zoo_table([row for row in rows if not row.is_expected])
+
+
+def test_a_third_of_the_zoo() -> None:
+    rows = run_zoo(every_third(), quick=True)
+    assert all(row.is_expected for row in rows), unexpected(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_zoo() -> None:
+    rows = run_zoo()
+    assert all(row.is_expected for row in rows), unexpected(rows)
+
+
+def test_each_entry_is_named_once_and_stands_in_the_frame_of_all_stages() -> None:
+    names = [entry.name for entry in ENTRIES]
+    assert len(set(names)) == len(names) >= 80
+    for entry in ENTRIES:
+        assert {way.mode for way in ways_of(entry)} == {"never", "inline", "early", "overlap"}
+        assert len(entry.subject.layers()) >= max(entry.stages), entry.name
+
+
+def test_every_third_leaves_out_no_kind_of_expectation() -> None:
+    assert {entry.expected for entry in every_third()} >= {Verdict.EQUAL, Verdict.KEPT, Verdict.REFUSED}
+    assert not any(entry.slow for entry in every_third())
+
+
+# What is said ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_as_expected_ends_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        found(Found(Verdict.EQUAL)),
+        found(Found(Verdict.EQUAL), Found(Verdict.DIFFERS, "the loss differs"), name="RNN"),
+    ]
+    monkeypatch.setattr(layer_zoo, "run_zoo", lambda *_, **__: rows)
+    assert main(["verify", "--layers", "--quick"]) == 3
+    out = capsys.readouterr().out
+    assert "RNN: expected equal" in out
+    assert "differs: the loss differs  [overlap, 2 stages]" in out
+    assert main(["verify", "--layers", "--json"]) == 3
+    records = json.loads(capsys.readouterr().out)
+    assert [(record["name"], record["result"], record["as_expected"]) for record in records] == [
+        ("LSTM with a projection", "equal", True),
+        ("RNN", "differs", False),
+    ]
+    rows.pop()
+    assert main(["verify", "--layers"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "came", "expected"),
+    [
+        ("RNN", [Found(Verdict.EQUAL), Found(Verdict.EQUAL)], True),
+        ("RNN", [Found(Verdict.EQUAL), Found(Verdict.KEPT, "layer 1")], False),
+        ("a gradient penalty", [Found(Verdict.EQUAL), Found(Verdict.KEPT, "layer 1")], True),
+        ("a gradient penalty", [Found(Verdict.EQUAL)], False),
+        ("backward() in a forward", [Found(Verdict.REFUSED, "layer 1 (LocalLoss) calls backward()")], True),
+        ("backward() in a forward", [Found(Verdict.REFUSED, "layer 2 (Linear)")], False),
+        ("backward() in a forward", [Found(Verdict.FAILED, "KeyError: (LocalLoss)")], False),
+    ],
+)
+def test_as_expected(name: str, came: list[Found], expected: bool) -> None:
+    assert found(*came, name=name).is_expected is expected
+
+
+def test_an_entry_without_what_it_needs_is_left_out_and_said() -> None:
+    entry = dataclasses.replace(entry_named("RNN"), lacks=lambda: "no compiler here")
+    (row,) = run_zoo([entry])
+    assert (row.is_expected, row.found) == (True, ())
+    assert "left out: no compiler here" in zoo_table([row])
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (RecomputeMismatch("layer 3 (Foo): the recompute saves another tensor"), True),
+        (ValueError("inputs[0] needs a gradient"), True),
+        (RuntimeError("shape '[2]' is invalid"), False),
+        (KeyError("layer 3"), False),
+        (AssertionError("stage 1 still holds microbatches"), False),
+        (KeyboardInterrupt("layer 3"), False),
+    ],
+)
+def test_errors_that_name_a_layer(error: BaseException, named: bool) -> None:
+    assert is_named(error) is named
+
+
+# Beside each other ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_bit_and_the_form_count() -> None:
+    import torch
+
+    one = torch.tensor([1.0, float("nan")])
+    assert same_tensor(one, one.clone())
+    assert not same_tensor(one, torch.nextafter(one, 2 * one))
+    assert not same_tensor(one, one.double())
+    assert [what for what, _ in differences({"a": one, "b": None, "c": 1}, {"a": one, "b": one, "c": 2})] == ["b", "c"]
+
+
+def test_a_plain_loop_is_the_same_twice() -> None:
+    subject = entry_named("stochastic depth by torch").subject
+    assert list(differences(plain(subject), plain(subject))) == []
+
+
+# Apart ----------------------------------------------------------------------------------------------------------------
+
+
+def hangs_dies_or_ends(trial: ZooTrial) -> Found:
+    if trial.subject == "hangs":
+        time.sleep(3600)
+    if trial.subject == "dies":
+        os._exit(9)
+    print("what a layer prints is not the command's")
+    return Found(Verdict.EQUAL)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    subjects = ["ends", "hangs", "hangs", "dies", "ends"]
+    came = list(
+        try_apart(hangs_dies_or_ends, [ZooTrial(name, WAY) for name in subjects], num_ranks=num_ranks, seconds=10)
+    )
+    assert [trial.subject for trial, _ in came] == subjects
+    assert [result.result for _, result in came] == ["equal", "failed", "failed", "failed", "equal"]
+    assert [result.detail for _, result in came][1:4] == [
+        "hangs: nothing came for 10 s",
+        "not tried, as hangs (overlap, 2 stages) hung",
+        "its process died (exit code 9)",
+    ]
+    assert capfd.readouterr().out == ""
