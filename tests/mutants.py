@@ -12,11 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
+NUM_AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -975,19 +979,33 @@ MUTANTS = (
 def main(wanted: list[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
     survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-        for mutant in chosen:
-            start = time.monotonic()
-            verdict = try_one(copy, mutant)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(NUM_AT_ONCE):
+            copy = Path(folder) / f"tree-{number}"
+            shutil.copytree(
+                ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+            )
+            copies.put(copy)
+        for mutant, (seconds, verdict) in zip(chosen, threads.map(partial(in_a_copy, copies), chosen)):
             if not verdict.startswith("red"):
                 survivors.append(mutant.name)
-            print(f"{mutant.name:<52} {time.monotonic() - start:5.1f} s  {verdict}", flush=True)
+            print(f"{mutant.name:<52} {seconds:5.1f} s  {verdict}", flush=True)
     print(
         f"{len(chosen) - len(survivors)} of {len(chosen)} turn a test red" + "".join(f"\n  not: {n}" for n in survivors)
     )
     return 1 if survivors or not chosen else 0
+
+
+def in_a_copy(copies: SimpleQueue[Path], mutant: Mutant) -> tuple[float, str]:
+    """Seconds that it took, and the verdict."""
+    copy = copies.get()
+    try:
+        start = time.monotonic()
+        verdict = try_one(copy, mutant)
+        return time.monotonic() - start, verdict
+    finally:
+        copies.put(copy)
 
 
 def try_one(tree: Path, mutant: Mutant) -> str:

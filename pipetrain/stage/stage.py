@@ -27,6 +27,8 @@ from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged
 LossFn = Callable[[Any, Any], Tensor]
 _Layer = Callable[[Any], Any]
 
+# What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
+_NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
 # What torch.func says where saved-tensor hooks are in force.
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
 
@@ -301,10 +303,18 @@ class Stage:
         self._seed(number, given)
         if look or late.is_whole(number):
             self._gradients.start()
-        if late.is_whole(number):
-            output = self._call_without_hooks(late, number, call, value)
-        else:
-            output = self._call_under_hooks(late, given, before, number, call, value, look=look)
+        try:
+            if late.is_whole(number):
+                output = self._call_without_hooks(late, number, call, value)
+            else:
+                output = self._call_under_hooks(late, given, before, number, call, value, look=look)
+        except RuntimeError as error:
+            if given.wants_gradient and _NOT_IN_THE_GRAPH in str(error):
+                raise LayerRefused(
+                    f"{self._name_of(number)} takes a gradient inside its forward of what is not in the graph of stage {self.index}: "
+                    "where it goes through a layer of the stage before, choose a balance that puts both on one stage"
+                ) from error
+            raise
         self._gradients.check(self._name_of(number))
         return output
 
