@@ -22,10 +22,9 @@ def brings_set(schedule: Schedule, op: Op) -> bool:
 
 @dataclass(frozen=True)
 class SetPeak:
-    """The most sets of one stage alive at once, how many of them at most recomputed, and an op at such a moment."""
+    """The most sets of one stage alive at once, and the op with which they are."""
 
     sets: int
-    recomputed: int
     op: Op
 
 
@@ -36,18 +35,13 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     chain, so a moment is the number c of its ops that have ended while op c runs. The recompute lane may then have
     started each R whose waits lie in those c ops; at worst it has started them all.
     """
-    peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
+    peaks = [SetPeak(0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
-        kept = [0] * schedule.num_stages
-        recomputed = [0] * schedule.num_stages
+        alive = [0] * schedule.num_stages
         for op, starts in _moments(schedule, rank):
-            is_kept = (op.stage, op.microbatch) in schedule.kept
-            counts = kept if is_kept else recomputed
-            counts[op.stage] += 1 if starts else -1
-            total, old = kept[op.stage] + recomputed[op.stage], peaks[op.stage]
-            if total > old.sets or recomputed[op.stage] > old.recomputed:
-                now = recomputed[op.stage]
-                peaks[op.stage] = SetPeak(max(total, old.sets), max(now, old.recomputed), op)
+            alive[op.stage] += 1 if starts else -1
+            if alive[op.stage] > peaks[op.stage].sets:
+                peaks[op.stage] = SetPeak(alive[op.stage], op)
     return tuple(peaks)
 
 

@@ -10,7 +10,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.placement import spelling_of
-from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import LastStage, Mode, PerStage, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
@@ -84,13 +84,16 @@ class Shown:
 def _policy(policy: RecomputePolicy) -> str:
     """The mode, and what differs from the default."""
     words = [policy.mode.value]
-    words += [
-        f"{key} {value}"
-        for key, value, usual in (("ahead", policy.ahead, 1), ("keep", policy.keep, 0))
-        if value != usual
-    ]
+    if policy.mode is not Mode.NEVER:
+        words += [f"sets {_numbers(policy.sets)}"] if policy.sets != 1 else []
+        words += [f"keep {policy.keep}"] if policy.keep is not None else []
+    words += [f"stash {_numbers(policy.stash)}"] if policy.stash is not None else []
     words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
     return ", ".join(words)
+
+
+def _numbers(value: PerStage) -> str:
+    return str(value) if isinstance(value, int) else "-".join(map(str, value))
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

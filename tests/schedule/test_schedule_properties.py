@@ -37,9 +37,11 @@ def holds(case: Case) -> None:
         assert min(rank.recompute_hidden_seconds, rank.recompute_exposed_seconds) >= -rounding
         assert rank.other_seconds <= rounding  # the simulated rank never stands idle when it could run
     if policy.mode is not Mode.NEVER:
-        stages_of = [sum(holder == rank for holder in schedule.stage_ranks) for rank in range(schedule.num_ranks)]
-        assert all(peak.sets <= policy.ahead + policy.keep for peak in peak_sets(schedule))
-        assert all(r.peak_sets <= (policy.ahead + policy.keep) * count for r, count in zip(breakdown, stages_of))
+        places = [policy.places_of(stage) for stage in range(schedule.num_stages)]
+        assert all(peak.sets <= size for peak, size in zip(peak_sets(schedule), places, strict=True))
+        for rank in breakdown:
+            own = [size for size, holder in zip(places, schedule.stage_ranks) if holder == rank.rank]
+            assert rank.peak_sets <= sum(own)
 
 
 def agree(schedule: Schedule, late: Op | None) -> None:

@@ -32,7 +32,7 @@ def test_overlap() -> None:
 
 
 def test_two_sets_ahead_wait_for_the_b_before_the_last() -> None:
-    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(ahead=2))
+    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(sets=2, keep="none"))
     assert [waits(schedule, f"0R{i}") for i in range(4)] == [{"0F0"}, {"0F1"}, {"0F2", "0B0"}, {"0F3", "0B1"}]
 
 
