@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import Direction, Holding, kinds_where
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
 OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.opens)
@@ -73,3 +74,24 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
                 held[op.stage] += (op.kind in OPENS_STASH) - (op.kind in CLOSES_STASH)
                 peaks[op.stage] = max(peaks[op.stage], held[op.stage])
     return tuple(peaks)
+
+
+def idle_places(schedule: Schedule) -> str | None:
+    """A sentence for the user where a stage (with one number for all: each stage) has more places than sets to hold."""
+    policy, held = schedule.policy, peak_stash(schedule)
+    if policy.mode is Mode.NEVER or max(held, default=0) == 0:
+        return None
+    if isinstance(policy.sets, int):
+        too_many, who, most = policy.sets > max(held), "no stage has", max(held)
+    else:
+        stage = next((s for s, (size, count) in enumerate(zip(policy.sets, held)) if size > count > 0), None)
+        too_many, who, most = stage is not None, f"stage {stage} never has", held[stage or 0]
+    if not too_many:
+        return None
+    sets = policy.sets if isinstance(policy.sets, int) else list(policy.sets)
+    effect = (
+        "with as many places nothing is recomputed there, as with recompute.mode=never"
+        if policy.keeps
+        else ("more places change nothing")
+    )
+    return f"recompute.sets={sets}: {who} more than {most} microbatches between F and B; {effect}"

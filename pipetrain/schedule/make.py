@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
+from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, keep_all
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
 
@@ -64,7 +66,7 @@ def make(spec: ScheduleSpec) -> Schedule:
     """
     draft = draft_of(spec, _ordered(spec))
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept))
+    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs))
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
@@ -109,9 +111,13 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
     return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
 
 
-def lower(draft: Schedule, chosen: Sets) -> Schedule:
+def lower(draft: Schedule, chosen: Sets, costs: Costs) -> Schedule:
     """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    return with_waits(add_recompute(draft, chosen))
+    usual = with_waits(add_recompute(draft, chosen))
+    if decides_itself(draft) or not has_gaps_for_r(usual):
+        return usual
+    early = with_waits(into_gaps(usual, costs))
+    return min(early, usual, key=lambda schedule: simulate(schedule, costs).step_seconds)
 
 
 def with_waits(ordered: Schedule) -> Schedule:

@@ -14,7 +14,7 @@ from pipetrain.schedule.policy import LastStage, Mode, PerStage, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
-from pipetrain.timeline.memory import bytes_over_time
+from pipetrain.timeline.memory import bytes_over_time, stash_over_time
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Shown:
         curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
+    def peak_stash(self) -> list[int]:
+        """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
+        ranks = range(self.schedule.num_ranks)
+        curves = [stash_over_time(self.schedule, self.timeline.of_rank(rank)) for rank in ranks]
+        return [max((held for _, held in curve), default=0) for curve in curves]
+
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
         return exposed_intervals(self.schedule, self.timeline.of_rank(rank))
@@ -68,6 +74,7 @@ class Shown:
             "recompute_hidden_seconds": [rank.recompute_hidden_seconds for rank in self.breakdown],
             "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
+            "peak_stash": self.peak_stash(),
             "ops": [
                 {
                     "rank": event.rank,
