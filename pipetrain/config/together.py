@@ -113,4 +113,5 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
 
 
 def _refused(key: str, value: object, instead: str) -> str:
-    return f"{key}={value}: not supported by engine=deepspeed, which {instead}"
+    shown = list(value) if isinstance(value, tuple) else value
+    return f"{key}={shown}: not supported by engine=deepspeed, which {instead}"
