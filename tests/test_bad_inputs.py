@@ -176,7 +176,7 @@ RANGES = [
     train("recompute.sets=0", "recompute.sets=0", "1 or more"),
     train("recompute.sets=[2,1,1]", "recompute.sets=[2, 1, 1]", "has 3 numbers for 2 stages"),
     train("recompute.stash=[8]", "recompute.stash=[8]", "has 1 numbers for 2 stages"),
-    train("recompute.stash=2", "stage 0 holds 8 microbatches", "recompute.stash=8", "1f1b"),
+    train("recompute.stash=1", "recompute.stash=1: stage 0 holds", "use recompute.stash=", "1f1b"),
     train("recompute.ahead=2", "recompute.ahead", "recompute.sets=a"),
     train("recompute.keep=1", "recompute.keep=1", "recompute.sets=k+1"),
     train("data.batch_size=0 pipeline.num_microbatches=1", "data.batch_size=0"),

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
@@ -65,8 +66,21 @@ def make(spec: ScheduleSpec) -> Schedule:
         ValueError: as `make_schedule`.
     """
     draft = draft_of(spec, _ordered(spec))
+    _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
     return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs))
+
+
+def _check_stash(draft: Schedule) -> None:
+    """The bound that `check` proves, in one line, before anything is made of an order that holds too much in any case."""
+    for stage, held in enumerate(peak_stash(draft)):
+        allowed = draft.policy.stash_of(stage)
+        if allowed is not None and held > allowed:
+            raise ValueError(
+                f"recompute.stash={allowed}: stage {stage} holds {held} microbatches between F and B in "
+                f"pipeline.schedule={draft.family}; use recompute.stash={held}, or an order with fewer in flight "
+                "(pipeline.schedule=1f1b, a smaller pipeline.warmup)"
+            )
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:

@@ -164,6 +164,10 @@ BAD = [
     ({"family": "1f1b", "num_ranks": 2}, "set pipeline.schedule=interleaved"),
     ({"family": "interleaved", "num_ranks": 3}, "4 stages do not fit 3 ranks; use 3 or 6 stages"),
     ({"recompute": RecomputePolicy(sets=(2, 1))}, "recompute.sets=[2, 1] has 2 numbers for 4 stages"),
+    (
+        {"recompute": RecomputePolicy(stash=7)},
+        "recompute.stash=7: stage 0 holds 8 microbatches between F and B in pipeline",
+    ),
     ({"recompute": RecomputePolicy(stash=(8,) * 5)}, "recompute.stash=[8, 8, 8, 8, 8] has 5 numbers for 4 stages"),
     ({"recompute": "overlapp"}, "did you mean 'overlap'"),
 ]

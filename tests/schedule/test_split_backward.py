@@ -131,9 +131,7 @@ def test_the_places_of_w_that_come_out_of_order_are_free_when_they_are() -> None
 
 
 def test_a_place_too_few_is_named() -> None:
-    with pytest.raises(
-        ScheduleError, match="1R1: stage 1 may have 2 sets alive, its places are 1; use recompute.sets=2"
-    ):
+    with pytest.raises(ScheduleError, match="1R1: stage 1 may have 2 sets alive, its places are 1"):
         check(make_schedule(handy_zero_bubble, num_stages=3, num_microbatches=4, recompute="overlap"))
 
 
