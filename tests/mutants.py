@@ -972,6 +972,7 @@ MUTANTS = (
         "    return Found(Result.EQUAL) if of_another else found",
         "    return found",
         ("tests/zoo/test_own_layers.py", "-k", "kept_is_named"),
+    ),
     Mutant(
         "R does not wait while kept sets take the places",
         "pipetrain/schedule/waits.py",

@@ -143,7 +143,7 @@ def test_waits_of_what_is_gone_are_those_of_the_next() -> None:
 @pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
 def test_of_a_family_no_wait_is_added(family: str, mode: str) -> None:
     """What an op waits for is of its own microbatch, or the next best to what it waited for: nothing piles up."""
-    policy = RecomputePolicy(mode=mode, ahead=2, last_stage="always")  # type: ignore[arg-type]
+    policy = RecomputePolicy(mode=mode, sets=2, keep="none", last_stage="always")  # type: ignore[arg-type]
     schedule = make_schedule(
         family, num_stages=4, num_ranks=2 if family == "interleaved" else 4, num_microbatches=9, recompute=policy
     )
