@@ -48,7 +48,7 @@ class Drawn:
 
     @property
     def way(self) -> Way:
-        policy = {"last_stage": self.last_stage, "ahead": self.ahead}
+        policy = {"last_stage": self.last_stage, "sets": self.ahead, "keep": "none"}
         return Way(self.mode, len(self.balance), schedule=self.schedule, balance=self.balance, policy=policy)
 
     def layers(self) -> Sequence[nn.Module]:
