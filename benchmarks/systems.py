@@ -91,7 +91,7 @@ class Ours:
 
     family: str = "gpipe"
     mode: Mode = Mode.OVERLAP
-    keep: int = 0
+    sets: int = 1
     last_stage: LastStage = LastStage.AUTO
     transport_ahead: int = 2
     warmup: tuple[int, ...] | None = None
@@ -111,7 +111,7 @@ class Ours:
 
     @property
     def policy(self) -> RecomputePolicy:
-        return RecomputePolicy(self.mode, keep=self.keep, last_stage=self.last_stage)
+        return RecomputePolicy(self.mode, sets=self.sets, last_stage=self.last_stage)
 
     def schedule(self, workload: Workload) -> Schedule:
         return make_schedule(

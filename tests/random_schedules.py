@@ -18,7 +18,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import Generator, Shape, generator_of
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import Keep, LastStage, Mode, PerStage, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
@@ -64,10 +64,11 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
     stages = ranks * (1 if family == "1f1b" else draw(st.integers(1, 3)))
     placement = draw(placements(family, stages, ranks))
     microbatches = draw(st.integers(1, max_microbatches))
+    places = st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
     policy = RecomputePolicy(
         mode=draw(st.sampled_from(Mode)),
-        ahead=draw(st.integers(1, 3)),
-        keep=draw(st.one_of(st.just(0), st.integers(0, min(4, microbatches)))),
+        sets=draw(places),
+        keep=draw(st.sampled_from([None, *Keep])),
         last_stage=draw(st.sampled_from(LastStage)),
     )
     arguments = {
@@ -85,9 +86,14 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
         )
     if with_split and family != "inference" and draw(st.integers(0, 3)) == 0:
-        places = 4 if policy.mode is Mode.NEVER else policy.ahead
+        places = 4 if policy.mode is Mode.NEVER else min(numbers(policy.sets))
         arguments["family"] = split(family, draw(st.integers(0, places - 1)))
     return Case(arguments, draw(costs_of(stages)))
+
+
+def numbers(value: PerStage) -> tuple[int, ...]:
+    """Those of all stages, or the one for all."""
+    return (value,) if isinstance(value, int) else value
 
 
 def placements(family: str, stages: int, ranks: int) -> st.SearchStrategy[str | list[int]]:
@@ -129,8 +135,9 @@ def mutants(draw: st.DrawFn) -> tuple[Schedule, Op | None]:
         return draw(without_a_wait(schedule))
     if change == "tighten":
         policy = schedule.policy
-        ahead, keep = draw(st.integers(1, policy.ahead)), draw(st.integers(0, policy.keep))
-        return dataclasses.replace(schedule, policy=dataclasses.replace(policy, ahead=ahead, keep=keep)), None
+        fewer = tuple(draw(st.integers(1, count)) for count in numbers(policy.sets))
+        sets = fewer if isinstance(policy.sets, tuple) else fewer[0]
+        return dataclasses.replace(schedule, policy=dataclasses.replace(policy, sets=sets)), None
     places = [(rank, lane) for rank in range(schedule.num_ranks) for lane in Lane if schedule.lane(rank, lane)]
     rank, lane = draw(st.sampled_from(places))
     ops = list(schedule.lane(rank, lane))

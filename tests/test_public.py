@@ -53,7 +53,9 @@ SIGNATURES = {
         "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
         "costs=None first_backward=0 transport_ahead=2"
     ),
-    "RecomputePolicy": "mode=<Mode.OVERLAP: 'overlap'> ahead=1 keep=0 last_stage=<LastStage.AUTO: 'auto'> verify='first'",
+    "RecomputePolicy": (
+        "mode=<Mode.OVERLAP: 'overlap'> sets=1 keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> verify='first' ahead=None"
+    ),
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",
     "Whole": "value",

@@ -534,7 +534,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"recompute": ALWAYS},
     "inline": {"recompute": RecomputePolicy("inline", last_stage="always")},
     "two stages": {"recompute": ALWAYS, "schedule": "interleaved", "stages_per_rank": 2, "balance": [1, 3]},
-    "two places": {"recompute": RecomputePolicy("early", last_stage="always", ahead=2)},
+    "two places": {"recompute": RecomputePolicy("early", last_stage="always", sets=2, keep="none")},
     "never": {"recompute": "never"},
 }
 

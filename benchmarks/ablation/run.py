@@ -24,8 +24,8 @@ _NOT_AHEAD, _AHEAD = 0, 2
 def variants() -> list[Ours]:
     """From what the peers do (R inside the backward, on every stage, receives when needed) to all of it and a kept set."""
 
-    def order(label: str, mode: Mode, last_stage: LastStage, ahead: int, keep: int = 0) -> Ours:
-        return Ours("gpipe", mode, keep=keep, last_stage=last_stage, transport_ahead=ahead, label=label)
+    def order(label: str, mode: Mode, last_stage: LastStage, ahead: int, sets: int = 1) -> Ours:
+        return Ours("gpipe", mode, sets=sets, last_stage=last_stage, transport_ahead=ahead, label=label)
 
     always, auto = LastStage.ALWAYS, LastStage.AUTO
     return [
@@ -39,8 +39,8 @@ def variants() -> list[Ours]:
         order("all: + its own lane", Mode.OVERLAP, auto, _AHEAD),
         order("all but receives posted ahead", Mode.OVERLAP, auto, _NOT_AHEAD),
         order("all but last stage without R", Mode.OVERLAP, always, _AHEAD),
-        order("all, and 1 set kept", Mode.OVERLAP, auto, _AHEAD, keep=1),
-        order("all, and 2 sets kept", Mode.OVERLAP, auto, _AHEAD, keep=2),
+        order("all, and 2 sets", Mode.OVERLAP, auto, _AHEAD, sets=2),
+        order("all, and 3 sets", Mode.OVERLAP, auto, _AHEAD, sets=3),
     ]
 
 

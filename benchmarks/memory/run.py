@@ -19,7 +19,7 @@ from ..transformer import TransformerWorkload
 from ..trial import Row, run_rounds
 
 CLAIM = "with recomputation a stage holds its inputs and one set, overlapped or not"
-KEPT = (0, 1, 2, 3, 4, 6)
+SETS = (1, 2, 3, 4, 5, 7)
 
 
 def run(options: Options) -> Result:
@@ -94,14 +94,14 @@ def _table_of_bytes(rows: Sequence[Row]) -> Table:
 
 
 def _curve(options: Options) -> list[dict[str, float | int | str]]:
-    """Step time, simulated and measured, and sets alive, for each number of kept sets; in units of f."""
+    """Step time, simulated and measured, and sets alive, for each number of places; in units of f."""
     workload = EmulatedWorkload(4)
     unit = workload.forward_seconds
     orders = [
-        Ours(family, mode, keep=keep, label=f"{family} {mode} keep {keep}")
+        Ours(family, mode, sets=sets, label=f"{family} {mode}, sets {sets}")
         for family in (("gpipe",) if options.quick else ("gpipe", "1f1b"))
         for mode in (Mode.INLINE, Mode.OVERLAP)
-        for keep in (KEPT[:1] if options.quick else KEPT)
+        for sets in (SETS[:1] if options.quick else SETS)
     ]
     orders += [Ours(family, Mode.NEVER, label=f"{family} never") for family in ("gpipe", "1f1b")]
     costs = Costs.spread(4, forward=unit, backward=2 * unit, recompute=unit)
@@ -114,7 +114,7 @@ def _curve(options: Options) -> list[dict[str, float | int | str]]:
         points.append(
             {
                 "order": f"{system.family} {system.mode}",
-                "keep": system.keep,
+                "sets": system.sets,
                 "peak_sets": max(rank.peak_sets for rank in break_down(schedule, timeline)),
                 "simulated": timeline.step_seconds / unit,
                 "measured": statistics.median(row.rounds) / unit,
@@ -127,7 +127,7 @@ def _curve(options: Options) -> list[dict[str, float | int | str]]:
 def _table_of_curve(curve: Sequence[dict[str, float | int | str]]) -> Table:
     rows = tuple(
         (
-            f"{point['order']}, keep {point['keep']}",
+            f"{point['order']}, sets {point['sets']}",
             str(point["peak_sets"]),
             f"{float(point['peak_live_bytes']) / 1e6:.0f}",
             f"{float(point['simulated']):.2f}",

@@ -26,7 +26,7 @@ def drawn(overrides: dict[str, str]) -> str:
     stages = int(overrides["pipeline.num_stages"])
     policy = RecomputePolicy(
         mode=overrides.get("recompute.mode", "overlap"),  # type: ignore[arg-type]
-        keep=int(overrides.get("recompute.keep", 0)),
+        sets=int(overrides.get("recompute.sets", 1)),
     )
     schedule = make_schedule(
         overrides["pipeline.schedule"],

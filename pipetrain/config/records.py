@@ -111,13 +111,34 @@ class PipelineConfig:
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
 
+_Places = Annotated[
+    int | tuple[int, ...],
+    Limit(
+        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) >= 1,
+        ": allowed is 1 or more, or a list with one such number per stage",
+    ),
+]
+_Keep = Annotated[
+    str | int | None,
+    Limit(
+        lambda value: value in ("none", "auto"),
+        ": allowed are none and auto; how many sets a stage may hold is recompute.sets, so that recompute.keep=k of before is "
+        "recompute.sets=k+1",
+        choices=("none", "auto"),
+    ),
+]
+
+
 @dataclass(frozen=True)
 class RecomputeConfig:
     """What is recomputed, and when."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
-    ahead: Count = 1  # recomputed sets alive at once, per stage
-    keep: Amount = 0  # sets kept per stage
+    sets: _Places = 1  # sets of a stage alive at once, kept or recomputed; one number or one per stage
+    keep: _Keep = None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
+    stash: _Places | None = (
+        None  # the most microbatches of a stage between F and B, one number or one per stage; None: any
+    )
     last_stage: str = "auto"  # `auto`: the last stage has no R; `always`: it has
     # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
     # N: one every N steps, in turn.

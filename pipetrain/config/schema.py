@@ -15,6 +15,12 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
 
 _T = TypeVar("_T")
+
+# Keys of earlier versions, and what is there instead.
+_GONE = {
+    "recompute.ahead": "the places of a stage are one pool, recompute.sets; recompute.ahead=a of before is recompute.sets=a "
+    "recompute.keep=none",
+}
 _NAMES_OF_MANY = {int: "integers", str: "texts"}
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -92,6 +98,8 @@ def check_key(path: str) -> None:
     if path in known:
         return
     check_name(path)
+    if path in _GONE:
+        raise ConfigError(f"{path}: {_GONE[path]}")
     parent = path.rpartition(".")[0]
     siblings = [key for key in known if key.rpartition(".")[0] == parent]
     hint = nearest(path, siblings) or nearest(path, known, cutoff=0.7)

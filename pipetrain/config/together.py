@@ -84,10 +84,12 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
     if recompute.mode not in ("never", "inline"):
         yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
-    if recompute.ahead != 1:
-        yield _refused("recompute.ahead", recompute.ahead, "recomputes a set just before its B; use recompute.ahead=1")
-    if recompute.keep != 0:
-        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=0")
+    if recompute.sets != 1:
+        yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
+    if recompute.keep == "auto":
+        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
+    if recompute.stash is not None:
+        yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
     if pipeline.stages_per_rank != 1:
         yield _refused(
             "pipeline.stages_per_rank",
@@ -111,4 +113,5 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
 
 
 def _refused(key: str, value: object, instead: str) -> str:
-    return f"{key}={value}: not supported by engine=deepspeed, which {instead}"
+    shown = list(value) if isinstance(value, tuple) else value
+    return f"{key}={shown}: not supported by engine=deepspeed, which {instead}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipetrain.observe.output import write_text
+from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
 from pipetrain.timeline.draw.page import html
@@ -29,7 +30,9 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
 
 def _picture(one: Shown, width: int, colour: bool) -> str:
     steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
-    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}"
+    note = idle_places(one.schedule)
+    said = f"\n\n{note}" if note else ""
+    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}{said}"
 
 
 def write_drawing(shown: Sequence[Shown], path: Path) -> None:

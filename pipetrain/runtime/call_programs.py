@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import warnings
 from collections import OrderedDict
 
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Program
+from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.families import Generator
 from pipetrain.schedule.make import make, with_first_backward
@@ -49,7 +51,9 @@ class Programs:
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         if self._given is not None:
             _check_fits(self._given, plan)
-        self.whole()
+        note = idle_places(self.whole().schedule)
+        if note and rank == 0:
+            warnings.warn(note, stacklevel=3)
 
     def describe(self) -> str:
         """For comparing ranks: the same text where the same ops stand in the same order."""

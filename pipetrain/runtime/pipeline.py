@@ -166,7 +166,7 @@ class Pipeline:
                 device=self.device,
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                share=sharing(self._lanes, policy.ahead),
+                share=sharing(self._lanes, policy.most_sets),
                 name_of=name_in(spec),
             )
             for index in self.plan.stages_of(self.rank)

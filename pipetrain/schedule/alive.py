@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import Direction, Holding, kinds_where
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
 OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.opens)
@@ -22,10 +23,9 @@ def brings_set(schedule: Schedule, op: Op) -> bool:
 
 @dataclass(frozen=True)
 class SetPeak:
-    """The most sets of one stage alive at once, how many of them at most recomputed, and an op at such a moment."""
+    """The most sets of one stage alive at once, and the op with which they are."""
 
     sets: int
-    recomputed: int
     op: Op
 
 
@@ -36,18 +36,13 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     chain, so a moment is the number c of its ops that have ended while op c runs. The recompute lane may then have
     started each R whose waits lie in those c ops; at worst it has started them all.
     """
-    peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
+    peaks = [SetPeak(0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
-        kept = [0] * schedule.num_stages
-        recomputed = [0] * schedule.num_stages
+        alive = [0] * schedule.num_stages
         for op, starts in _moments(schedule, rank):
-            is_kept = (op.stage, op.microbatch) in schedule.kept
-            counts = kept if is_kept else recomputed
-            counts[op.stage] += 1 if starts else -1
-            total, old = kept[op.stage] + recomputed[op.stage], peaks[op.stage]
-            if total > old.sets or recomputed[op.stage] > old.recomputed:
-                now = recomputed[op.stage]
-                peaks[op.stage] = SetPeak(max(total, old.sets), max(now, old.recomputed), op)
+            alive[op.stage] += 1 if starts else -1
+            if alive[op.stage] > peaks[op.stage].sets:
+                peaks[op.stage] = SetPeak(alive[op.stage], op)
     return tuple(peaks)
 
 
@@ -79,3 +74,24 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
                 held[op.stage] += (op.kind in OPENS_STASH) - (op.kind in CLOSES_STASH)
                 peaks[op.stage] = max(peaks[op.stage], held[op.stage])
     return tuple(peaks)
+
+
+def idle_places(schedule: Schedule) -> str | None:
+    """A sentence for the user where a stage (with one number for all: each stage) has more places than sets to hold."""
+    policy, held = schedule.policy, peak_stash(schedule)
+    if policy.mode is Mode.NEVER or max(held, default=0) == 0:
+        return None
+    if isinstance(policy.sets, int):
+        too_many, who, most = policy.sets > max(held), "no stage has", max(held)
+    else:
+        stage = next((s for s, (size, count) in enumerate(zip(policy.sets, held)) if size > count > 0), None)
+        too_many, who, most = stage is not None, f"stage {stage} never has", held[stage or 0]
+    if not too_many:
+        return None
+    sets = policy.sets if isinstance(policy.sets, int) else list(policy.sets)
+    effect = (
+        "with as many places nothing is recomputed there, as with recompute.mode=never"
+        if policy.keeps
+        else ("more places change nothing")
+    )
+    return f"recompute.sets={sets}: {who} more than {most} microbatches between F and B; {effect}"

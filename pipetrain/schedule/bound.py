@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import WAYS, Direction, Kind
@@ -30,21 +30,18 @@ def bound(
     Every stage before the last is taken to send a second microbatch on before the first comes back, so that it recomputes
     all that it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
-    The proof is that of `bound_of`. As nothing fixes which sets are kept, stage s can keep few: a kept set lives
-    from F to B (or I), at least L = f_s + b_s and the round trip through the stages after s. The `keep` places of a stage
-    offer keep * W seconds of life in the window W = T - head - tail in which the stage runs, so that at most
-    keep * W / L sets are kept and n_rec(s) >= m - keep * W / L. T is at least the least time that satisfies this.
+    The proof is that of `bound_of`, where n_kept(s) is known. Here a stage may keep any number of sets, or none, as `policy`
+    says: what it keeps takes place-time, what it does not takes R. T is the least in which a number has room for both.
     """
     wanted = RecomputePolicy.of(policy)
+    wanted.check_stages(costs.num_stages)
     way = WAYS[Direction.BACKWARD][-1 if split_backward else 0]
     ways = [Counter({way: num_microbatches})] * costs.num_stages
-    stage_ranks = stage_ranks_of(placement, costs.num_stages, num_ranks)
-    links = _Links(costs, stage_ranks, first_backward, ways, _places(wanted))
-
-    def recompute(stage: int, step_seconds: float) -> float:
-        return _least_recompute(links, stage, step_seconds, num_microbatches, wanted) * costs.recompute[stage]
-
-    return _least_time(links, num_microbatches, recompute)
+    links = _Links(costs, stage_ranks_of(placement, costs.num_stages, num_ranks), first_backward, ways, wanted)
+    stages = range(costs.num_stages)
+    return _least_time(
+        links, num_microbatches, [_numbers_kept(wanted, num_microbatches, s == stages[-1]) for s in stages]
+    )
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
@@ -64,20 +61,24 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     microbatch runs its W on each stage, so T >= its way back to stage s, and w. Of several ways that the microbatches of a
     stage take back, each of these counts the shortest.
     For equal stages with K = m this is max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]), and more.
+
+    Place-time. A kept set takes a place of its stage from the start of F to the end of the backward: L = f + the round trip
+    through the stages after + b seconds, at least. A recomputed one takes it from the start of R, which the rank runs before the
+    backward: r + b seconds, at least. All of this lies between head and tail, in K places:
+    n_kept L + n_rec (r + b) <= K (T - head - tail). Where backward is split, the part of it up to the end of I does, and with
+    the W it does for a tail of 0.
     """
-    links = _Links(costs, schedule.stage_ranks, schedule.first_backward, _ways_back(schedule), _places(schedule.policy))
+    links = _Links(costs, schedule.stage_ranks, schedule.first_backward, _ways_back(schedule), schedule.policy)
     kept = Counter(stage for stage, _ in schedule.kept)
-
-    def recompute(stage: int, _: float) -> float:
-        sets = len(schedule.microbatches) if stage >= schedule.first_backward else 0
-        return (sets - kept[stage]) * costs.recompute[stage]
-
-    return _least_time(links, len(schedule.microbatches), recompute)
+    return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
 
 
-def _places(policy: RecomputePolicy) -> int | None:
-    """The sets of a stage that may be alive at once; None: any number."""
-    return None if policy.mode is Mode.NEVER else policy.ahead + policy.keep
+def _numbers_kept(policy: RecomputePolicy, microbatches: int, is_last: bool) -> Sequence[int]:
+    """How many sets a stage may keep, ascending."""
+    at_once = policy.last_stage is LastStage.AUTO and (is_last or microbatches == 1)
+    if policy.mode is Mode.NEVER or at_once:
+        return (microbatches,)
+    return range(microbatches + 1) if policy.keeps else (0,)
 
 
 def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
@@ -102,7 +103,7 @@ class _Links:
         stage_ranks: tuple[int, ...],
         first_backward: int,
         ways: Sequence[Counter[Way]],
-        places: int | None,
+        policy: RecomputePolicy,
     ) -> None:
         edges = range(len(stage_ranks) - 1)
         crossing = [stage_ranks[edge] != stage_ranks[edge + 1] for edge in edges]
@@ -113,6 +114,8 @@ class _Links:
         self.hop_backward = [
             costs.hop_backward[edge] if crossing[edge] and edge >= first_backward else 0.0 for edge in edges
         ]
+        self.recompute = costs.recompute
+        self.places = [policy.places_of(stage) for stage in range(len(stage_ranks))]
         self.turn, self.after, self.backward, self.late = [], [], [], []
         for stage, counts in enumerate(ways):
             needed = counts if stage >= first_backward else Counter[Way]()
@@ -122,7 +125,7 @@ class _Links:
             self.after.append(min(rests.values(), default=0.0))
             self.backward.append(sum(count * sum(seconds[way]) for way, count in needed.items()))
             left = sorted((rests[way] for way in needed.elements()), reverse=True)
-            self.late.append(sum(left[:places]))
+            self.late.append(sum(left[: self.places[stage]]))
 
     def head(self, stage: int) -> float:
         return sum(self.forward[:stage]) + sum(self.hop_forward[:stage])
@@ -138,40 +141,44 @@ class _Links:
             return self.beyond(stage) + self.end()
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
+    def in_places(self, stage: int, kept: int, recomputed: int) -> float:
+        """The least step in which so many kept and recomputed sets of `stage` find places, one after the other."""
+        places = self.places[stage]
+        if places is None:
+            return 0.0
+        way = self.forward[stage] + self.beyond(stage)
+        least = 0.0
+        for backward, outside in (
+            (self.turn[stage], self.tail(stage)),
+            (self.turn[stage] + self.after[stage], 0.0),
+        ):
+            lives = kept * (way + backward) + recomputed * (self.recompute[stage] + backward)
+            least = max(least, self.head(stage) + lives / places + outside)
+        return least
+
     def end(self) -> float:
         """What is left of the last microbatch after its last turn."""
         return self.after[self.first_backward] if self.first_backward < len(self.after) else 0.0
 
 
-def _least_recompute(
-    links: _Links, stage: int, step_seconds: float, microbatches: int, policy: RecomputePolicy
-) -> float:
-    """How many R stage `stage` cannot avoid in a step of this length; not a whole number where sets are kept."""
-    if policy.mode is Mode.NEVER or stage < links.first_backward:
-        return 0.0
-    last = len(links.stage_ranks) - 1
-    if policy.last_stage is LastStage.AUTO and (stage == last or microbatches == 1):
-        return 0.0
-    if policy.keep == 0:
-        return float(microbatches)
-    life = links.forward[stage] + links.beyond(stage) + links.turn[stage]  # at least: to its last turn
-    window = step_seconds - links.head(stage) - links.tail(stage)
-    return max(0.0, microbatches - policy.keep * window / life) if life > 0 else 0.0
+def _least_time(links: _Links, microbatches: int, numbers_kept: Sequence[Sequence[int]]) -> float:
+    """The least T for which each stage can keep a number of sets that leaves time for all the work and places for all sets."""
+    stages = range(links.first_backward, len(links.stage_ranks))
+    # Per stage what each number takes in places, and the number. A longer step has room for more kept sets, hence less work.
+    in_places = {
+        stage: [(links.in_places(stage, kept, microbatches - kept), kept) for kept in numbers_kept[stage]]
+        for stage in stages
+    }
+    least = max((min(seconds for seconds, _ in options) for options in in_places.values()), default=0.0)
+    moments = sorted({least, *(seconds for options in in_places.values() for seconds, _ in options if seconds > least)})
 
+    def work(step_seconds: float) -> float:
+        kept = {s: max(kept for seconds, kept in in_places[s] if seconds <= step_seconds) for s in stages}
+        recomputed = [microbatches - kept[s] if s in kept else 0 for s in range(len(links.stage_ranks))]
+        return _bound(links, microbatches, [count * seconds for count, seconds in zip(recomputed, links.recompute)])
 
-def _least_time(links: _Links, microbatches: int, recompute: Callable[[int, float], float]) -> float:
-    """The least T for which `recompute(stage, T)`, which does not grow with T, leaves time for all the work."""
-
-    def needed(step_seconds: float) -> float:
-        return _bound(links, microbatches, [recompute(stage, step_seconds) for stage in range(len(links.stage_ranks))])
-
-    low, high = needed(math.inf), needed(0.0)
-    if math.isinf(high) or low == high:
-        return low
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if needed(middle) <= middle else (middle, high)
-    return low
+    enough = bisect.bisect_left(moments, True, key=lambda moment: work(moment) <= moment)
+    return min(max(moment, work(moment)) for moment in moments[max(0, enough - 1) : enough + 1])
 
 
 def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> float:

@@ -27,20 +27,17 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule: the message has the rule, the op and the grid with the op marked."""
 
 
-def check(schedule: Schedule, *, max_stash: int | None = None) -> None:
-    """Returns if the schedule is sound; `max_stash` bounds the microbatches a stage holds between F and the end of its backward.
+def check(schedule: Schedule) -> None:
+    """Returns if the schedule is sound.
 
     Raises:
         ScheduleError: the first rule that is broken, by which op.
+        ValueError: the policy's numbers are for another number of stages.
     """
+    schedule.policy.check_stages(schedule.num_stages)
     for rule in RULES:
         for op, fault in rule(schedule):
             raise _error(schedule, (rule.__doc__ or rule.__name__).splitlines()[0], op, fault)
-    for stage, count in enumerate(peak_stash(schedule)):
-        if max_stash is not None and count > max_stash:
-            sentence = "No stage holds more microbatches between F and B than its stash allows."
-            first = schedule.way(Direction.FORWARD, stage, 0)[0]
-            raise _error(schedule, sentence, first, f"stage {stage} holds {count}, allowed {max_stash}")
 
 
 def refuse_unknown_kinds(schedule: Schedule) -> None:
@@ -246,15 +243,24 @@ def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:
 
 
 def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
-    """A stage never has more than `ahead` recomputed sets alive, nor more than `ahead + keep` sets in all."""
-    if schedule.policy.mode is Mode.NEVER:
-        return
-    ahead, bound = schedule.policy.ahead, schedule.policy.ahead + schedule.policy.keep
+    """A stage never has more sets alive, kept or recomputed, than its places (recompute.sets)."""
     for stage, peak in enumerate(peak_sets(schedule)):
-        if peak.recomputed > ahead:
-            yield peak.op, f"stage {stage} may have {peak.recomputed} recomputed sets alive, recompute.ahead={ahead}"
-        if peak.sets > bound:
-            yield peak.op, f"stage {stage} may have {peak.sets} sets alive, recompute.ahead + keep = {bound}"
+        places = schedule.policy.places_of(stage)
+        if places is not None and peak.sets > places:
+            for_stage = "" if isinstance(schedule.policy.sets, int) else f" for stage {stage}"
+            fault = f"stage {stage} may have {peak.sets} sets alive, its places are {places}"
+            yield peak.op, f"{fault}; use recompute.sets={peak.sets}{for_stage}, or an order with fewer"
+
+
+def stash_within_bounds(schedule: Schedule) -> Iterator[Fault]:
+    """No stage holds more microbatches between F and the end of their backward than its stash allows (recompute.stash)."""
+    for stage, held in enumerate(peak_stash(schedule)):
+        allowed = schedule.policy.stash_of(stage)
+        if allowed is not None and held > allowed:
+            fault = f"stage {stage} holds {held} microbatches between F and B, allowed are {allowed}"
+            fewer = "an order with fewer in flight (pipeline.schedule=1f1b, a smaller pipeline.warmup)"
+            first = schedule.way(Direction.FORWARD, stage, 0)[0]
+            yield first, f"{fault}; use recompute.stash={held}, or {fewer}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -269,4 +275,5 @@ RULES: tuple[Rule, ...] = (
     each_op_after_what_it_reads,
     no_circle_of_waits,
     sets_within_bounds,
+    stash_within_bounds,
 )

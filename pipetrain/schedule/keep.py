@@ -1,19 +1,21 @@
-"""Which sets to keep, where the policy keeps some: a few patterns, compared by simulating them.
+"""Which sets to keep, where places are free: a few patterns, compared by simulating them.
 
-GPipe, 1 kept                    1F1B with 3 in flight, 1 kept: a freed place is used again
+GPipe, 2 places                  1F1B with 3 in flight, 2 places, one of them left to R
 F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
-|___________|  (or F3 to B3)     |________|  |____________|
+|___________|                    |________|  |____________|
+   |___________|  then R2, R3          R1 here, then R2
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET
+from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.op import Lane
-from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import Sets, decides_itself
+from pipetrain.schedule.policy import LastStage, Mode
+from pipetrain.schedule.recompute import Sets, decides_itself, directly_followed
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
@@ -21,45 +23,92 @@ Wanted = Callable[[int], bool]  # whether a pattern would keep microbatch i
 
 
 def with_best_kept(draft: Schedule, costs: Costs, lower: Callable[[Sets], Schedule]) -> Schedule:
-    """The fastest of `lower(kept)` over the patterns that fit into `keep` places; of equal ones the first."""
+    """The fastest of `lower(kept)` over the patterns for which there are places; of equal ones the first."""
     policy = draft.policy
     if (
         decides_itself(draft)
-        or policy.keep == 0
+        or not policy.keeps
         or policy.mode is Mode.NEVER
         or draft.first_backward == draft.num_stages
     ):
         return lower(frozenset())
-    candidates = [lower(kept) for kept in dict.fromkeys(_patterns(draft, policy.keep))]
+    candidates = [lower(kept) for kept in dict.fromkeys(_patterns(draft))]
     return min(candidates, key=lambda schedule: simulate(schedule, costs).step_seconds)
 
 
-def _patterns(draft: Schedule, places: int) -> Iterator[frozenset[tuple[int, int]]]:
-    microbatches = draft.num_microbatches
-    for start in (0, 1, 2, microbatches // 2):
-        yield fill_places(draft, places, lambda i, start=start: i >= start)  # type: ignore[misc]
-    for period in (2, 3):
-        yield fill_places(draft, places, lambda i, period=period: i % period == 0)  # type: ignore[misc]
-    yield fill_places(draft, places, lambda i: i * places % microbatches < places)  # evenly spread
-    yield fill_places(draft, places, lambda _: True, from_the_end=True)
+def _patterns(draft: Schedule) -> Iterator[frozenset[tuple[int, int]]]:
+    yield frozenset()
+    microbatches, places = draft.num_microbatches, draft.policy.most_sets
+    for for_recompute in range(min(places, _MOST_FOR_RECOMPUTE + 1)):
+        kept = places - for_recompute
+        for start in (0, 1, 2, microbatches // 2):
+            yield fill_places(draft, for_recompute, lambda i, start=start: i >= start)  # type: ignore[misc]
+        for period in (2, 3):
+            yield fill_places(draft, for_recompute, lambda i, period=period: i % period == 0)  # type: ignore[misc]
+        # evenly spread
+        yield fill_places(draft, for_recompute, lambda i, kept=kept: i * kept % microbatches < kept)  # type: ignore[misc]
+        yield fill_places(draft, for_recompute, lambda _: True, from_the_end=True)
+
+
+_MOST_FOR_RECOMPUTE = 1  # places that a pattern leaves to R alone: more of them bring R hardly earlier
 
 
 def fill_places(
-    draft: Schedule, places: int, wanted: Wanted, *, from_the_end: bool = False
+    draft: Schedule, for_recompute: int, wanted: Wanted, *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set that finds one of its stage's places free, in the order of F or, from the end, of B (or W)."""
-    kept = set()
-    for rank in range(draft.num_ranks):
-        compute = draft.lane(rank, Lane.COMPUTE)
-        opens, closes = (ENDS_SET, KEEPS_SET) if from_the_end else (KEEPS_SET, ENDS_SET)
-        alive: dict[int, set[int]] = {stage: set() for stage in range(draft.first_backward, draft.num_stages)}
-        for op in reversed(compute) if from_the_end else compute:
-            microbatch = op.microbatch or 0
-            if op.stage not in alive:
-                continue
-            if op.kind in opens and len(alive[op.stage]) < places and wanted(microbatch):
-                alive[op.stage].add(microbatch)
-                kept.add((op.stage, microbatch))
-            elif op.kind in closes:
-                alive[op.stage].discard(microbatch)
+    """Keeps each wanted set for which its stage has a place, in the order of F or, from the end, against it.
+
+    Each stage leaves `for_recompute` of its places to R at any time. All of them may be filled (0) where each set that is not kept
+    still finds one just before it is read.
+    """
+    kept: set[tuple[int, int]] = set()
+    at_once = directly_followed(draft) if draft.policy.last_stage is LastStage.AUTO else set()
+    for stage in range(draft.first_backward, draft.num_stages):
+        pool = _Places(draft, stage, for_recompute)
+        for microbatch in sorted(i for one, i in at_once if one == stage):
+            pool.keep(microbatch)
+        order: Iterable[int] = reversed(pool.microbatches) if from_the_end else pool.microbatches
+        kept |= {(stage, i) for i in order if wanted(i) and (stage, i) not in at_once and pool.keep(i)}
     return frozenset(kept)
+
+
+class _Places:
+    """What lies in the places of one stage while each of its ops runs, in the order of its compute lane.
+
+    A set that is not kept needs a place from the op that reads it first to that which ends it at least, a kept one from its F. An R
+    waits until a place is free, so that these needs are all there are.
+    """
+
+    def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:
+        own = [op for op in draft.lane(draft.stage_ranks[stage], Lane.COMPUTE) if op.stage == stage]
+        number = {op: place for place, op in enumerate(own)}
+        size = draft.policy.places_of(stage)
+        assert size is not None, "recompute.mode=never keeps all sets"
+        self._size = size
+        self._most_kept = size - for_recompute
+        self._needed = [0] * len(own)
+        self._kept = [0] * len(own)
+        self._lives: dict[
+            int, tuple[int, int, int]
+        ] = {}  # of each microbatch the places of F, first reader and last op
+        for op in own:
+            if op.kind in KEEPS_SET:
+                way = draft.way(Direction.BACKWARD, stage, op.microbatch)
+                read, end = number.get(way[0], len(own)), number.get(way[-1], len(own) - 1)
+                self._lives[op.microbatch or 0] = (number[op], read, end)
+                for place in range(read, end + 1):
+                    self._needed[place] += 1
+        self.microbatches = list(self._lives)
+
+    def keep(self, microbatch: int) -> bool:
+        """Keeps a set if that leaves room for all others; whether it does."""
+        start, read, end = self._lives[microbatch]
+        if max(self._needed[start:read], default=0) >= self._size:
+            return False
+        if max(self._kept[start : end + 1], default=0) >= self._most_kept:
+            return False
+        for place in range(start, read):
+            self._needed[place] += 1
+        for place in range(start, end + 1):
+            self._kept[place] += 1
+        return True

@@ -6,18 +6,21 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, keep_all
+from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, keep_all
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
 
@@ -63,8 +66,21 @@ def make(spec: ScheduleSpec) -> Schedule:
         ValueError: as `make_schedule`.
     """
     draft = draft_of(spec, _ordered(spec))
+    _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept))
+    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs))
+
+
+def _check_stash(draft: Schedule) -> None:
+    """The bound that `check` proves, in one line, before anything is made of an order that holds too much in any case."""
+    for stage, held in enumerate(peak_stash(draft)):
+        allowed = draft.policy.stash_of(stage)
+        if allowed is not None and held > allowed:
+            raise ValueError(
+                f"recompute.stash={allowed}: stage {stage} holds {held} microbatches between F and B in "
+                f"pipeline.schedule={draft.family}; use recompute.stash={held}, or an order with fewer in flight "
+                "(pipeline.schedule=1f1b, a smaller pipeline.warmup)"
+            )
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
@@ -109,9 +125,13 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
     return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
 
 
-def lower(draft: Schedule, chosen: Sets) -> Schedule:
+def lower(draft: Schedule, chosen: Sets, costs: Costs) -> Schedule:
     """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    return with_waits(add_recompute(draft, chosen))
+    usual = with_waits(add_recompute(draft, chosen))
+    if decides_itself(draft) or not has_gaps_for_r(usual):
+        return usual
+    early = with_waits(into_gaps(usual, costs))
+    return min(early, usual, key=lambda schedule: simulate(schedule, costs).step_seconds)
 
 
 def with_waits(ordered: Schedule) -> Schedule:

@@ -57,7 +57,7 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
 class AllKept(list[list[Op]]):
     """Compute lanes that also say that all sets are kept, whatever the mode: what a generator, or a file, may give.
 
-    The policy bounds them all the same: `ahead` and `keep` together must allow as many sets at once.
+    The policy bounds them all the same: `sets` must allow as many at once.
     """
 
 

@@ -77,7 +77,7 @@ class ScheduleSpec:
             )
 
     def _check_numbers(self) -> None:
-        stages, microbatches, keep = self.num_stages, self.num_microbatches, self.policy.keep
+        stages, microbatches = self.num_stages, self.num_microbatches
         assert set(self.stage_ranks) == set(range(ranks_named_in(self.stage_ranks)))
         if microbatches < 1:
             raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
@@ -90,5 +90,4 @@ class ScheduleSpec:
             raise ValueError(f"first_backward={self.first_backward}: a stage, or num_stages={stages} for forwards only")
         if self.transport_ahead < 0:
             raise ValueError(f"transport.ahead={self.transport_ahead}: tensors received ahead of use are 0 or more")
-        if keep > microbatches and self.first_backward < stages:
-            raise ValueError(f"recompute.keep={keep}: a step has {microbatches} microbatches, so 0 to that many")
+        self.policy.check_stages(stages)

@@ -2,7 +2,7 @@
 
     [1] F waits for its input, B for its gradient          1F0 <- 1RECV_F0      1B0 <- 1RECV_B0
     [2] B waits for its set                                1B1 <- 1R1
-    [3] R waits for its F and for a free place             1R2 <- 1F2, 1B1      (one recomputed set alive)
+    [3] R waits for its F and for a free place             1R2 <- 1F2, 1B1      (one place)
     [4] inline R waits for the gradient as well            1R2 <- 1RECV_B2
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
     [6] a receive waits until the tensor before is used    2RECV_F2 <- 2F0      (two tensors ahead)
@@ -21,9 +21,8 @@ import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from operator import itemgetter
 
-from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash
 from pipetrain.schedule.kinds import RECOMPUTE, Direction
 from pipetrain.schedule.messages import receive_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -81,16 +80,53 @@ def _recompute_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
 
 
 def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
-    place = {op: number for number, op in enumerate(schedule.lane(rank, Lane.COMPUTE))}
-    ends: defaultdict[int, list[tuple[int, Op]]] = defaultdict(list)  # of the sets before, by stage, in their order
+    compute = schedule.lane(rank, Lane.COMPUTE)
+    pools = {stage: _Pool(schedule, stage, compute) for stage in {op.stage for op in compute}}
     for op in schedule.lane(rank, Lane.RECOMPUTE):
-        way = schedule.way(Direction.BACKWARD, op.stage, op.microbatch)
-        yield way[0], op  # [2]
+        yield schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0], op  # [2]
         yield op, Op(op.stage, op.kind.row.reads[0], op.microbatch)  # [3]
-        before = ends[op.stage]
-        if len(before) >= schedule.policy.ahead:
-            yield op, before[-schedule.policy.ahead][1]  # [3]
-        bisect.insort(before, (place.get(way[-1], len(place)), way[-1]), key=itemgetter(0))
+        full = pools[op.stage].last_full_before(op) if op.stage in pools else None
+        if full is not None:
+            yield op, full  # [3]
+
+
+class _Pool:
+    """The places of one stage, over its compute lane: they can only get free with the last op of a microbatch.
+
+    While such an op runs, the kept sets whose F has started and that have not ended take a place each. So may those
+    recomputed ones that have not ended and whose R stands earlier in the recompute lane: it may have run by then.
+    """
+
+    def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:
+        self._schedule = schedule
+        self._size = schedule.policy.places_of(stage)
+        self._compute = compute
+        self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
+        self._recomputed_ends: list[int] = []  # of those asked for so far, ascending
+        self._ends: list[int] = []
+        self._kept: list[int] = []  # how many kept sets are alive at each of the ends
+        kept = 0
+        for op, number in self._place.items():
+            is_kept = (stage, op.microbatch) in schedule.kept
+            kept += is_kept and op.kind in KEEPS_SET
+            if op.kind in ENDS_SET:
+                self._ends.append(number)
+                self._kept.append(kept)
+                kept -= is_kept
+
+    def last_full_before(self, recompute: Op) -> Op | None:
+        """The last op before the set of `recompute` is read during which no place is free for it; None: one always is."""
+        way = self._schedule.way(Direction.BACKWARD, recompute.stage, recompute.microbatch)
+        read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
+        found = None
+        for number in range(bisect.bisect_left(self._ends, read) - 1, -1, -1):
+            moment = self._ends[number]
+            recomputed = len(self._recomputed_ends) - bisect.bisect_left(self._recomputed_ends, moment)
+            if self._size is not None and self._kept[number] + recomputed >= self._size:
+                found = self._compute[moment]
+                break
+        bisect.insort(self._recomputed_ends, end)
+        return found
 
 
 def _receive_waits(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Wait]:

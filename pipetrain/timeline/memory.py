@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipetrain.schedule.alive import ENDS_SET, OPENS_STASH, brings_set
+from pipetrain.schedule.alive import CLOSES_STASH, ENDS_SET, OPENS_STASH, brings_set
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
@@ -20,11 +20,15 @@ def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[
             changes.append((event.start, 1))
         elif event.op.kind in ENDS_SET:
             changes.append((event.end, -1))
-    alive, counts = 0, []
-    for time, change in sorted(changes):
-        alive += change
-        counts.append((time, alive))
-    return counts
+    return _running(changes)
+
+
+def stash_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, int]]:
+    """The microbatches between F and the end of their backward after each change, with its time."""
+    own = [event for event in events if event.op.stage >= schedule.first_backward]
+    changes = [(event.start, 1) for event in own if event.op.kind in OPENS_STASH]
+    changes += [(event.end, -1) for event in own if event.op.kind in CLOSES_STASH]
+    return _running(changes)
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
@@ -44,3 +48,12 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
         held += change
         curve.append((time, held))
     return curve
+
+
+def _running(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """How many there are after each change, in the order of time; of one moment what goes comes first."""
+    alive, counts = 0, []
+    for time, change in sorted(changes):
+        alive += change
+        counts.append((time, alive))
+    return counts

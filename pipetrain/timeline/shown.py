@@ -10,11 +10,11 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.placement import spelling_of
-from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import LastStage, Mode, PerStage, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
-from pipetrain.timeline.memory import bytes_over_time
+from pipetrain.timeline.memory import bytes_over_time, stash_over_time
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Shown:
         curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
+    def peak_stash(self) -> list[int]:
+        """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
+        ranks = range(self.schedule.num_ranks)
+        curves = [stash_over_time(self.schedule, self.timeline.of_rank(rank)) for rank in ranks]
+        return [max((held for _, held in curve), default=0) for curve in curves]
+
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
         return exposed_intervals(self.schedule, self.timeline.of_rank(rank))
@@ -68,6 +74,7 @@ class Shown:
             "recompute_hidden_seconds": [rank.recompute_hidden_seconds for rank in self.breakdown],
             "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
+            "peak_stash": self.peak_stash(),
             "ops": [
                 {
                     "rank": event.rank,
@@ -84,13 +91,16 @@ class Shown:
 def _policy(policy: RecomputePolicy) -> str:
     """The mode, and what differs from the default."""
     words = [policy.mode.value]
-    words += [
-        f"{key} {value}"
-        for key, value, usual in (("ahead", policy.ahead, 1), ("keep", policy.keep, 0))
-        if value != usual
-    ]
+    if policy.mode is not Mode.NEVER:
+        words += [f"sets {_numbers(policy.sets)}"] if policy.sets != 1 else []
+        words += [f"keep {policy.keep}"] if policy.keep is not None else []
+    words += [f"stash {_numbers(policy.stash)}"] if policy.stash is not None else []
     words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
     return ", ".join(words)
+
+
+def _numbers(value: PerStage) -> str:
+    return str(value) if isinstance(value, int) else "-".join(map(str, value))
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -118,13 +118,13 @@ class Lanes:
         return self._messages[key]
 
 
-def sharing(lanes: Lanes, ahead: int) -> Callable[[Tensor], None] | None:
+def sharing(lanes: Lanes, places: int) -> Callable[[Tensor], None] | None:
     """What to do with a tensor that R brings, so that its memory is not given away while B still reads it.
 
-    A block belongs to the stream that allocated it, and R's stream takes it back when B has been launched. With one set
-    alive R's stream waits for the last B before it allocates; with more it does not.
+    A block belongs to the stream that allocated it, and R's stream takes it back when B has been launched. With one place
+    R's stream waits for the last B before it allocates; with more it does not.
     """
-    return lanes.share if ahead > 1 else None
+    return lanes.share if places > 1 else None
 
 
 def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:

@@ -30,8 +30,8 @@ GROUPS = {
 PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
-    "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup recompute.mode recompute.ahead "
-    "recompute.keep recompute.last_stage parallel.num_replicas parallel.zero "
+    "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup recompute.mode recompute.sets "
+    "recompute.keep recompute.stash recompute.last_stage parallel.num_replicas parallel.zero "
     "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
     "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
     "cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "
@@ -91,9 +91,9 @@ def test_every_choice_composes(group: str, name: str, tmp_path: pathlib.Path) ->
 
 
 def test_overrides_win_over_groups_and_groups_over_defaults() -> None:
-    config = load(["experiment=smoke", "model=gpt2", "steps=7", "recompute=inline", "recompute.keep=2"])
+    config = load(["experiment=smoke", "model=gpt2", "steps=7", "recompute=inline", "recompute.sets=[2,1]"])
     assert (config.experiment, config.steps, config.model.name) == ("smoke", 7, "gpt2")
-    assert (config.recompute.mode, config.recompute.keep) == ("inline", 2)
+    assert (config.recompute.mode, config.recompute.sets) == ("inline", (2, 1))
     assert config.model.num_blocks == 2  # of the experiment, over the group's 4
 
 

@@ -68,8 +68,12 @@ OUT_OF_RANGE = {
 OUT_OF_RANGE_FOR_SHOW_TOO = {
     "pipeline.num_microbatches=0": ["num_microbatches=0", "1 or more"],
     "pipeline.num_stages=0": ["num_stages=0", "1 or more"],
-    "recompute.ahead=0": ["recompute.ahead=0", "1 or more"],
-    "recompute.keep=-1": ["recompute.keep=-1", "0 or more"],
+    "recompute.sets=0": ["recompute.sets=0", "1 or more"],
+    "recompute.sets=[2,0]": ["recompute.sets=[2, 0]", "1 or more"],
+    "recompute.sets=[]": ["recompute.sets=[]", "one such number per stage"],
+    "recompute.stash=0": ["recompute.stash=0", "1 or more"],
+    "recompute.keep=atuo": ["recompute.keep=atuo", "none and auto", "'auto'"],
+    "recompute.keep=2": ["recompute.keep=2", "none and auto", "recompute.sets=k+1"],
 }
 UNSUPPORTED = {
     "parallel.num_replicas=2": "pipeline.num_stages",
@@ -84,8 +88,10 @@ REFUSED_BY_DEEPSPEED = {
     "pipeline=gpipe": ["pipeline.schedule=gpipe", "pipeline=1f1b"],
     "recompute=overlap": ["recompute.mode=overlap", "recompute=inline"],
     "recompute=early": ["recompute.mode=early", "recompute=inline"],
-    "recompute.keep=2": ["recompute.keep=2", "recompute.keep=0"],
-    "recompute.ahead=2": ["recompute.ahead=2", "recompute.ahead=1"],
+    "recompute.sets=2": ["recompute.sets=2", "recompute.sets=1"],
+    "recompute.sets=[2,1]": ["recompute.sets=[2, 1]", "recompute.sets=1"],
+    "recompute.keep=auto": ["recompute.keep=auto", "recompute.keep=none"],
+    "recompute.stash=4": ["recompute.stash=4", "recompute.stash=null"],
     "pipeline.stages_per_rank=2": ["pipeline.stages_per_rank=2", "pipeline.stages_per_rank=1"],
     "pipeline.placement=v": ["pipeline.placement=v", "pipeline.placement=loop"],
     "pipeline.warmup=3": ["pipeline.warmup=3", "pipeline.warmup=null"],

@@ -79,13 +79,13 @@ def test_a_slow_producer_is_waited_for(mode: str) -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_memory_of_a_set_is_not_reused_early(ahead: int) -> None:
+@pytest.mark.parametrize("sets", [1, 3])
+def test_memory_of_a_set_is_not_reused_early(sets: int) -> None:
     """R of the next microbatch allocates while B still reads: with too early reuse the gradients differ from step to step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(6)]).cuda()
     inputs = torch.randn(512, 2048, device="cuda")
-    policy = RecomputePolicy("overlap", ahead=ahead, last_stage="always")
+    policy = RecomputePolicy("overlap", sets=sets, keep="none", last_stage="always")
     found = []
     with Pipeline(model, mse, stages_per_rank=3, schedule="interleaved", recompute=policy) as pipeline:
         for _ in range(5):

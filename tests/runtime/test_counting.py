@@ -111,7 +111,7 @@ def on_ranks(num_ranks: int, file: str) -> list[Case]:
         "the other way round": {"plan": backwards, "recompute": "inline"},
         "given": {"schedule": given, "recompute": "inline"},
         "from a file": {"schedule": file},
-        "two sets": {"recompute": RecomputePolicy(ahead=2, keep=1)},
+        "two sets": {"recompute": RecomputePolicy(sets=3)},
     }
     return [
         Case(name, layers, SETS, counted_loss, {"count_fn": counted, "timeout_seconds": NEVER_SECONDS, **options})

@@ -162,7 +162,9 @@ def unordered(schedule: Schedule, lanes: Lanes) -> list[str]:
 @pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
 @pytest.mark.parametrize("family", ["gpipe", "1f1b"])
 def test_streams_obey_every_wait(family: str, mode: str) -> None:
-    schedule = make_schedule(family, num_stages=STAGES, num_microbatches=M, recompute=RecomputePolicy(mode, ahead=2))
+    schedule = make_schedule(
+        family, num_stages=STAGES, num_microbatches=M, recompute=RecomputePolicy(mode, sets=2, keep="none")
+    )
     device = Recorder()
     lanes, edges = launch(schedule, device)
     assert unordered(schedule, lanes) == []

@@ -82,7 +82,14 @@ def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
         found[f"interleaved {mode}"] = {"schedule": "interleaved", "stages_per_rank": 2, "recompute": mode}
     found["two stages per rank in gpipe order"] = {"stages_per_rank": 2}
     found["interleaved, 5 microbatches"] = {**found["interleaved overlap"], "num_microbatches": 5}
-    for changes in ({"keep": 1}, {"keep": 2}, {"ahead": 2}, {"last_stage": "always"}, {"keep": 1, "ahead": 2}):
+    for changes in (
+        {"keep": "auto"},
+        {"sets": 2},
+        {"sets": 3},
+        {"sets": 2, "keep": "none"},
+        {"last_stage": "always"},
+        {"sets": 3, "last_stage": "always"},
+    ):
         found[f"gpipe overlap {changes}"] = {"recompute": RecomputePolicy(**changes)}
         inline = RecomputePolicy(mode=Mode.INLINE, **changes)
         found[f"1f1b inline {changes}"] = {"schedule": "1f1b", "recompute": inline}

@@ -22,6 +22,7 @@ class Oracle:
         self.done: set[Op] = set()
         self.kept: set[tuple[int, int]] = set()
         self.recomputed: set[tuple[int, int]] = set()
+        self.peaks = [0] * schedule.num_stages
         self.lanes = [{lane: list(schedule.lane(rank, lane)) for lane in Lane} for rank in range(schedule.num_ranks)]
         self.links: dict[tuple[Lane, int, Kind], list[Op]] = {}
         for rank, lane, op in schedule.ops():
@@ -123,8 +124,8 @@ class Oracle:
         self.done.add(op)
 
     def within_bounds(self, op: Op) -> None:
-        policy = self.schedule.policy
-        recomputed = sum(stage == op.stage for stage, _ in self.recomputed)
-        total = recomputed + sum(stage == op.stage for stage, _ in self.kept)
-        if policy.mode is not Mode.NEVER:
-            self.need(recomputed <= policy.ahead and total <= policy.ahead + policy.keep, f"{op}: too many sets")
+        alive = sum(stage == op.stage for stage, _ in self.kept | self.recomputed)
+        self.peaks[op.stage] = max(self.peaks[op.stage], alive)
+        if self.schedule.policy.mode is not Mode.NEVER:
+            sets = self.schedule.policy.sets
+            self.need(alive <= (sets if isinstance(sets, int) else sets[op.stage]), f"{op}: too many sets")

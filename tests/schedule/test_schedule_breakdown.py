@@ -63,7 +63,7 @@ def measured(*events: tuple[Lane, str, float, float]) -> Timeline:
 
 def test_a_measured_step_in_which_r_runs_beside_b() -> None:
     """Rank 0 of two: R1 starts during B0 and ends after it; the gradient of B1 came at 7.5."""
-    schedule = make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy(ahead=2))
+    schedule = make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy(sets=2, keep="none"))
     timeline = measured(
         (Lane.COMPUTE, "0F0", 0, 1),
         (Lane.COMPUTE, "0F1", 1, 2),

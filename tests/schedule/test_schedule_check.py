@@ -71,7 +71,14 @@ BROKEN = {
         dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
         "does not wait for 1F1",
     ),
-    "ahead": (rewaited("1R1", "1F1", "1F2"), "stage 1 may have 2 recomputed sets alive, recompute.ahead=1"),
+    "places": (
+        rewaited("1R1", "1F1", "1F2"),
+        "stage 1 may have 2 sets alive, its places are 1; use recompute.sets=2, or",
+    ),
+    "stash_within_bounds": (
+        dataclasses.replace(VALID, policy=RecomputePolicy(stash=(3, 2, 1))),
+        "1F0: stage 1 holds 3 microbatches between F and B, allowed are 2; use recompute.stash=3, or an order",
+    ),
 }
 
 
@@ -91,11 +98,14 @@ def test_each_rule_has_one_sentence() -> None:
 
 
 def test_keeping_more_than_the_policy_allows() -> None:
-    kept = make_schedule(num_stages=3, num_microbatches=4, recompute=RecomputePolicy(keep=2))
+    kept = make_schedule(num_stages=3, num_microbatches=4, recompute=RecomputePolicy(sets=3))
     check(kept)
-    greedy = dataclasses.replace(kept, policy=RecomputePolicy(keep=1))
-    with pytest.raises(ScheduleError, match=r"may have 3 sets alive, recompute.ahead \+ keep = 2"):
-        check(greedy)
+    for fewer, found in ((2, "use recompute.sets=3, or"), ((2, 3, 3), "use recompute.sets=3 for stage 0, or")):
+        greedy = dataclasses.replace(kept, policy=RecomputePolicy(sets=fewer))
+        with pytest.raises(ScheduleError, match=f"may have 3 sets alive, its places are 2; {found}"):
+            check(greedy)
+    with pytest.raises(ValueError, match=r"recompute.sets=\[3, 3\] has 2 numbers for 3 stages"):
+        check(dataclasses.replace(kept, policy=RecomputePolicy(sets=(3, 3))))
 
 
 def test_the_error_shows_rule_op_and_grid() -> None:

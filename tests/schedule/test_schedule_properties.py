@@ -1,15 +1,20 @@
 """What holds for every schedule, and that `check` and an independent oracle agree on broken ones."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from oracle import Oracle, OracleError
 from random_schedules import Case, cases, mutants
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of
-from pipetrain.schedule.check import ScheduleError, check
-from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.check import ScheduleError, check, sets_within_bounds
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.make import lower
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import Keep, Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down
@@ -37,9 +42,11 @@ def holds(case: Case) -> None:
         assert min(rank.recompute_hidden_seconds, rank.recompute_exposed_seconds) >= -rounding
         assert rank.other_seconds <= rounding  # the simulated rank never stands idle when it could run
     if policy.mode is not Mode.NEVER:
-        stages_of = [sum(holder == rank for holder in schedule.stage_ranks) for rank in range(schedule.num_ranks)]
-        assert all(peak.sets <= policy.ahead + policy.keep for peak in peak_sets(schedule))
-        assert all(r.peak_sets <= (policy.ahead + policy.keep) * count for r, count in zip(breakdown, stages_of))
+        places = [policy.places_of(stage) for stage in range(schedule.num_stages)]
+        assert all(peak.sets <= size for peak, size in zip(peak_sets(schedule), places, strict=True))
+        for rank in breakdown:
+            own = [size for size, holder in zip(places, schedule.stage_ranks) if holder == rank.rank]
+            assert rank.peak_sets <= sum(own)
 
 
 def agree(schedule: Schedule, late: Op | None) -> None:
@@ -60,6 +67,40 @@ def agree(schedule: Schedule, late: Op | None) -> None:
 @given(cases())
 def test_every_schedule(case: Case) -> None:
     holds(case)
+
+
+@st.composite
+def kept_anyhow(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+    """A schedule in which any sets are kept: most have no room for all of them."""
+    case = draw(cases(max_ranks=3, max_microbatches=6))
+    made = case.make()
+    modes = st.sampled_from([mode for mode in Mode if mode is not Mode.NEVER])
+    policy = dataclasses.replace(made.policy, mode=draw(modes), sets=draw(st.integers(1, 4)), keep=Keep.AUTO)
+    compute = tuple(
+        {Lane.COMPUTE: tuple(op for op in lanes[Lane.COMPUTE] if op.kind is not Kind.R)} for lanes in made.lanes
+    )
+    draft = dataclasses.replace(made, policy=policy, lanes=compute, waits={}, kept=frozenset())
+    sets = st.tuples(st.integers(0, made.num_stages - 1), st.integers(0, made.num_microbatches - 1))
+    return lower(draft, draw(st.frozensets(sets, max_size=6)), case.costs), case.costs
+
+
+@many
+@given(kept_anyhow())
+def test_any_choice_of_kept_sets_has_room_or_is_refused(given_sets: tuple[Schedule, Costs]) -> None:
+    """Where there is room no timing takes more places, and no bound is above the step; where there is none, `check` says so."""
+    schedule, costs = given_sets
+    fault = next(sets_within_bounds(schedule), None)
+    if fault is not None:
+        with pytest.raises(ScheduleError, match="sets alive, its places are"):
+            check(schedule)
+        return
+    check(schedule)
+    oracle = Oracle(schedule)
+    oracle.run()
+    assert [peak.sets for peak in peak_sets(schedule)] == oracle.peaks
+    step = simulate(schedule, costs).step_seconds
+    rounding = 1e-9 * (1 + step)
+    assert bound_of(schedule, costs) <= step + rounding
 
 
 @many

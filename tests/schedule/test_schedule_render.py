@@ -161,6 +161,7 @@ def test_json_has_the_names_that_scripts_rely_on() -> None:
         "recompute_hidden_seconds": [8.0, 8.0, 0.0, 0.0],
         "recompute_exposed_seconds": [0.0, 0.0, 8.0, 0.0],
         "peak_sets": [1, 1, 1, 1],
+        "peak_stash": [8, 8, 8, 1],
     }
     assert {op["lane"] for op in ops} == {"compute", "recompute", "send", "recv"}
     assert {"rank": 2, "lane": "recompute", "op": "2R0", "start": 10.0, "end": 11.0} in ops

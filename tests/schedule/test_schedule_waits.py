@@ -1,10 +1,15 @@
 """What each op waits for, and which messages there are."""
 
+import dataclasses
+
 import pytest
 
+from pipetrain.schedule.alive import idle_places, peak_sets
+from pipetrain.schedule.check import ScheduleError, check
+from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import Keep, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 
 
@@ -32,7 +37,7 @@ def test_overlap() -> None:
 
 
 def test_two_sets_ahead_wait_for_the_b_before_the_last() -> None:
-    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(ahead=2))
+    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(sets=2, keep="none"))
     assert [waits(schedule, f"0R{i}") for i in range(4)] == [{"0F0"}, {"0F1"}, {"0F2", "0B0"}, {"0F3", "0B1"}]
 
 
@@ -101,3 +106,73 @@ def test_forwards_only() -> None:
         assert {op.kind for _, _, op in schedule.ops()} == {Kind.F, Kind.SEND_F, Kind.RECV_F}
         assert schedule.first_backward == 3
         assert not schedule.kept
+
+
+def test_r_waits_while_kept_sets_take_the_places() -> None:
+    """Two places, microbatches 0 and 1 kept: R2 finds one after B0, R3 after B1; all earlier it would be the third."""
+    schedule = make_schedule(num_stages=2, num_microbatches=4, recompute=RecomputePolicy(sets=2))
+    assert {microbatch for stage, microbatch in schedule.kept if stage == 0} == {0, 1}
+    assert {str(op): waits(schedule, str(op)) for op in schedule.lane(0, Lane.RECOMPUTE)} == {
+        "0R2": {"0F2", "0B0"},
+        "0R3": {"0F3", "0B1"},
+    }
+    assert [peak.sets for peak in peak_sets(schedule)] == [2, 1]
+
+
+def test_r_waits_beside_a_kept_set_of_later() -> None:
+    """Microbatch 2 is kept beside R0's set, so that R1 finds a place after B0; with one place there is none for R0 either."""
+
+    def order(_: Shape) -> list[list[Op]]:
+        return [
+            [
+                Op(0, Kind(spelling[0]), int(spelling[1]))
+                for spelling in ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "B2"]
+            ]
+        ]
+
+    policy = RecomputePolicy(sets=2, last_stage="always")  # type: ignore[arg-type]
+    schedule = make_schedule(order, num_stages=1, num_microbatches=3, recompute=policy)
+    check(schedule)
+    assert schedule.kept == {(0, 2)}
+    assert waits(schedule, "0R1") == {"0F1", "0B0"}
+    one = dataclasses.replace(policy, sets=1)
+    with pytest.raises(ScheduleError, match="stage 0 may have 2 sets alive, its places are 1"):
+        check(make_schedule(order, num_stages=1, num_microbatches=3, recompute=one))
+
+
+def test_each_stage_has_places_of_its_own() -> None:
+    policy = RecomputePolicy(sets=[3, 1, 2, 1], keep="none")  # type: ignore[arg-type]
+    schedule = make_schedule(num_stages=4, num_microbatches=4, recompute=policy)
+    assert hash(policy) == hash(RecomputePolicy(sets=(3, 1, 2, 1), keep="none"))  # type: ignore[arg-type]
+    assert [waits(schedule, f"{stage}R3") for stage in range(3)] == [{"0F3", "0B0"}, {"1F3", "1B2"}, {"2F3", "2B1"}]
+    check(schedule)
+
+
+def test_early_r_goes_into_a_gap_where_a_place_is_free() -> None:
+    numbers = {"num_stages": 3, "num_microbatches": 4}
+    one, two = (
+        make_schedule(recompute=RecomputePolicy("early", sets=sets, keep="none"), **numbers)  # type: ignore[arg-type]
+        for sets in (1, 2)
+    )
+    assert lane(one, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0B0 0R1 0B1 0R2 0B2 0R3 0B3"
+    assert lane(two, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0R1 0B0 0B1 0R2 0B2 0R3 0B3"
+    check(two)
+    assert [peak.sets for peak in peak_sets(two)] == [2, 2, 1] or [peak.sets for peak in peak_sets(two)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "note"),
+    [
+        (RecomputePolicy(sets=4), None),
+        (
+            RecomputePolicy(sets=5),
+            "recompute.sets=5: no stage has more than 4 microbatches between F and B; with as many",
+        ),
+        (RecomputePolicy(sets=5, keep=Keep.NONE), "between F and B; more places change nothing"),
+        (RecomputePolicy(sets=(4, 4, 2)), "recompute.sets=[4, 4, 2]: stage 2 never has more than 1 microbatches"),
+        (RecomputePolicy("never", sets=9), None),  # type: ignore[arg-type]
+    ],
+)
+def test_more_places_than_sets_are_told(policy: RecomputePolicy, note: str | None) -> None:
+    told = idle_places(make_schedule(num_stages=3, num_microbatches=4, recompute=policy))
+    assert (told is None) if note is None else (note in str(told))

@@ -130,6 +130,7 @@ def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> No
         "recompute_hidden_seconds",
         "recompute_exposed_seconds",
         "peak_sets",
+        "peak_stash",
         "ops",
     }
     assert len(shown["peak_sets"]) == 3

@@ -42,13 +42,13 @@ class Drawn:
     mode: str
     schedule: str
     last_stage: str
-    ahead: int
+    sets: int
     rows: tuple[int, ...]  # of each microbatch
     zeros: frozenset[int]  # the microbatches that do not count
 
     @property
     def way(self) -> Way:
-        policy = {"last_stage": self.last_stage, "ahead": self.ahead}
+        policy = {"last_stage": self.last_stage, "sets": self.sets, "keep": "none"}
         return Way(self.mode, len(self.balance), schedule=self.schedule, balance=self.balance, policy=policy)
 
     def layers(self) -> Sequence[nn.Module]:

@@ -1,0 +1,49 @@
+"""What a user may ask of recomputation, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from pipetrain.schedule.policy import Keep, RecomputePolicy
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sets": 0}, ["recompute.sets=0", "1 or more"]),
+        ({"sets": [2, 0]}, ["recompute.sets=[2, 0]", "1 or more"]),
+        ({"sets": []}, ["recompute.sets=[]", "one per stage"]),
+        ({"sets": 1.5}, ["recompute.sets=1.5", "whole number"]),
+        ({"sets": True}, ["recompute.sets=True", "whole number"]),
+        ({"sets": "2"}, ["recompute.sets='2'", "whole number"]),
+        ({"stash": 0}, ["recompute.stash=0", "1 or more"]),
+        ({"keep": 2}, ["recompute.keep=2", "none and auto", "recompute.sets=3"]),
+        ({"keep": "atuo"}, ["recompute.keep='atuo'", "did you mean 'auto'"]),
+        ({"ahead": 2}, ["recompute.ahead=2", "recompute.sets=2 with recompute.keep=none"]),
+        ({"mode": "inlin"}, ["recompute.mode='inlin'", "did you mean 'inline'"]),
+    ],
+)
+def test_refused(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        RecomputePolicy(**fields)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_sets_are_kept_where_there_is_more_than_one_place() -> None:
+    asked: list[dict[str, Any]] = [
+        {},
+        {"sets": 2},
+        {"sets": (1, 2)},
+        {"sets": (1, 1)},
+        {"keep": "auto"},
+        {"sets": 2, "keep": "none"},
+    ]
+    assert [RecomputePolicy(**fields).keeps for fields in asked] == [False, True, True, False, True, False]
+
+
+def test_a_list_is_held_as_a_tuple() -> None:
+    policy = RecomputePolicy(sets=[2, 1], stash=[4, 3], keep="auto")  # type: ignore[arg-type]
+    assert (policy.sets, policy.stash, policy.keep) == ((2, 1), (4, 3), Keep.AUTO)
+    assert [policy.places_of(stage) for stage in (0, 1)] == [2, 1]
+    assert [policy.stash_of(stage) for stage in (0, 1)] == [4, 3]
+    assert RecomputePolicy("never", sets=2).places_of(0) is None  # type: ignore[arg-type]
