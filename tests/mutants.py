@@ -343,9 +343,16 @@ MUTANTS = (
     Mutant(
         "a proved set shares its buffers with later forwards",
         "pipetrain/stage/stage.py",
-        "self._state.live_storages() if prove else",
-        "frozenset() if prove else",
+        "self._state.live_storages() if held.late.is_filled else",
+        "frozenset() if held.late.is_filled else",
         (STAGE, "-k", "proof_finds_nothing"),
+    ),
+    Mutant(
+        "only buffers that have changed before are copied out of a kept set",
+        "pipetrain/stage/layer_state.py",
+        "small = {storage_key(buffer) for buffer in self._buffers() if is_small(buffer)}",
+        "small = set[int]()",
+        (MUSEUM, "-k", "begins_to_change_under_a_kept_set"),
     ),
     Mutant(
         "backward in a forward is not noticed",

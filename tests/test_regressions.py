@@ -535,7 +535,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {"recompute": RecomputePolicy("inline", last_stage="always")},
     "two stages": {"recompute": ALWAYS, "schedule": "interleaved", "stages_per_rank": 2, "balance": [1, 3]},
     "two places": {"recompute": RecomputePolicy("early", last_stage="always", sets=2, keep="none")},
-    "never": {"recompute": "never"},
+    "never": {"recompute": RecomputePolicy("never", last_stage="always")},  # every F before the first B
 }
 
 
@@ -638,6 +638,27 @@ def test_a_buffer_that_begins_to_change_in_the_second_step() -> None:
     check_state(
         lambda: [Scales(grow_once_warm), nn.Linear(4, 4)], ["overlap", "inline", "two stages"], before_step=warm
     )
+
+
+def test_a_buffer_that_begins_to_change_under_a_kept_set() -> None:
+    """Symptom: gradients wrong in `never`, by 0.29 where a layer read BatchNorm's running variance; or refused.
+
+    Cause: a kept set looked into the live buffer, unless a forward was known to change it and no BatchNorm owned it.
+    """
+
+    def warm(step: int, model: nn.Sequential) -> None:
+        WARM[0] = step > 0
+
+    class ReadsItsVariance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(torch.tanh(self.norm(x))) * self.norm.running_var
+
+    check_state(lambda: [Scales(grow_once_warm), nn.Linear(4, 4)], ["never"], before_step=warm)
+    check_state(lambda: [ReadsItsVariance(), nn.Linear(4, 4)], ["never", "overlap"])
 
 
 def test_momentum_and_statistics_switched_on_later() -> None:

@@ -153,12 +153,9 @@ class LayerState:
             noted.settle()
         return Seen(before.buffers, attributes, self._normal)
 
-    def changing_storages(self) -> Set[int]:
-        """The storages that F is known to change: what B reads of them has to be copied at the end of F."""
-        return self._changing_storages
-
     def live_storages(self) -> Set[int]:
-        """All storages that a later F may change, as far as they are looked after: more than it is known to."""
+        """All storages that a later F may change, as far as they are looked after: what B reads of them has to be copied at the
+        end of F. More than it is known to: a buffer may begin to change at any time."""
         small = {storage_key(buffer) for buffer in self._buffers() if is_small(buffer)}
         return (
             small | {storage_key(buffer) for buffer in self._changing_buffers.values()} | self._changing_storages
@@ -314,9 +311,7 @@ class LayerState:
         # Not those of normalisation layers: they change without a new version, but no backward reads them.
         norms = [module for module in self._modules if isinstance(module, _NormBase)]
         self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-        self._changing_storages = frozenset(
-            {storage_key(tensor) for tensor in (*buffers, *tensors) if id(tensor) not in self._normal} - {0}
-        )
+        self._changing_storages = frozenset({storage_key(tensor) for tensor in (*buffers, *tensors)} - {0})
         before.buffers = before.buffers.only(
             [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -180,16 +180,14 @@ class Stage:
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
-        held.late.end_forward(self._changing(prove=prove), needed=any(wants))
+        # A later F may go on changing what a filled set has of these.
+        changing = self._state.live_storages() if held.late.is_filled else frozenset()
+        held.late.end_forward(changing, needed=any(wants))
         self._learn_who_reads(held.late)
         if has_backward or any(wants):
             self._hold(microbatch, held, before)
         detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
         return StageOutput(tuple(detached.get(id(leaf), leaf) for leaf in leaves), spec, wants)
-
-    def _changing(self, *, prove: bool) -> Set[int]:
-        """The storages of which a filled set needs copies: later F go on changing them."""
-        return self._state.live_storages() if prove else self._state.changing_storages()
 
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
