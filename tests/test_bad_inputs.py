@@ -104,6 +104,7 @@ CONFIG = [
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
     train("steps=0", "steps=0", "1 or more"),
+    train("recompute.verify=0", "recompute.verify=0", "first, every, off or a number of steps"),
     train("seed=-1", "seed=-1", "0 or more"),
     train("timeout_seconds=0", "timeout_seconds=0", "more than 0"),
     train("timeout_seconds=nan", "timeout_seconds=nan", "finite", "more than 0"),

@@ -136,7 +136,7 @@ def attempt_own(trial: OwnTrial) -> Found:
     before, after = layer, count - layer - 1
     balance = tuple(size for size in (before, 1, after) if size)
     alone = functools.partial(_recomputing, stage=1 if before else 0)
-    policy = {"keep": subject.num_microbatches}
+    policy = {"sets": subject.num_microbatches}
     watched = dataclasses.replace(subject, layers=lambda: _watched(subject.layers(), layer))
     found = beside(watched, expected, Way(trial.mode, len(balance), schedule=alone, balance=balance, policy=policy))
     of_another = found.result is Verdict.KEPT and f"layer {layer} (" not in found.detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import re
@@ -47,11 +48,12 @@ class Harmful(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.harm = harm
-        self.left = {"forward": forward, "backward": backward}
+        # Not a number of the layer's: R would find it as F did, and leave it so.
+        self.left = {kind: ctypes.c_long(count) for kind, count in (("forward", forward), ("backward", backward))}
 
     def _count(self, kind: str) -> None:
-        self.left[kind] -= 1
-        if self.left[kind] == 0:
+        self.left[kind].value -= 1
+        if self.left[kind].value == 0:
             self.harm()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The clock that its lanes read is moved by the layers themselves: what an op take
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -23,13 +24,17 @@ STEPS = 30
 
 
 class Clock:
-    """Goes on by a millisecond whenever it is read, and by what the layers take."""
+    """Goes on by a millisecond whenever it is read, and by what the layers take. No state of a layer, which R would put back."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self._seconds = ctypes.c_double()
+
+    def go_on(self, seconds: float) -> None:
+        self._seconds.value += seconds
 
     def __call__(self) -> float:
-        self.seconds += 0.001
-        return self.seconds
+        self.go_on(0.001)
+        return self._seconds.value
 
 
 class Timed(CpuDevice):
@@ -54,7 +59,7 @@ class Tired(nn.Module):
         self.becomes_slow = False
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clock.seconds += 0.045 if self.becomes_slow and Tired.step >= SLOW_FROM else 0.015
+        self.clock.go_on(0.045 if self.becomes_slow and Tired.step >= SLOW_FROM else 0.015)
         return self.linear(x)
 
 
