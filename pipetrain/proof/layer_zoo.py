@@ -93,10 +93,10 @@ def _all_of(trials: Sequence[ZooTrial], spread: Sequence[ZooTrial]) -> Iterator[
 
 
 def ways_of(entry: Entry, *, quick: bool = False) -> Iterator[Way]:
-    """Every mode over every number of stages, all stages on one rank; `quick`: `overlap` over every number, the others over the least."""
+    """Every mode over every number of stages, all stages on one rank; `quick`: over the least, and `overlap` over the most, too."""
     for num_stages in entry.stages:
         for mode in Mode:
-            if not quick or mode is Mode.OVERLAP or num_stages == entry.stages[0]:
+            if not quick or num_stages == entry.stages[0] or (mode is Mode.OVERLAP and num_stages == entry.stages[-1]):
                 yield Way(mode.value, num_stages)
 
 

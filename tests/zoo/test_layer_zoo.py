@@ -146,7 +146,7 @@ def hangs_dies_or_ends(trial: ZooTrial) -> Found:
     return Found(Verdict.EQUAL)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
     subjects = ["ends", "hangs", "hangs", "dies", "ends"]
     came = list(
