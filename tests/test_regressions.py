@@ -1679,11 +1679,12 @@ def test_what_cannot_cross_a_cut_is_named(name: str) -> None:
     Cause: nobody looked at what a stage returned before its bytes were taken.
     """
     make, message = REFUSED[name]
-    pipeline = Pipeline(
-        [Then(lambda x, y: make(y)), nn.Linear(8, 8)], mean_square, recompute="never", **THREE_OVER_A_CUT
-    )
-    with pytest.raises(TypeError, match=r"layer 0 \(Then\), the last of stage 0, returned .*" + message):
-        pipeline.step(*rows(8)[0])
+    for mode in ("never", ALWAYS):
+        pipeline = Pipeline(
+            [Then(lambda x, y: make(y)), nn.Linear(8, 8)], mean_square, recompute=mode, **THREE_OVER_A_CUT
+        )
+        with pytest.raises(TypeError, match=r"layer 0 \(Then\), the last of stage 0, returned .*" + message):
+            pipeline.step(*rows(8)[0])
 
 
 def test_whole_goes_to_the_device() -> None:
