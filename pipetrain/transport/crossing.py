@@ -46,7 +46,7 @@ def cross(
         for number, other in overlaps.items():
             may_not_change.setdefault(
                 number,
-                f"{names[number]} of {giver}, which looks into the memory of {names[other]}: clone one of them there",
+                f"{names[number]} of {giver} which looks into the memory of {names[other]}: clone one of them there",
             )
     return _resolved(leaves), may_not_change
 
