@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         "a wait left out: B does not wait for its R",
         "pipetrain/schedule/waits.py",
-        "        yield way[0], op  # [2]\n",
+        "        yield schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0], op  # [2]\n",
         "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_check.py"),
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.runtime.counting import counts_of
-from pipetrain.runtime.cut import cut, num_rows, row_counts, weights_of
+from pipetrain.runtime.cut import cut, num_rows, weights_of
 from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
 
 
@@ -32,9 +32,12 @@ def reference_step(
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
     microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
-    # Of the uncut batch: in a microbatch, what was wrapped in Whole looks like any other tensor.
-    rows = num_rows(inputs, "inputs") or num_microbatches
-    counts = row_counts(rows, num_microbatches) if count_fn is None else counts_of(labels, count_fn)
+    # Of the uncut batch: in a microbatch, what was wrapped in Whole looks like any other tensor. Not by what the pipeline
+    # counts with, whose mistakes would be the same here.
+    share, rest = divmod(num_rows(inputs, "inputs") or num_microbatches, num_microbatches)
+    counts: list[int | float] = [share + (index < rest) for index in range(num_microbatches)]
+    if count_fn is not None:
+        counts = counts_of(labels, count_fn)
     weights, total = weights_of(counts), None
     with generators_restored(device):
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
