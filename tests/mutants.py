@@ -533,8 +533,8 @@ MUTANTS = (
     Mutant(
         "the bound counts what is left out",
         "pipetrain/schedule/bound.py",
-        "    return _least_time(links, len(schedule.microbatches), recompute)",
-        "    return _least_time(links, schedule.num_microbatches, recompute)",
+        "    return _least_time(links, len(schedule.microbatches), [",
+        "    return _least_time(links, schedule.num_microbatches, [",
         (WITHOUT, "-k", "sound and not more"),
     ),
     Mutant(
@@ -595,9 +595,9 @@ MUTANTS = (
     ),
     Mutant(
         "an input changed through .data is not seen",
-        "pipetrain/stage/stage.py",
-        "return all(same_values(tensor, leaf) for",
-        "return all(True for",
+        "pipetrain/stage/entered.py",
+        "        return self.before is not None and not _is_equal(self.tensor.detach(), self.before)",
+        "        return False",
         (MUSEUM, "-k", "changed_through_data"),
     ),
     Mutant(
@@ -976,7 +976,7 @@ MUTANTS = (
     Mutant(
         "a kept layer is told of its neighbours, too",
         "pipetrain/proof/own_layers.py",
-        "    return Found(Result.EQUAL) if of_another else found",
+        "    return Found(Verdict.EQUAL) if of_another else found",
         "    return found",
         ("tests/zoo/test_own_layers.py", "-k", "kept_is_named"),
     ),
