@@ -974,13 +974,6 @@ MUTANTS = (
         ("tests/zoo/test_layer_zoo.py", "-k", "hangs_or_dies"),
     ),
     Mutant(
-        "a kept layer is told of its neighbours, too",
-        "pipetrain/proof/own_layers.py",
-        "    return Found(Verdict.EQUAL) if of_another else found",
-        "    return found",
-        ("tests/zoo/test_own_layers.py", "-k", "kept_is_named"),
-    ),
-    Mutant(
         "R does not wait while kept sets take the places",
         "pipetrain/schedule/waits.py",
         "self._kept[number] + recomputed >= self._size",
