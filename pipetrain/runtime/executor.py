@@ -153,6 +153,7 @@ class Executor:
 
     def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
         op, lane, _, step = turn
+        self._monitor.doing = op
         try:
             with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:

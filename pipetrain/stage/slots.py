@@ -110,9 +110,8 @@ class _Phase(enum.Enum):
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. `share(tensor)`
-    is called for what R brings where another stream will read it while R's own goes on. Where there is a `proof`, F fills the
-    slots, and R's tensors are compared with them.
+    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
+    `proof`, F fills the slots, and R's tensors are compared with them.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class LateBoundSet:
         *,
         keep: bool,
         proof: Proof | None = None,
-        share: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -131,7 +129,6 @@ class LateBoundSet:
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
         self.before_read: Callable[[], None] = _nothing  # called before a layer reads its first slot in F
         self._fills = keep or proof is not None
-        self._share = share
         self._name_of = name_of
         self._meter = meter
         self._phase = _Phase.FORWARD
@@ -289,8 +286,6 @@ class LateBoundSet:
             self.proof.bring(slot, tensor)
             return
         slot.fill(tensor)
-        if self._share is not None:
-            self._share(tensor)
         self._witnesses.append((number, tensor._version, slot.tensor))  # type: ignore[arg-type]
 
     def _at_last_slot(self) -> None:

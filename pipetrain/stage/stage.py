@@ -116,7 +116,6 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        share: Callable[[Tensor], None] | None = None,
         name_of: NameOf = no_names,
     ) -> None:
         self.index = index
@@ -127,7 +126,6 @@ class Stage:
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self._device = device
         self._meter = meter
-        self._share = share
         self._held: dict[int, _Held] = {}
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         # What takes gradients inside its forward -> the first layer that they go through.
@@ -222,7 +220,7 @@ class Stage:
 
     def _start(self, given: StageInput, *, keep: bool, prove: bool) -> _Held:
         proof = Proof() if prove and not keep else None
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, share=self._share)
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof)
         late.keep_whole(self._refuses_hooks)
         if not keep:
             late.keep_whole(self._layers_inside())
