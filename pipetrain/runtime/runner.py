@@ -107,7 +107,7 @@ class CallRunner:
             self.executor.drop()
             if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
                 error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
-            broken_off = self._group.monitor.failure
+            broken_off: str | None = self._group.monitor.failure
             self._group.fail(error)
             if broken_off is not None and not isinstance(error, PipelineError):
                 # What a launch raised because the connections were broken under it.

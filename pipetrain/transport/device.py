@@ -137,7 +137,7 @@ class CudaDevice:
 
     def has_ended(self, event: torch.cuda.Event) -> bool:
         with torch.cuda.device(self._device):  # a thread of its own would start CUDA on the first GPU
-            return event.query()  # type: ignore[no-any-return]
+            return bool(event.query())  # type: ignore[no-untyped-call]
 
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._device)
