@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,12 @@ from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import Direction, Kind
-from pipetrain.schedule.op import Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.transport.gloo import GlooEdges
 from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.rings import Ring
 
 Collect = Callable[[], list[Tensor]]
 MakeBuffers = Callable[[Form], list[Tensor]]
@@ -52,6 +54,7 @@ class Outbound(Protocol):
 
     peer: str
     tells_changes: bool  # whether a message may have another form than its receiver expects
+    reads_later: bool  # whether the device may still read the tensors when `left` is called
 
     def send(
         self,
@@ -62,7 +65,8 @@ class Outbound(Protocol):
         expected: Form | None = None,
     ) -> None:
         """Send one message, with its form if given; `expected` is the form that its receiver knows, where that is another
-        one. `left()` is called, perhaps on another thread, when `op` has ended: the tensors need no longer be held."""
+        one. `left()` is called, perhaps on another thread, when `op` has ended: where the end does not `reads_later` the
+        tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -96,16 +100,19 @@ class Transport:
         edges: Edges | None,
         meter: ActivationMeter,
         device: torch.device,
+        lanes: Lanes,
     ) -> None:
         self._rank = rank
         self._meter = meter
         self._device = device
+        self._lanes = lanes
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
         self._after: set[tuple[int, Kind]] = set()  # those of either that belong to the edge after their stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
+        self._rings: dict[tuple[int, Kind], Ring] = {}  # of the inbound ones, on a device that runs ahead
         self._ended: deque[Op] = deque()
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
@@ -113,8 +120,13 @@ class Transport:
             self._connect(stage_ranks, edges)
 
     def _connect(self, stage_ranks: Sequence[int], edges: Edges) -> None:
-        """Meet the ranks at the other ends. Every rank goes through the edges in the same order, so none waits in a ring."""
-        for edge, (low, high) in enumerate(itertools.pairwise(stage_ranks)):
+        """Meet the ranks at the other ends.
+
+        Every rank goes through the edges in the same order, so none waits in a ring; every second edge first, so that where a
+        rank holds one stage all meet in two rounds, and not one after the other.
+        """
+        edge_ranks = list(enumerate(itertools.pairwise(stage_ranks)))
+        for edge, (low, high) in (*edge_ranks[::2], *edge_ranks[1::2]):
             if low == high or self._rank not in (low, high):
                 continue
             place = int(self._rank == high)
@@ -156,19 +168,24 @@ class Transport:
         form = None if self._is_described(op) else self._forms[op]
 
         def arrived(found: Form, collect: Collect) -> None:
-            # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
-            # receive it, from its F.
-            early = collect() if _is_activation(op) and self._device.type == "cpu" else ()
+            # An input that has come early counts as an activation from now on.
+            early = collect() if _is_activation(op) else ()
             self._early[op] = [self._meter.hold(tensor) for tensor in early]
             self._arrived[op] = (found, collect)
             self._forms[op] = found
             self._ended.append(op)
 
-        self._inbound[op.stage, op.kind].post(op, form, self._make_buffers, arrived)
+        self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
 
-    def _make_buffers(self, form: Form) -> list[Tensor]:
-        """What a message of this form is received into, on any thread."""
-        buffers = [tensor.empty(self._device) for tensor in form.tensors]
+    def _make_buffers(self, op: Op, form: Form) -> list[Tensor]:
+        """What a message of this form is received into: on any thread, or where the device runs ahead on the one that launches."""
+        if self._lanes.device.runs_ahead:
+            ring = self._rings.get((op.stage, op.kind))
+            if ring is None:
+                ring = self._rings[op.stage, op.kind] = Ring(self._lanes, op, self._device)
+            buffers = [ring.take(tensor) for tensor in form.tensors]
+        else:
+            buffers = [tensor.empty(self._device) for tensor in form.tensors]
         self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
         return buffers
 
@@ -189,6 +206,9 @@ class Transport:
     ) -> None:
         """Send a message. The tensors count as activations until they have left, where they are outputs.
 
+        On a device it is called on the stream of the queue, which comes after the ops that made them: so do copies of them
+        that are made here, and the SEND comes after the copies.
+
         Raises:
             PipelineError: another form than in earlier steps, where that cannot be told.
         """
@@ -205,11 +225,20 @@ class Transport:
             self._forms[op] = told
         keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
+        # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
+        given = list(leaves) if end.reads_later else []
 
-        def left() -> None:
+        def let_go() -> None:
             for key in keys:
                 self._meter.release(key)
             tensors.clear()
+            given.clear()
+
+        def left() -> None:
+            if end.reads_later:
+                self._lanes.hold(Lane.SEND, op, let_go)
+            else:
+                let_go()
             self._unsent.discard(op)
             self._ended.append(op)
 
