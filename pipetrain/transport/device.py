@@ -7,8 +7,8 @@ the same calls on both. On a CPU all that a stream was given has ended when the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,18 @@ class Device(Protocol):
 
     def clock(self, stream: Stream) -> Clock:
         """Reads events that are recorded from now on; `stream` is idle or gets its next work after this."""
+
+    def tells_waits(self) -> AbstractContextManager[Any]:
+        """Within it there is a warning for each time the host waits for the device, as far as that is known."""
+
+    def has_ended(self, event: Event) -> bool:
+        """Whether `event` has happened. For any thread; nobody waits."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Memory of the host, uint8, from which and to which the device copies while the host goes on."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Give the current stream a copy between the host's memory and the device's; whoever calls holds both until it has ended."""
 
 
 class CudaDevice:
@@ -95,6 +107,26 @@ class CudaDevice:
 
         return seconds
 
+    @contextmanager
+    def tells_waits(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def has_ended(self, event: torch.cuda.Event) -> bool:
+        with torch.cuda.device(self._device):  # a thread of its own would start CUDA on the first GPU
+            return event.query()  # type: ignore[no-any-return]
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        with torch.cuda.device(self._device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
 
 class CpuDevice:
     """The twin: a stream is nothing, and an event is a time."""
@@ -125,6 +157,18 @@ class CpuDevice:
 
     def clock(self, stream: Stream) -> Clock:  # noqa: ARG002
         return float
+
+    def tells_waits(self) -> AbstractContextManager[Any]:
+        return _HERE
+
+    def has_ended(self, event: float) -> bool:  # noqa: ARG002
+        return True
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
 
 _HERE = nullcontext()

@@ -75,6 +75,11 @@ class Lanes:
         end = self._ended[op] = self.device.record(stream)  # [3]
         self._spans.append((lane, op, start, end))
 
+    def mark(self, op: Op) -> Event:
+        """`op` ends where the current stream is now: what waits for it waits for that. Its span is told by `record`."""
+        end = self._ended[op] = self.device.record(self.device.current())
+        return end
+
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         """An op that ran on the host, in seconds of `time.perf_counter`. For any thread."""
         self._host.append(OpEvent(self._rank, lane, op, start, end))
