@@ -8,8 +8,8 @@ Who must know the difference asks `runs_ahead`, and not what the device is calle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -77,6 +77,9 @@ class Device(Protocol):
     def clock(self, stream: Stream) -> Clock:
         """Reads events that are recorded from now on; `stream` is idle or gets its next work after this."""
 
+    def tells_waits(self) -> AbstractContextManager[Any]:
+        """Within it there is a warning for each time the host waits for the device, as far as that is known."""
+
 
 class CudaDevice:
     """One GPU. ROCm's torch has the same calls under the same names. Not yet run on a machine with a GPU."""
@@ -96,7 +99,7 @@ class CudaDevice:
                 return stream
         raise RuntimeError(
             f"{self._device} has {_STREAMS_OF_A_PRIORITY} streams of a priority, and this rank needs more: two for each edge "
-            "of its stages. Use fewer stages per rank, transport.communicators=pair, or close pipelines that are not used"
+            "of its stages. Use fewer stages per rank, or close the pipelines that are not used any more"
         )
 
     def current(self) -> torch.cuda.Stream:
@@ -119,7 +122,7 @@ class CudaDevice:
     def lent(self, tensor: Tensor) -> Tensor:
         # ProcessGroupNCCL calls record_stream on what it sends and receives, and a block under it comes back only when the
         # device gets there. The caching allocator passes over memory that does not carry its own deleter.
-        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[no-any-return, attr-defined]
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
 
     def finish(self, stream: torch.cuda.Stream) -> None:
         self.waited("a stream")
@@ -148,6 +151,15 @@ class CudaDevice:
             return offset + milliseconds / 1e3
 
         return seconds
+
+    @contextmanager
+    def tells_waits(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 _STREAMS_OF_A_PRIORITY = 32
@@ -196,6 +208,9 @@ class CpuDevice:
 
     def clock(self, stream: Stream) -> Clock:  # noqa: ARG002
         return float
+
+    def tells_waits(self) -> AbstractContextManager[Any]:
+        return _HERE
 
 
 _HERE = nullcontext()

@@ -108,6 +108,13 @@ class Lanes:
         assert self._ahead is not None
         return self._ahead.comes_after(_line(lane, op), moment)
 
+    def mark(self, lane: Lane, op: Op) -> Event:
+        """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
+        end = self._ended[op] = self.device.record(self._stream(lane, op))
+        if self._ahead is not None:
+            self._ahead.end(_line(lane, op), op)
+        return end
+
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         """An op that ran on the host, in seconds of `time.perf_counter`. For any thread."""
         self._host.append(OpEvent(self._rank, lane, op, start, end))
