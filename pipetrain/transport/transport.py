@@ -239,7 +239,7 @@ class Transport:
         keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
         # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
-        given = list(leaves) if end.reads_later else []
+        given = list(leaves) if self._lanes.device.runs_ahead else []
 
         def let_go() -> None:
             for key in keys:
