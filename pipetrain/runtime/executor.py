@@ -123,30 +123,28 @@ class Executor:
         while True:
             for transfer in self._transport.take_ended():
                 turns.end(program.number[transfer])
-            self._start_transfers(turns, program, step)
             if turns.over:
                 break
-            if not self._compute_one(turns, program, step):
+            if not self._start_one(turns, program, step):
                 self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
         self._lanes.end_step()
         self._assert_nothing_is_held()
 
     # Order --------------------------------------------------------------------------------------------------------
 
-    def _start_transfers(self, turns: Turns, program: Program, step: Step) -> None:
-        """All whose turn it is. Only this thread starts them: one that waits for a message alone starts after the F, R or B
-        that runs when the message comes."""
-        for queue in range(len(COMPUTING), len(program.queues)):
-            while (place := turns.take(queue)) is not None:
-                self._run(_Turn(program.ops[place], program.lanes[queue], program, step), program.waits[place])
+    def _start_one(self, turns: Turns, program: Program, step: Step) -> bool:
+        """Start the next transfer, or run the next F, R or B; False where all wait.
 
-    def _compute_one(self, turns: Turns, program: Program, step: Step) -> bool:
-        """Run the next op of the compute lane, else of the recompute lane; False where both wait."""
-        for queue, lane in enumerate(COMPUTING):
+        Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
+        message comes.
+        """
+        for queue in range(len(program.queues)):
             place = turns.take(queue)
             if place is not None:
+                lane = program.lanes[place]
                 self._run(_Turn(program.ops[place], lane, program, step), program.waits[place])
-                turns.end(place)
+                if lane in COMPUTING:
+                    turns.end(place)
                 return True
         return False
 
