@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
+from pipetrain.group.own_device import identity_of
 from pipetrain.model.sharing import SharedState
 from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
@@ -43,6 +44,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.timeline.step_report import RankReport, Report
+from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
 from pipetrain.transport.lanes import Recording, make_lanes
 
 
@@ -114,7 +116,8 @@ class Pipeline:
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         self._meter = ActivationMeter()
-        self._group = join_group(group, device, timeout_seconds=timeout_seconds)
+        shares = isinstance(plan, Plan) and plan.edges == PINNED
+        self._group = join_group(group, device, timeout_seconds=timeout_seconds, shares_gpus=shares)
         self._lanes = make_lanes(self._group.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain)
@@ -140,6 +143,9 @@ class Pipeline:
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(schedule, policy, self.plan, self._group.rank)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
+                if self._group.size > 1:
+                    own.carrier = carrier_of(self.plan.edges, self.device)
+                    own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
                 self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
                 check_sharing(built_as(spec, self._layers()), stages)

@@ -58,9 +58,19 @@ class CallRunner:
         self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
         self._calls = Calls(group.chain, plan, stages)
-        edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
         before = lanes.device.memory().other_bytes
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device)
+        edges = None
+        if group.store is not None:
+            edges = make_edges(
+                group.store,
+                lanes,
+                group.monitor,
+                group.device,
+                plan.stage_ranks,
+                edges=plan.edges,
+                communicators=plan.communicators,
+            )
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes)
         after = lanes.device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
