@@ -60,6 +60,7 @@ class VirtualRanks:
 
         def main(rank: int) -> None:
             self._here.rank = rank
+            self.device.is_launched_here()
             try:
                 with self._baton.held(rank), self._devices[rank].kernels():
                     values[rank] = function()
@@ -94,6 +95,7 @@ class VirtualRanks:
                 stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True))
             from pipetrain.group import chain, neighbour
             from pipetrain.runtime import pipeline, runner
+            from pipetrain.snapshot import saver
             from pipetrain.transport import nccl
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
@@ -108,6 +110,9 @@ class VirtualRanks:
             put(Transport, "post", _heard(Transport.post, self))
             put(Transport, "send", _told(Transport.send, self))
             put(Courier, "close", self._passing_on(Courier.close))
+            put(saver, "device_of", lambda _: self.device)
+            for method in ("before_update", "wait"):
+                put(saver.Saver, method, self._joining(getattr(saver.Saver, method)))
             for call in ("step", "evaluate", "__call__", "clip_grad_norm_"):
                 put(Pipeline, call, _call(getattr(Pipeline, call), call, self))
             yield
@@ -121,6 +126,14 @@ class VirtualRanks:
         def waiting(*args: Any) -> Any:
             with self._baton.passed_on():
                 return wait(*args)
+
+        return waiting
+
+    def _joining(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*args: Any) -> Any:
+            result = wait(*args)
+            self.device.joins_helpers()
+            return result
 
         return waiting
 
