@@ -257,5 +257,5 @@ def _launch_one(machine: _Machine, host: _Host) -> bool:
 
 
 def _without_kernels(entries: Sequence[Entry]) -> list[Entry]:
-    kinds = (Launch, EventRecord, EventWait, Message, HostJoin, HostMessage, HostWait)
+    kinds = (Launch, EventRecord, EventWait, Message, HostMessage, HostWait, HostJoin)
     return [entry for entry in entries if isinstance(entry, kinds)]

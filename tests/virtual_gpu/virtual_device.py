@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,9 @@ class VirtualDevice:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def tells_waits(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def clock(self, *_: Any) -> Any:
         return VirtualClock(self)
