@@ -46,6 +46,7 @@ class Programs:
             num_microbatches=plan.num_microbatches,
             policy=policy,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
+            transport_ahead=plan.transport_ahead,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last

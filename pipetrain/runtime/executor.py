@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
@@ -172,6 +171,7 @@ class Executor:
         op, lane, program, step = turn
         stage = self._stages[op.stage]
         given = self._given(turn)
+        is_last = op.stage == program.schedule.num_stages - 1
         with self._lanes.timed(lane, op):
             if step.with_graph:
                 place = op.stage, op.microbatch
@@ -184,10 +184,10 @@ class Executor:
                 )
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
-        if op.stage == program.schedule.num_stages - 1:
+            if not is_last:  # before the op ends: what it gives may have to be copied
+                self._give(turn, self._crossed(stage, output, given))
+        if is_last:
             self._finish_microbatch(turn.microbatch, output, step)
-        else:
-            self._give(turn, self._crossed(stage, output, given))
 
     def _recompute(self, turn: _Turn) -> None:
         with self._lanes.timed(turn.lane, turn.op):
@@ -205,9 +205,6 @@ class Executor:
 
     def _send(self, turn: _Turn) -> None:
         result = self._results.pop(turn.op)
-        for leaf in result.leaves:
-            if isinstance(leaf, Tensor):
-                self._lanes.keep(leaf)  # allocated on the producer's stream, read on this queue's
         text = "" if result.spec is None else spec_text(result.spec)
         self._transport.send(turn.op, result.leaves, result.wants_gradient, text, result.fixed)
 
