@@ -147,9 +147,7 @@ def run_as_launched(schedule: Schedule, seed: int) -> None:
         log = run.step()
         run.assert_right(log)
         for rank, order in enumerate(schedule.launch_order):
-            assert order == tuple(
-                op for what, op in log if what == "start" and schedule.stage_ranks[op.stage] == rank
-            )
+            assert order == tuple(op for what, op in log if what == "start" and schedule.stage_ranks[op.stage] == rank)
 
 
 @pytest.mark.slow
