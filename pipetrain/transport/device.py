@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipetrain.transport.host_waits import OnWait, waits_seen
+
 Stream = Any  # of the device that made it
 Event = Any
 # When an event happened, in seconds of `time.perf_counter`. On a GPU it waits for the event: not for the hot path.
@@ -52,8 +54,8 @@ class Device(Protocol):
     def clock(self, stream: Stream) -> Clock:
         """Reads events that are recorded from now on; `stream` is idle or gets its next work after this."""
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
-        """Within it there is a warning for each time the host waits for the device, as far as that is known."""
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:
+        """Within it `on_wait(file, line)` is called where the host waits for the device, as far as that can be seen."""
 
     def has_ended(self, event: Event) -> bool:
         """Whether `event` has happened. For any thread; nobody waits."""
@@ -108,13 +110,14 @@ class CudaDevice:
         return seconds
 
     @contextmanager
-    def tells_waits(self) -> Iterator[None]:
+    def watch_waits(self, on_wait: OnWait) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        with waits_seen(on_wait):
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     def has_ended(self, event: torch.cuda.Event) -> bool:
         with torch.cuda.device(self._device):  # a thread of its own would start CUDA on the first GPU
@@ -158,7 +161,7 @@ class CpuDevice:
     def clock(self, stream: Stream) -> Clock:  # noqa: ARG002
         return float
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:  # noqa: ARG002
         return _HERE
 
     def has_ended(self, event: float) -> bool:  # noqa: ARG002
