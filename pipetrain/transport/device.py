@@ -121,7 +121,7 @@ class CudaDevice:
 
     def has_ended(self, event: torch.cuda.Event) -> bool:
         with torch.cuda.device(self._device):  # a thread of its own would start CUDA on the first GPU
-            return event.query()  # type: ignore[no-any-return]
+            return event.query()  # type: ignore[no-any-return, no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
         with torch.cuda.device(self._device):

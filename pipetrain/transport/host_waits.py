@@ -30,5 +30,5 @@ def waits_seen(on_wait: OnWait) -> Iterator[None]:
             else:
                 show(message, category, filename, lineno, *rest)
 
-        warnings.showwarning = look
+        warnings.showwarning = look  # type: ignore[assignment]
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,19 +18,27 @@ from parity_cases import Case, rows, run_cases
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
+from pipetrain.config.load import load
 from pipetrain.config.records import EDGES
+from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
 from pipetrain.plan.plan import make_plan
+from pipetrain.prepare import predict, prepare
 from pipetrain.runtime import pipeline as runtime
 from pipetrain.runtime import sync_watch
+from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.sync_watch import waits_told
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.carrier import AUTO, NCCL, PINNED, carrier_of
 from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.forms import Form, TensorForm, flat_bytes
 from pipetrain.transport.host_waits import OnWait, waits_seen
 from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.pinned import _ReceivingSlot, _Slot
 
 LATE = [
     Shared("plain", "gpipe", "overlap"),
@@ -95,6 +104,71 @@ def changing_forms() -> list[Case]:
 
 def test_a_form_that_changes_is_told() -> None:
     run_ranks(2, run_cases, changing_forms)
+
+
+def test_a_message_waits_for_its_turn_in_a_slot() -> None:
+    """A courier that is faster than the thread that launches does not receive over what that thread has not landed."""
+    monitor = Monitor(0, FailureBoard(None), timeout_seconds=NEVER_SECONDS)
+    slot = _ReceivingSlot(CpuDevice(), monitor)
+    form = Form("", (TensorForm((2,), (1,), "float32", needs_gradient=False),))
+    (first,) = slot.tensors(form)
+    slot.take()
+    came: list[Tensor] = []
+    courier = threading.Thread(target=lambda: came.extend(slot.tensors(form)), daemon=True)
+    courier.start()
+    courier.join(0.05)
+    assert came == []
+    slot.give_back(CpuDevice().record(None))
+    courier.join()
+    assert came[0].data_ptr() == first.data_ptr()
+
+
+def test_a_courier_goes_when_the_pipeline_has_failed() -> None:
+    monitor = Monitor(0, FailureBoard(None), timeout_seconds=NEVER_SECONDS)
+    slot = _ReceivingSlot(CpuDevice(), monitor)
+    slot.take()
+    monitor.fail("rank 1 failed")
+    with pytest.raises(PipelineError, match="rank 1 failed"):
+        slot.tensors(Form("", ()))
+
+
+def test_a_slot_has_room_for_tensors_of_every_kind() -> None:
+    given = [
+        torch.arange(5, dtype=torch.uint8),
+        torch.randn(3, dtype=torch.complex128),
+        torch.zeros(0),
+        torch.tensor(True),
+        torch.randn(2, 3, dtype=torch.bfloat16).t(),
+    ]
+    slot = _Slot(CpuDevice())
+    rooms = slot.like(given)
+    for room, tensor in zip(rooms, given, strict=True):
+        room.copy_(flat_bytes(tensor))
+    for room, tensor in zip(rooms, given):
+        assert room.dtype == tensor.dtype
+        assert torch.equal(room, flat_bytes(tensor))
+    again = slot.like(given[:1])
+    assert again[0].data_ptr() == rooms[0].data_ptr()
+
+
+# What reaches the schedule ----------------------------------------------------------------------------------------------
+
+
+def test_ahead_reaches_the_schedule() -> None:
+    wanted = make_schedule("1f1b", num_stages=2, num_microbatches=4, transport_ahead=0)
+    plan = make_plan(4, num_ranks=2, num_microbatches=4, transport_ahead=0)
+    program = Programs("1f1b", RecomputePolicy(), plan, rank=0).whole()
+    assert program.schedule.waits == wanted.waits
+    config = load(["experiment=smoke", "transport=serial", "pipeline=1f1b", "pipeline.num_microbatches=4"])
+    run = prepare(config)
+    assert run.plan.transport_ahead == run.schedule.transport_ahead == 0
+    assert run.schedule.waits == wanted.waits
+    assert predict(config).schedule.waits == wanted.waits
+
+
+def test_edges_reach_the_plan() -> None:
+    plan = prepare(load(["experiment=smoke", "transport=pinned", "transport.communicators=pair"])).plan
+    assert (plan.edges, plan.communicators) == ("pinned", "pair")
 
 
 # What the words mean on a machine, and what it lacks --------------------------------------------------------------------
