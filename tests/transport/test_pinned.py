@@ -292,6 +292,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_ranks_share_gpus_where_they_may(two_gpus: pytest.MonkeyPatch) -> None:
     assert choose_device(None) == CPU
     assert choose_device(None, shares_gpus=True) == torch.device("cuda", 1)
+    two_gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(None, shares_gpus=True) == torch.device("cuda", 0)
     two_gpus.setattr(torch.cuda, "device_count", lambda: 4)
     assert choose_device(None) == torch.device("cuda", 3)
     two_gpus.setattr(torch.cuda, "is_available", lambda: False)
