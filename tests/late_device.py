@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device import LOW, CpuDevice
 
 LATE_SECONDS = 0.005
 
@@ -52,11 +52,13 @@ class _Stream:
 
 
 class LateDevice(CpuDevice):
+    runs_ahead = True
+
     def __init__(self) -> None:
         self._current = _Stream()
         self.num_copies = 0
 
-    def stream(self, *, priority: int = 0) -> _Stream:  # noqa: ARG002
+    def stream(self, *, priority: int = LOW) -> _Stream:  # noqa: ARG002
         return _Stream()
 
     def current(self) -> _Stream:
@@ -71,7 +73,7 @@ class LateDevice(CpuDevice):
         finally:
             self._current = before
 
-    def record(self, stream: _Stream) -> Any:
+    def record(self, stream: _Stream, again: Any = None) -> Any:  # noqa: ARG002
         event = _Event()
         stream.give(event.happen)
         return event

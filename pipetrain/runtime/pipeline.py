@@ -44,7 +44,7 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
-from pipetrain.transport.lanes import Recording, make_lanes, sharing
+from pipetrain.transport.lanes import Recording, make_lanes
 
 
 class Pipeline:
@@ -145,7 +145,7 @@ class Pipeline:
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
+                self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
                 check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
@@ -160,9 +160,7 @@ class Pipeline:
                 policy.verify,
             )
 
-    def _build(
-        self, spec: ModelSpec, loss_fn: LossFn | None, policy: RecomputePolicy, *, checked: bool
-    ) -> dict[int, Stage]:
+    def _build(self, spec: ModelSpec, loss_fn: LossFn | None, *, checked: bool) -> dict[int, Stage]:
         """The stages of this rank."""
         return {
             index: Stage(
@@ -172,7 +170,6 @@ class Pipeline:
                 device=self.device,
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                share=sharing(self._lanes, policy.most_sets),
                 name_of=name_in(spec),
             )
             for index in self.plan.stages_of(self.rank)

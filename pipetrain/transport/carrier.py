@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
 GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
+PER_EDGE, PER_PAIR = "edge", "pair"  # what there is a communicator of NCCL for, in each direction
 
 
 def carrier_of(edges: str, device: torch.device) -> str:

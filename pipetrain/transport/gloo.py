@@ -95,6 +95,7 @@ class GlooOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
     tells_changes = True
+    reads_later = False
 
     def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer

@@ -79,9 +79,7 @@ class PinnedInbound:
                     tensors.extend(make_buffers(known))
                     for tensor, source in zip(tensors, in_slot):
                         self._lanes.device.copy(flat_bytes(tensor), source)  # [2]
-                    slot.give_back(self._lanes.mark(op))  # [3]
-                for tensor in tensors:
-                    self._lanes.share(tensor)  # allocated on the queue's stream, read by F, R and B on theirs
+                    slot.give_back(self._lanes.mark(Lane.RECV, op))  # [3]
 
             arrived(known, lambda: tensors, land)
 
@@ -98,6 +96,7 @@ class PinnedOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
     tells_changes = True
+    reads_later = False
 
     def __init__(self, over_gloo: GlooOutbound, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = over_gloo.peer
