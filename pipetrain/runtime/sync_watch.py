@@ -42,7 +42,7 @@ def waits_told(stages: Mapping[int, Stage], device: Device) -> Iterator[None]:
         warnings.warn(
             f"{layer} makes the host wait for the GPU in every microbatch ({place}), so that what should run beside it is launched too "
             "late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep what they need on the CPU",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -367,3 +367,24 @@ def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyP
     with warnings.catch_warnings(record=True) as told, waits_told({0: stage}, Watched()):
         stage.layers[0](torch.ones(1))
     assert told == []
+
+
+class WatchedLate(LateDevice):
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
+        return waits_seen(on_wait)
+
+
+def test_a_first_step_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "make_lanes", lambda rank, device: Lanes(rank, WatchedLate()))
+    layers = [nn.Linear(2, 2), Looks()]
+    with (
+        warnings.catch_warnings(record=True, action="always") as told,
+        Pipeline(layers, nn.functional.mse_loss, num_microbatches=2) as pipeline,
+    ):
+        pipeline.step(torch.ones(4, 2), torch.ones(4, 2))
+        first = [str(warning.message) for warning in told]
+        told.clear()
+        pipeline.step(torch.ones(4, 2), torch.ones(4, 2))
+        later = {str(warning.message) for warning in told}
+    assert [line.partition(" makes")[0] for line in first] == ["layer 1 (Looks) of stage 0"]
+    assert all(line.startswith("called a synchronizing") for line in later), "looked at again"
