@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipetrain.schedule.op import Op
 from virtual_gpu.recorded import Entry, EventRecord, EventWait, HostMessage, HostWait, Launch, Message, Recording
+
+from pipetrain.schedule.op import Op
 
 Fold = Callable[[int], int]  # the hardware queue of a rank's stream
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from virtual_gpu.recorded import Allocation, Free, HostWait, Kernel, RankRecording
 
 # These allocate, or look at memory in another way, and launch nothing.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-
-from pipetrain.schedule.op import Op
 from virtual_gpu.kernels import Blocks, KernelMode
 from virtual_gpu.recorded import CallMark, EventRecord, EventWait, HostMessage, HostWait, Keep, Launch, RankRecording
+
+from pipetrain.schedule.op import Op
 
 STREAMS_PER_PRIORITY = 32  # torch hands out so many, in turn
 
