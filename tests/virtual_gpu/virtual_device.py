@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.schedule.op import Op
+from pipetrain.transport.device import DeviceMemory
 from virtual_gpu.kernels import Blocks, KernelMode
 from virtual_gpu.recorded import (
     CallMark,
@@ -152,6 +153,9 @@ class VirtualDevice:
 
     def tells_waits(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None)
 
     def clock(self, *_: Any) -> Any:
         return VirtualClock(self)
