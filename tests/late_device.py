@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.transport.device import LOW, CpuDevice
+from pipetrain.transport.device_clock import StepClock
 
 LATE_SECONDS = 0.005
 
@@ -87,12 +88,12 @@ class LateDevice(CpuDevice):
     def finish(self, stream: _Stream) -> None:
         self.record(stream).wait()
 
-    def clock(self, stream: _Stream) -> Callable[[Any], float]:  # noqa: ARG002
+    def clock(self) -> StepClock:
         def seconds(event: _Event) -> float:
             event.wait()
             return event.seconds
 
-        return seconds
+        return StepClock(seconds, lambda: 0.0)
 
     def has_ended(self, event: Any) -> bool:
         return bool(event.has_happened)

@@ -35,6 +35,7 @@ class Mutant:
 
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
+CASTS = "tests/runtime/test_casts.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
@@ -104,11 +105,39 @@ MUTANTS = (
         (STAGE, "-k", "change_of_a_parameter"),
     ),
     Mutant(
-        "R uses the cache of autocast",
-        "pipetrain/stage/stage.py",
-        "torch.set_autocast_cache_enabled(False)",
-        "torch.set_autocast_cache_enabled(True)",
-        (STAGE, "-k", "casts"),
+        "a cast that R has made stays for F",
+        "pipetrain/stage/casts.py",
+        "            torch.clear_autocast_cache()\n",
+        "",
+        (CASTS, "-k", "no_forward_gets"),
+    ),
+    Mutant(
+        "each set holds a cast of trained weights",
+        "pipetrain/stage/casts.py",
+        "                self._leave_out(known.cdata)\n",
+        "                pass\n",
+        (CASTS, "-k", "holds_no_weights"),
+    ),
+    Mutant(
+        "a frozen weight is cast each time",
+        "pipetrain/stage/casts.py",
+        "        if found is not None and found.is_of(weight):",
+        "        if False:",
+        (CASTS, "-k", "once_per_step"),
+    ),
+    Mutant(
+        "a frozen weight keeps its first cast",
+        "pipetrain/stage/casts.py",
+        "        if found is not None and found.is_of(weight):",
+        "        if found is not None:",
+        (CASTS, "-k", "within_a_step"),
+    ),
+    Mutant(
+        "a frozen weight is cast where a layer has switched autocast off",
+        "pipetrain/stage/casts.py",
+        "        if func in _CASTING and self._casts.is_cast_here():",
+        "        if func in _CASTING:",
+        (CASTS, "-k", "plain_loop and hand"),
     ),
     Mutant(
         "R changes the buffers",

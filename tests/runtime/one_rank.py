@@ -40,8 +40,9 @@ def run_step(
     prove: Callable[[int], bool] = lambda microbatch: False,
     before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
     step: int = 0,
+    has_backward: bool = True,
 ) -> Tensor:
-    """All F, then R and B of each microbatch, last stage first."""
+    """All F, then R and B of each microbatch, last stage first; `has_backward`: R and B, too."""
     microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
     weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
     total = torch.zeros(())
@@ -63,7 +64,7 @@ def run_step(
                 value = pytree.tree_unflatten(output.leaves, output.spec)
                 wants = frozenset(n for n, wanted in enumerate(output.wants_gradient) if wanted)
             total = total + value
-        for i in range(m):
+        for i in range(m) if has_backward else ():
             gradients: Sequence[Tensor | None] = ()
             for stage in reversed(stages):
                 if i not in stage._held:
@@ -72,6 +73,9 @@ def run_step(
                     before_recompute(stage.index, i)
                     stage.recompute(i)
                 gradients = stage.backward(i, gradients)
+    for stage in stages:
+        if has_backward:
+            stage.end_step()
     return total
 
 

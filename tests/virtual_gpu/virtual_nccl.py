@@ -122,7 +122,7 @@ class VirtualGroup:
         number, wire.num_posted = wire.num_posted, wire.num_posted + 1
         block = self._device.block(tensor)
         what = f"rank {self._device.recording.rank} reads what {self._device.launches} brings"
-        self._device.blocks.fill_later(tensor, lambda: wire.take(number, what))
+        self._device.blocks.fill_later(block, tensor, lambda: wire.take(number, what))
         return self._launch(
             Message(self._stream.number, (self._number, source), number, sends=False, block=block), tensor
         )
@@ -131,6 +131,8 @@ class VirtualGroup:
         device = self._device
         device.follow(self._stream, device.current())
         device.recording.entries.append(message)
+        if not device.blocks.is_lent(tensor):  # torch does so with every tensor of a transfer
+            device.keep(tensor, self._stream)
         return VirtualWork(device, device.record(self._stream), [tensor])
 
     def abort(self) -> None:
