@@ -143,7 +143,9 @@ class Pipeline:
                 check_sharing(spec, stages)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 policy = RecomputePolicy.of(recompute)
-                self._programs = Programs(schedule, policy, self.plan, self._group.rank)
+                self._programs = Programs(
+                    schedule, policy, self.plan, self._group.rank, runs_ahead=self._lanes.device.runs_ahead
+                )
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
