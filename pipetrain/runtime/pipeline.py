@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -222,7 +224,8 @@ class Pipeline:
                 `find_not_finite` says where it began.
         """
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
-        self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
+        with self._watching():
+            self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         recording, peak = self._lanes.recording(), self._meter.peak_bytes
         self._last_report = lambda: measure_rank(
             self.rank,
@@ -239,6 +242,15 @@ class Pipeline:
             self._unseen.append(recording)
         self._emit_events()
         return self._runner.loss_of(step)
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """In the first step on a device that the host should run ahead of: which layers make it wait."""
+        is_first = self._last_report is None
+        return (
+            waits_told(self._stages, self._lanes.device)
+            if is_first and self._lanes.device.runs_ahead
+            else nullcontext()
+        )
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, on every rank's host; layers in eval mode, no gradients."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.transport.device_clock import AnchoredClock, StepClock
+from pipetrain.transport.host_waits import OnWait, waits_seen
 
 Stream = Any  # of the device that made it
 Event = Any
@@ -94,8 +95,8 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory:
         """What this process has used up to now."""
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
-        """Within it there is a warning for each time the host waits for the device, as far as that is known."""
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:
+        """Within it `on_wait(file, line)` is called where the host waits for the device, as far as that can be seen."""
 
 
 class CudaDevice:
@@ -180,13 +181,14 @@ class CudaDevice:
         )
 
     @contextmanager
-    def tells_waits(self) -> Iterator[None]:
+    def watch_waits(self, on_wait: OnWait) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        with waits_seen(on_wait):
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
 
 _STREAMS_OF_A_PRIORITY = 32
@@ -239,7 +241,7 @@ class CpuDevice:
     def memory(self) -> DeviceMemory:
         return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:  # noqa: ARG002
         return _HERE
 
 
