@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         "lanes do not join at the end of a step",
         "pipetrain/transport/lanes.py",
-        "                self.device.follow(stream, caller)  # what one stream has read another may be given from now on\n",
+        "                self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next\n",
         "                pass\n",
         ("tests/runtime/test_device.py",),
     ),
