@@ -151,7 +151,7 @@ class VirtualDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def tells_waits(self) -> AbstractContextManager[None]:
+    def watch_waits(self, _: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def memory(self) -> DeviceMemory:
