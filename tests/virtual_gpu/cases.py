@@ -140,7 +140,7 @@ def _saver(pipeline: Pipeline, folder: Path) -> Saver:
 
 
 def _state(step: int, num_ranks: int) -> RunState:
-    return RunState(step, num_ranks, {}, {}, {}, {})
+    return RunState(step, num_ranks, {}, {}, None, {})
 
 
 def _fail(text: str) -> None:
