@@ -68,6 +68,12 @@ class LateDevice(CpuDevice):
     @contextmanager
     def on(self, stream: _Stream) -> Iterator[None]:
         self.finish(stream)
+        with self.giving(stream):
+            yield
+
+    @contextmanager
+    def giving(self, stream: _Stream) -> Iterator[None]:
+        """For what is given to the stream alone, and does not compute."""
         before, self._current = self._current, stream
         try:
             yield
@@ -109,3 +115,31 @@ class LateDevice(CpuDevice):
             target.copy_(source)
 
         self._current.give(late)
+
+
+class LateFlag:
+    """`spinning.Flag` on such a device: `here()` is that of the rank that asks, `stuck` tells of waits that were given up."""
+
+    def __init__(self, here: Callable[[], LateDevice], stuck: list[int], patience_seconds: float) -> None:
+        self._here = here
+        self._stuck = stuck
+        self._patience_seconds = patience_seconds
+        self._value = 0
+        self._raised = threading.Condition()
+
+    def raise_to(self, value: int) -> None:
+        def raising() -> None:
+            with self._raised:
+                self._value = value
+                self._raised.notify_all()
+
+        self._here().current().give(raising)
+
+    def wait_for(self, value: int) -> None:
+        def waiting() -> None:
+            with self._raised:
+                patience = 0.0 if self._stuck else self._patience_seconds
+                if not self._raised.wait_for(lambda: self._value >= value, patience):
+                    self._stuck.append(value)
+
+        self._here().current().give(waiting)
