@@ -44,7 +44,8 @@ def clip_grad_norm(
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
         # Filled in: a copy from the host would wait for the device.
-        there = torch.full((), total.item(), dtype=total.dtype, device=device)
+        (value,) = total.reshape(1).tolist()
+        there = torch.full((), value, dtype=total.dtype, device=device)
         _scale([parameter for group in own.values() for parameter in group], max_norm, there)
     return total
 
