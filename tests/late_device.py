@@ -68,12 +68,6 @@ class LateDevice(CpuDevice):
     @contextmanager
     def on(self, stream: _Stream) -> Iterator[None]:
         self.finish(stream)
-        with self.giving(stream):
-            yield
-
-    @contextmanager
-    def giving(self, stream: _Stream) -> Iterator[None]:
-        """For what is given to the stream alone, and does not compute."""
         before, self._current = self._current, stream
         try:
             yield

@@ -239,7 +239,7 @@ class SpinningGroup:
     @contextmanager
     def _begun(self, tensor: Tensor) -> Iterator[None]:
         self._device.follow(self._stream, self._device.current())
-        with getattr(self._device, "giving", self._device.on)(self._stream):
+        with self._device.on(self._stream):
             yield
         if tensor.is_cuda:  # as torch does with all that it sends and receives
             tensor.record_stream(self._stream)
