@@ -57,7 +57,6 @@ class LateDevice(CpuDevice):
 
     def __init__(self) -> None:
         self._current = _Stream()
-        self.num_copies = 0
 
     def stream(self, *, priority: int = LOW) -> _Stream:  # noqa: ARG002
         return _Stream()
@@ -102,8 +101,6 @@ class LateDevice(CpuDevice):
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self.num_copies += 1
-
         def late() -> None:
             time.sleep(LATE_SECONDS)
             target.copy_(source)
