@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from pipetrain.config.records import ClusterConfig, PipelineConfig, RecomputeConfig, RunConfig
+from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.plan import Plan, make_plan, place_stages
@@ -55,8 +55,11 @@ def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
         balance=pipeline.balance,
         placement=pipeline.placement,
         warmup=pipeline.warmup,
+        transport_ahead=config.transport.ahead,
+        communicators=config.transport.communicators,
+        edges=config.transport.edges,
     )
-    schedule = _schedule(pipeline, config.recompute, plan.stage_ranks)
+    schedule = _schedule(config, plan.stage_ranks)
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size)
 
@@ -84,7 +87,7 @@ def predict(config: RunConfig) -> Shown:
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
     )
-    return show_schedule(_schedule(pipeline, config.recompute, stage_ranks, costs), costs)
+    return show_schedule(_schedule(config, stage_ranks, costs), costs)
 
 
 def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
@@ -100,17 +103,17 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
     return max(cluster.num_nodes, _DEFAULT_RANKS)
 
 
-def _schedule(
-    pipeline: PipelineConfig, recompute: RecomputeConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None
-) -> Schedule:
+def _schedule(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None) -> Schedule:
+    pipeline = config.pipeline
     schedule = make(
         ScheduleSpec(
             family=pipeline.schedule,
             stage_ranks=stage_ranks,
             num_microbatches=pipeline.num_microbatches,
-            policy=RecomputePolicy(**asdict(recompute)),  # a field per key; it makes enums of text itself
+            policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
             warmup=pipeline.warmup,
             costs=costs,
+            transport_ahead=config.transport.ahead,
         )
     )
     check(schedule)

@@ -118,7 +118,7 @@ class Replay:
         board, meter, clock = FailureBoard(None), ActivationMeter(), Clock()
         monitor, lanes = Monitor(STAGE, board, timeout_seconds=300.0), make_lanes(STAGE, self.device)
         edges = ReplayEdges(arrivals, costs.hop_forward[STAGE], clock, lanes, monitor, self.device)
-        transport = Transport(schedule.stage_ranks, STAGE, edges, meter, self.device)
+        transport = Transport(schedule.stage_ranks, STAGE, edges, meter, self.device, lanes)
         stage = Stage(STAGE, self.layers, first_layer=STAGE * len(self.layers), device=self.device, meter=meter)
         executor = Executor(STAGE, {STAGE: stage}, transport, lanes, monitor, board)
         program = Program.of(schedule, STAGE)

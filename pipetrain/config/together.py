@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, RunConfig, SnapshotConfig
+from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, RunConfig, SnapshotConfig, TransportConfig
 from pipetrain.config.schema import check_limits
 
+_TRANSPORT = TransportConfig()
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
 
 
 def check_schedule(config: RunConfig) -> None:
-    """The keys that a schedule is made from and simulated on: `pipeline` and `recompute`, `cluster` and `cost`.
+    """The keys that a schedule is made from and simulated on: `pipeline`, `recompute` and `transport`, `cluster` and `cost`.
 
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
     check_limits(config.pipeline, "pipeline.")
     check_limits(config.recompute, "recompute.")
+    check_limits(config.transport, "transport.")
     check_limits(config.cluster, "cluster.")
     check_limits(config.cost, "cost.")
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
@@ -100,6 +102,7 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("pipeline.placement", pipeline.placement, "holds stage s on rank s; use pipeline.placement=loop")
     if pipeline.warmup is not None:
         yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
+    yield from _of_transport(config.transport)
     if config.parallel.zero > 1:
         yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
     if config.optim.name != ADAMW:
@@ -110,6 +113,12 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
             data.batch_size,
             f"wants microbatches of equal size; use a multiple of pipeline.num_microbatches={pipeline.num_microbatches}",
         )
+
+
+def _of_transport(transport: TransportConfig) -> Iterator[str]:
+    for key, value in vars(transport).items():
+        if value != getattr(_TRANSPORT, key):
+            yield _refused(f"transport.{key}", value, "sends messages in its own way; use transport=auto")
 
 
 def _refused(key: str, value: object, instead: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
+from pipetrain.group.own_device import identity_of
 from pipetrain.model.sharing import SharedState
 from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
@@ -42,7 +43,8 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.lanes import Recording, make_lanes, sharing
+from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
+from pipetrain.transport.lanes import Recording, make_lanes
 
 
 class Pipeline:
@@ -113,7 +115,8 @@ class Pipeline:
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: Recording | None = None  # what on_event was not given yet
         self._meter = ActivationMeter()
-        self._group = join_group(group, device, timeout_seconds=timeout_seconds)
+        shares = isinstance(plan, Plan) and plan.edges == PINNED
+        self._group = join_group(group, device, timeout_seconds=timeout_seconds, shares_gpus=shares)
         self._lanes = make_lanes(self._group.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain)
@@ -137,9 +140,14 @@ class Pipeline:
                 check_sharing(spec, stages)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 policy = RecomputePolicy.of(recompute)
-                self._programs = Programs(schedule, policy, self.plan, self._group.rank)
+                self._programs = Programs(
+                    schedule, policy, self.plan, self._group.rank, runs_ahead=self._lanes.device.runs_ahead
+                )
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
-                self._stages = self._build(spec, loss_fn, policy, checked=plan is None and balance == "auto")
+                if self._group.size > 1:
+                    own.carrier = carrier_of(self.plan.edges, self.device)
+                    own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
+                self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
                 check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
@@ -154,9 +162,7 @@ class Pipeline:
                 policy.verify,
             )
 
-    def _build(
-        self, spec: ModelSpec, loss_fn: LossFn | None, policy: RecomputePolicy, *, checked: bool
-    ) -> dict[int, Stage]:
+    def _build(self, spec: ModelSpec, loss_fn: LossFn | None, *, checked: bool) -> dict[int, Stage]:
         """The stages of this rank."""
         return {
             index: Stage(
@@ -166,7 +172,6 @@ class Pipeline:
                 device=self.device,
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                share=sharing(self._lanes, policy.most_sets),
                 name_of=name_in(spec),
             )
             for index in self.plan.stages_of(self.rank)

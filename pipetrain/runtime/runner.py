@@ -56,8 +56,18 @@ class CallRunner:
         self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
         self._calls = Calls(group.chain, plan, stages)
-        edges = None if group.store is None else make_edges(group.store, lanes, group.monitor, group.device)
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device)
+        edges = None
+        if group.store is not None:
+            edges = make_edges(
+                group.store,
+                lanes,
+                group.monitor,
+                group.device,
+                plan.stage_ranks,
+                edges=plan.edges,
+                communicators=plan.communicators,
+            )
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes)
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
         group.monitor.on_failure = self._abort
 
