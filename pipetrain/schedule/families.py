@@ -245,9 +245,10 @@ def zero_bubble_h1(shape: Shape) -> ComputeLanes:
         microbatches, in_flight = range(shape.num_microbatches), shape.num_stages - stage
         order = [(Kind.F, i) for i in microbatches[:in_flight]]
         for i in microbatches:
-            order += [(Kind.I, i), *((Kind.W, late) for late in microbatches[max(0, i - stage) : i - stage + 1])]
-            order += [(Kind.F, i) for i in microbatches[in_flight + i : in_flight + i + 1]]
-        order += [(Kind.W, i) for i in microbatches[max(0, len(microbatches) - stage) :]]
+            order.append((Kind.I, i))
+            order += [(Kind.W, i - stage)] if i >= stage else []
+            order += [(Kind.F, i + in_flight)] if i + in_flight in microbatches else []
+        order += [(Kind.W, i) for i in microbatches[-stage:] if stage]
         lanes.append([Op(stage, kind, i) for kind, i in order])
     return lanes
 
