@@ -7,6 +7,8 @@ Without R, torch's own runtime reads the file. A file with R says itself which s
 one without leaves that to the policy, unless its first line is the word
 
     keep                            all sets are kept
+
+torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time: read as F, then B.
 """
 
 from __future__ import annotations
@@ -14,18 +16,22 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipetrain.schedule.families import ComputeLanes, Shape, fault_of
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, with_recompute
 from pipetrain.schedule.schedule import Schedule
 
 _KINDS = kinds_where(lambda row: row.in_csv)
 _ALL_KEPT = "keep"  # the line that says so
+_PAIR = "OVERLAP_F_B"
+_PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
@@ -70,6 +76,7 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
         raise ValueError(
             f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
         )
+    _check_placement(path, rows, shape)
     for rank, row in enumerate(rows):
         places: dict[Op, str] = {}
         for place, op in row:
@@ -88,23 +95,66 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
     return AllKept(lanes) if all_kept else lanes
 
 
+def _check_placement(path: str | Path, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
+    """A file that is right but for where its stages live is one for another placement."""
+    ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
+    for rank, row in enumerate(rows):
+        for _, op in row:
+            ranks_of.setdefault(op.stage, set()).add(rank)
+    if len(ranks_of) > shape.num_stages or any(len(ranks) != 1 for ranks in ranks_of.values()):
+        return  # some op is wrong, whatever the placement
+    there = [min(ranks) for _, ranks in sorted(ranks_of.items())]
+    if tuple(there) != shape.stage_ranks:
+        wanted = f"pipeline.placement={spelling_of(shape.stage_ranks)} on {list(shape.stage_ranks)}"
+        raise ValueError(
+            f"{path}: has its stages on ranks {there}, {wanted}; set pipeline.placement={spelling_of(there).replace(' ', '')}"
+        )
+
+
+def pairs_in_csv(path: str) -> str | None:
+    """A sentence for the user where a file has pairs of ops that overlap in torch's runtime, and not in this one."""
+    if not path.endswith(".csv") or not Path(path).is_file():
+        return None
+    pairs = len(_PAIRED.findall(_text(Path(path))))
+    if not pairs:
+        return None
+    return (
+        f"{path}: {pairs} cells with {_PAIR} are read as F, then B, one after the other: a rank runs one op at a time"
+    )
+
+
 def _recomputes(op: Op) -> bool:
     return op.kind is RECOMPUTE
 
 
 def _rows(path: Path) -> tuple[list[list[tuple[str, Op]]], bool]:
     """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
+    text = _text(path)
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []
     for line, cells in lines[1:] if all_kept else lines:
         places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
-        rows.append([(place, _parsed(place, cell)) for place, cell in places if cell.strip()])
+        rows.append([(place, op) for place, cell in places if cell.strip() for op in _ops_of(place, cell)])
     return rows, all_kept
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
+
+
+def _ops_of(place: str, cell: str) -> tuple[Op, ...]:
+    """The op of a cell, or the two of a pair."""
+    pair = _PAIRED.fullmatch(cell.strip())
+    if pair is None:
+        return (_parsed(place, cell),)
+    first, second = (_parsed(place, one) for one in pair.groups())
+    if (first.kind.row.direction, second.kind.row.direction) != (Direction.FORWARD, Direction.BACKWARD):
+        raise ValueError(f"{place}: {cell.strip()!r}: {_PAIR} joins an F and then a B or an I, as in (0F3;3B1){_PAIR}")
+    return first, second
 
 
 def _parsed(place: str, cell: str) -> Op:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, ComputeLanes, Generator, Shape, fault_of, generator_of
 from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import Direction
@@ -21,7 +22,10 @@ from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_i
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.split import closed_up, is_split, orders_of_w
 from pipetrain.schedule.waits import add_waits
+
+OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]
 
 
 def make_schedule(
@@ -36,6 +40,7 @@ def make_schedule(
     costs: Costs | None = None,
     first_backward: int = 0,
     transport_ahead: int = 2,
+    split_backward: bool = False,
 ) -> Schedule:
     """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
@@ -55,6 +60,7 @@ def make_schedule(
             costs=costs,
             first_backward=first_backward,
             transport_ahead=transport_ahead,
+            split_backward=split_backward,
         )
     )
 
@@ -65,10 +71,25 @@ def make(spec: ScheduleSpec) -> Schedule:
     Raises:
         ValueError: as `make_schedule`.
     """
-    draft = draft_of(spec, _ordered(spec))
+    ordered = draft_of(spec, _ordered(spec))
+    draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs))
+    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs, orders))
+
+
+def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW | None]:
+    """The order with each W right behind its I, and what finds the places of the W; or the order as it is."""
+    if spec.family in ALWAYS_SPLIT:
+        return closed_up(ordered), functools.partial(orders_of_w, given=ordered)
+    if not spec.split_backward:
+        return ordered, None
+    if is_split(ordered):
+        raise ValueError(
+            f"pipeline.split_backward=true: pipeline.schedule={spec.name} says itself where I and W are; leave out "
+            "pipeline.split_backward"
+        )
+    return closed_up(ordered), orders_of_w
 
 
 def _check_stash(draft: Schedule) -> None:
@@ -125,13 +146,23 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
     return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
 
 
-def lower(draft: Schedule, chosen: Sets, costs: Costs) -> Schedule:
-    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    usual = with_waits(add_recompute(draft, chosen))
+def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:
+    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once.
+
+    `orders` gives those to choose from, of a draft in which each W stands behind its I.
+    """
+    recomputed = add_recompute(draft, chosen)
+    usual = _fastest([with_waits(order) for order in (orders(recomputed, costs) if orders else (recomputed,))], costs)
     if decides_itself(draft) or not has_gaps_for_r(usual):
         return usual
-    early = with_waits(into_gaps(usual, costs))
-    return min(early, usual, key=lambda schedule: simulate(schedule, costs).step_seconds)
+    return _fastest([usual, with_waits(into_gaps(usual, costs))], costs)
+
+
+def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:
+    """Of equal ones the first."""
+    if len(schedules) == 1:
+        return schedules[0]
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).step_seconds)
 
 
 def with_waits(ordered: Schedule) -> Schedule:

@@ -23,6 +23,7 @@ class ScheduleSpec:
     `warmup` is for `1f1b`: forwards in flight, a number or one per stage. `costs` help to choose which sets to keep,
     where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
     gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
+    `split_backward` makes I and W of each B.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.
@@ -36,6 +37,7 @@ class ScheduleSpec:
     costs: Costs | None = None
     first_backward: int = 0
     transport_ahead: int = 2
+    split_backward: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.family, os.PathLike):
