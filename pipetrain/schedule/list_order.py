@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
@@ -50,9 +50,20 @@ class OrderProblem:
         return self.costs.num_stages
 
     @property
-    def way_back(self) -> tuple[str, ...]:
+    def way_back(self) -> tuple[Kind, ...]:
         """The ops of a microbatch's backward: B, or I and W."""
         return WAYS[Direction.BACKWARD][-1 if self.split_backward else 0]
+
+    def chooses(self, stage: int) -> bool:
+        """Whether sets of `stage` may be kept or not. The last stage runs each B right after its F, and so keeps them all."""
+        is_open = self.policy.mode is not Mode.NEVER and self.places_of(stage) < self.num_microbatches
+        return is_open and self.first_backward <= stage < self.num_stages - 1
+
+    def kinds_of(self, stage: int) -> tuple[Kind, ...]:
+        """The ops of a microbatch in `stage`, in their order; R where its set may be recomputed."""
+        if stage < self.first_backward:
+            return (_FORWARD,)
+        return (_FORWARD, *((RECOMPUTE,) if self.chooses(stage) else ()), *self.way_back)
 
     def places_of(self, stage: int) -> int:
         """Sets of `stage` that may be alive at once; as many as there are microbatches where nothing bounds them."""
@@ -63,7 +74,7 @@ class OrderProblem:
         return min(self.policy.stash_of(stage) or self.num_microbatches, self.num_microbatches)
 
 
-class _Prefers(enum.Enum):
+class Prefers(enum.Enum):
     """What a stage does that could run F or R."""
 
     F = "F"
@@ -72,11 +83,17 @@ class _Prefers(enum.Enum):
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What the rule leaves open: what goes before what, and whether only the next B's R may run before its gradient is here."""
+class ListRule:
+    """What the rule leaves open.
 
-    prefers: _Prefers
-    next_only: bool
+    `limits` are the microbatches that each stage may have in flight. With `next_only` no R runs before its gradient is here but the
+    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a place.
+    """
+
+    limits: tuple[int, ...]
+    prefers: Prefers = Prefers.F
+    next_only: bool = False
+    not_kept: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -89,12 +106,11 @@ class ListedOrder:
 
 def list_order(problem: OrderProblem) -> ListedOrder:
     """The order of the rule, with those limits and that preference with which its step is shortest."""
-    orders = (_Listing(problem, limits, choice).order() for limits in _limits(problem) for choice in _choices(problem))
-    return min(orders, key=lambda order: order.seconds)
+    return min((list_by(problem, rule) for rule in rules_of(problem)), key=lambda order: order.seconds)
 
 
-def _limits(problem: OrderProblem) -> Iterator[tuple[int, ...]]:
-    """Per stage, how many microbatches may be in flight."""
+def rules_of(problem: OrderProblem) -> Iterator[ListRule]:
+    """The rules to try: limits that grow with the distance from the last stage, with each preference that makes a difference."""
     stages, microbatches = problem.num_stages, problem.num_microbatches
 
     def limit(stage: int, slope: float, extra: int) -> int:
@@ -102,29 +118,31 @@ def _limits(problem: OrderProblem) -> Iterator[tuple[int, ...]]:
         wanted = microbatches if behind and math.isinf(slope) else math.ceil(1 + (behind and behind * slope)) + extra
         return min(problem.stash_of(stage), microbatches, max(behind + 1, wanted))
 
-    choices = ((slope, extra) for slope in _SLOPES for extra in _EXTRAS)
-    yield from dict.fromkeys(tuple(limit(s, *choice) for s in range(stages)) for choice in choices)
+    shapes = ((slope, extra) for slope in _SLOPES for extra in _EXTRAS)
+    for limits in dict.fromkeys(tuple(limit(s, *shape) for s in range(stages)) for shape in shapes):
+        if problem.policy.mode in (Mode.EARLY, Mode.OVERLAP):
+            reaches = (False, True) if problem.policy.most_sets > 1 else (False,)
+            yield from (ListRule(limits, prefers, next_only) for prefers in Prefers for next_only in reaches)
+        else:  # R has no choice
+            yield ListRule(limits)
 
 
-def _choices(problem: OrderProblem) -> Iterator[_Choice]:
-    """R has a choice only where it may run before its gradient is here, and only with more places than one of its reach."""
-    if problem.policy.mode in (Mode.EARLY, Mode.OVERLAP):
-        reaches = (False, True) if problem.policy.most_sets > 1 else (False,)
-        yield from (_Choice(prefers, next_only) for prefers in _Prefers for next_only in reaches)
-    else:
-        yield _Choice(_Prefers.F, next_only=False)
+def list_by(problem: OrderProblem, rule: ListRule) -> ListedOrder:
+    """The order that one rule makes."""
+    return _Listing(problem, rule).order()
 
 
 class _Stage:
     """What one stage has done, holds and has been sent. Counts are of microbatches: all go in their order."""
 
-    def __init__(self, problem: OrderProblem, stage: int, limit: int, choice: _Choice) -> None:
+    def __init__(self, problem: OrderProblem, stage: int, rule: ListRule) -> None:
         turn, *rest = problem.way_back
         costs, microbatches = problem.costs, problem.num_microbatches
         self._stage = stage
         self._microbatches = microbatches
-        self._limit, self._places, self._stash = limit, problem.places_of(stage), problem.stash_of(stage)
-        self._choice = choice
+        self._limit, self._places, self._stash = rule.limits[stage], problem.places_of(stage), problem.stash_of(stage)
+        self._prefers, self._next_only = rule.prefers, rule.next_only
+        self._not_kept = {i for own, i in rule.not_kept if own == stage}
         self._with_gradient_only = problem.policy.mode is Mode.INLINE
         self._kinds = (_FORWARD, RECOMPUTE, turn, *rest)
         self._seconds = [costs.of(kind)[stage] for kind in self._kinds]
@@ -161,12 +179,12 @@ class _Stage:
     def _runs_r(self, missing: int, now: float) -> bool:
         if self.gradients[missing] <= now:
             return True
-        if self._with_gradient_only or (self._choice.next_only and missing != self.turns):
+        if self._with_gradient_only or (self._next_only and missing != self.turns):
             return False
-        prefers = self._choice.prefers
-        if prefers is _Prefers.R or not self._may_run_forward(now):
+        prefers = self._prefers
+        if prefers is Prefers.R or not self._may_run_forward(now):
             return True
-        return prefers is _Prefers.TURNS and self.lane[-1].kind is _FORWARD
+        return prefers is Prefers.TURNS and self.lane[-1].kind is _FORWARD
 
     def _may_run_forward(self, now: float) -> bool:
         number = self.forwards
@@ -193,6 +211,8 @@ class _Stage:
 
     def _can_keep(self, number: int) -> bool:
         """Whether a place is free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
+        if number in self._not_kept:
+            return False
         missing = self._without_set
         if missing == number:
             return self._alive < self._places
@@ -209,10 +229,10 @@ class _Stage:
 class _Listing:
     """One run of the rule over all stages: a heap of moments at which a stage has something to look at."""
 
-    def __init__(self, problem: OrderProblem, limits: tuple[int, ...], choice: _Choice) -> None:
+    def __init__(self, problem: OrderProblem, rule: ListRule) -> None:
         self._problem = problem
-        self._stages = [_Stage(problem, stage, limit, choice) for stage, limit in enumerate(limits)]
-        self._moments: list[tuple[float, int]] = [(0.0, stage) for stage in range(len(limits))]
+        self._stages = [_Stage(problem, stage, rule) for stage in range(problem.num_stages)]
+        self._moments: list[tuple[float, int]] = [(0.0, stage) for stage in range(problem.num_stages)]
         self._stages[0].inputs = [0.0] * problem.num_microbatches
 
     def order(self) -> ListedOrder:
