@@ -83,6 +83,7 @@ def predict(config: RunConfig) -> Shown:
         hop=cost.hop_seconds,
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
+        input_share=cost.input_share,
     )
     return show_schedule(_schedule(pipeline, config.recompute, stage_ranks, costs), costs)
 

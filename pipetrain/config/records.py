@@ -281,6 +281,7 @@ class ClusterConfig:
     options: _Options = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
+_Share = Annotated[float | tuple[float, ...], each(0, 1, "a part of a set")]
 _Seconds = Annotated[float | tuple[float, ...], each(0, 10**9, "a time in seconds")]
 
 
@@ -294,6 +295,8 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
+    # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
+    input_share: _Share | None = None
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def _in_groups(stages: Sequence[int], shape: Shape) -> list[tuple[int, int]]:
 
 
 def zero_bubble_h1(shape: Shape) -> ComputeLanes:
-    """1F1B in which each W is put off, as far as stage 0's memory allows on every stage (Qi et al. 2023, ZB-H1, section 2.2).
+    """1F1B in which each W is put off, as far as stage 0's memory allows on every stage (Qi et al. 2023, ZB-H1, section 2.1).
 
         rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -245,15 +245,16 @@ def zero_bubble_h1(shape: Shape) -> ComputeLanes:
         microbatches, in_flight = range(shape.num_microbatches), shape.num_stages - stage
         order = [(Kind.F, i) for i in microbatches[:in_flight]]
         for i in microbatches:
-            order += [(Kind.I, i), *((Kind.W, late) for late in microbatches[max(0, i - stage) : i - stage + 1])]
-            order += [(Kind.F, i) for i in microbatches[in_flight + i : in_flight + i + 1]]
-        order += [(Kind.W, i) for i in microbatches[max(0, len(microbatches) - stage) :]]
+            order.append((Kind.I, i))
+            order += [(Kind.W, i - stage)] if i >= stage else []
+            order += [(Kind.F, i + in_flight)] if i + in_flight in microbatches else []
+        order += [(Kind.W, i) for i in microbatches[-stage:] if stage]
         lanes.append([Op(stage, kind, i) for kind, i in order])
     return lanes
 
 
 def zero_bubble_v(shape: Shape) -> ComputeLanes:
-    """Two stages per rank, there and back, and no bubble but the fill where f = i = w (Qi et al. 2024, ZB-V, section 6).
+    """Two stages per rank, there and back, and no bubble but the fill where f = i = w (Qi et al. 2023, ZB-V, section 6).
 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 2I3 1I2 1I3 1W2 2W3 1W3

@@ -193,7 +193,7 @@ def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None 
     usual = _fastest([with_waits(order) for order in (orders(recomputed, costs) if orders else (recomputed,))], costs)
     if decides_itself(draft) or not has_gaps_for_r(usual):
         return usual
-    return _fastest([usual, with_waits(into_gaps(usual, costs))], costs)
+    return _fastest([with_waits(into_gaps(usual, costs)), usual], costs)
 
 
 def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:

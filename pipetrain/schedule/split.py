@@ -1,9 +1,8 @@
 """The pass of `pipeline.split_backward`: each B becomes I, and a W that runs where its stage would otherwise wait.
 
-    whole               F0 F1 F2 .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-    closed up           F0 F1 F2 .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3
-    put off, 3 places   F0 F1 F2 .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3      F3 needs the place of W0
-    put off, 4 places   F0 F1 F2 .  I0 F3 I1 W0 .  I2 W1 .  I3 W2 W3
+    1F1B, rank 1 of 3           F0 F1 .  B0=== F2 B1=== F3 B2=== .  B3===
+    in halves, three places     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    in halves, one place        F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
 
 A set is held to the end of its W, so where sets are kept is chosen with each W right behind its I, where sets live shortest. Then
 each W goes back to where its stage waits, or, in a family that has an order of its own, to its place there; but it always

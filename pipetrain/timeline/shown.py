@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,15 @@ class Shown:
         curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
+    def peak_sets_with_inputs(self) -> tuple[float, ...] | None:
+        """Per rank the most sets at once, with what stashed inputs are of sets, if the costs say that (`input_share`)."""
+        if not self.costs.input_share:
+            return None
+        in_sets = dataclasses.replace(
+            self.costs, input_bytes=self.costs.input_share, set_bytes=(1.0,) * self.costs.num_stages
+        )
+        return dataclasses.replace(self, costs=in_sets).peak_bytes()
+
     def peak_stash(self) -> list[int]:
         """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
         ranks = range(self.schedule.num_ranks)
@@ -67,6 +77,7 @@ class Shown:
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists and numbers, under the names that scripts rely on; per rank means a list in rank order."""
+        with_inputs = self.peak_sets_with_inputs()
         return {
             "step_seconds": self.step_seconds,
             "bound_seconds": self.bound_seconds,
@@ -75,6 +86,7 @@ class Shown:
             "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
             "peak_stash": self.peak_stash(),
+            **({} if with_inputs is None else {"peak_sets_with_inputs": list(with_inputs)}),
             "ops": [
                 {
                     "rank": event.rank,
