@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipetrain.plan.climb import Effort
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, Kind
@@ -29,14 +30,6 @@ from pipetrain.schedule.policy import Keep, Mode
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
 (_FORWARD,) = WAYS[Direction.FORWARD][0]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to search: seconds of the clock, or `steps`, CP-SAT's own deterministic time, for the same result anywhere."""
-
-    seconds: float
-    steps: float | None = None
 
 
 @dataclass(frozen=True)
