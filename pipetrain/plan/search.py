@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from pipetrain.schedule.policy import Keep
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.shown import proven_gap
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
 _SAME = 1 + 1e-9  # steps this close are equal
@@ -43,32 +44,43 @@ class FoundSchedule:
 
     @property
     def is_proven(self) -> bool:
-        return self.seconds <= self.least_seconds * _SAME
+        return proven_gap(self.seconds, self.least_seconds) == 0.0
 
 
-def best_schedule(spec: ScheduleSpec, costs: Costs, effort: Effort, cache: Path | None = None) -> FoundSchedule:
+def best_schedule(
+    spec: ScheduleSpec,
+    costs: Costs,
+    effort: Effort,
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> FoundSchedule:
     """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
 
-    `cache` is a folder for what was found; None: nothing is kept.
+    `cache` is a folder for what was found; None: nothing is kept. `say` is told where it takes time. An effort of 0 seconds is the
+    rule and the named families alone.
 
     Raises:
         ValueError: as `make`.
     """
     spec = replace(spec, costs=costs)
+    if effort.seconds == 0:
+        return _found(spec, costs, _schedules(spec))
     known = None if cache is None else read_order(cache, spec, costs)
-    if known is not None and (known.searched_seconds >= effort.seconds):
-        with contextlib.suppress(ValueError):  # a file that another hand has written
-            return _found(spec, costs, [held_to(spec, known.order)], known.least_seconds)
     found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
-    if not found.is_proven and effort.seconds > 0:
-        found = _searched(spec, costs, found, effort)
+    if found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
+        return found
+    say(f"seeking an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)")
+    found = _searched(spec, costs, found, effort)
     if cache is not None:
         write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
     return found
 
 
-def _schedules(spec: ScheduleSpec, known: CachedOrder | None) -> Iterator[Schedule]:
-    """What there is without a search: the rule's, those of named families, and what was found before."""
+def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
+    """What there is without a search: what was found before, the rule's, those of named families."""
+    if known is not None:
+        with contextlib.suppress(ValueError):  # a file that another hand has written
+            yield held_to(spec, known.order)
     yield make(spec)
     policy = replace(spec.policy, keep=Keep.AUTO)
     for family in _FAMILIES:
@@ -79,9 +91,6 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None) -> Iterator[Schedu
             named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
             with contextlib.suppress(ValueError):  # it holds more than the stash
                 yield held_to(spec, order_of(make(named)))
-    if known is not None:
-        with contextlib.suppress(ValueError):
-            yield held_to(spec, known.order)
 
 
 def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
@@ -100,7 +109,9 @@ def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Ef
     return _found(spec, costs, [start.schedule, *(held_to(spec, order) for order in orders)], least)
 
 
-def _found(spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float) -> FoundSchedule:
+def _found(
+    spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float = 0.0
+) -> FoundSchedule:
     """The fastest of those that `check` passes; of equal ones the first."""
     best, seconds = None, math.inf
     for schedule in schedules:
