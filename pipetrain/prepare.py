@@ -54,6 +54,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
         placement=pipeline.placement,
+        split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
     )
     schedule = _schedule(pipeline, config.recompute, plan.stage_ranks)
@@ -110,6 +111,7 @@ def _schedule(
             stage_ranks=stage_ranks,
             num_microbatches=pipeline.num_microbatches,
             policy=RecomputePolicy(**asdict(recompute)),  # a field per key; it makes enums of text itself
+            split_backward=pipeline.split_backward,
             warmup=pipeline.warmup,
             costs=costs,
         )

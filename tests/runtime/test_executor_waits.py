@@ -16,7 +16,7 @@ from pipetrain.runtime.executor import _TABLE
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.without import without_microbatches
