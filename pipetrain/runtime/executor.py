@@ -150,6 +150,7 @@ class Executor:
 
     def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
         op, lane, _, step = turn
+        self._monitor.doing = op
         try:
             with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:
@@ -276,7 +277,7 @@ class Executor:
         assert not self._results, f"nobody took the results of {', '.join(map(str, self._results))}"
         self._transport.assert_nothing_is_held()
         for stage in self._stages.values():
-            stage.assert_nothing_is_held()
+            stage.end_step()
 
     def _report(self, error: BaseException, turn: _Turn) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
