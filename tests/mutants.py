@@ -1227,6 +1227,13 @@ MUTANTS = (
         "        )",
         (PINNED, "-k", "ahead_reaches"),
     ),
+    Mutant(
+        "ranks that run ahead launch in the order in which things come",
+        "pipetrain/runtime/call_programs.py",
+        "        if self._runs_ahead and not schedule.launch_order:",
+        "        if False:",
+        ("tests/transport/test_spinning.py",),
+    ),
 )
 
 
