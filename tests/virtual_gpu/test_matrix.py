@@ -76,6 +76,7 @@ QUICK = [
     Case("1f1b", autocast=bfloat16, layers=frozen, ranks=3),
     Case("gpipe", also=clips, saves=True),
     Case("1f1b", also=evaluates),
+    Case("interleaved", stages_per_rank=2, communicators="pair"),
 ]
 MORE = [
     *(Case(schedule, ranks=3, layers=layers) for schedule in ("gpipe", "1f1b") for layers in MODELS),
@@ -85,6 +86,8 @@ MORE = [
     *(Case(schedule, saves=True) for schedule in ("gpipe", "1f1b")),
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
+    Case("1f1b", ranks=3, communicators="pair"),
+    *(Case("gpipe", stages_per_rank=per_rank, communicators="pair") for per_rank in (2, 3)),
     *(Case("1f1b", ranks=4, microbatches=8, sets=sets) for sets in (1, 2)),
 ]
 
