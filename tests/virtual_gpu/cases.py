@@ -212,6 +212,25 @@ def evaluates(pipeline: Pipeline, batch: Any) -> None:
     pipeline.evaluate(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
 
 
+def evaluates_on_two_streams(pipeline: Pipeline, batch: Any) -> None:
+    on_two_streams(pipeline, lambda: evaluates(pipeline, batch), lambda: evaluates(pipeline, batch))
+
+
+def on_two_streams(pipeline: Pipeline, *calls: Callable[[], object]) -> None:
+    """Each call from a stream of its own, none of which waits for another."""
+    device = pipeline._lanes.device
+    before = device.current()
+    streams = [device.stream() for _ in calls]
+    for stream in streams:
+        device.name(stream, "caller's other")  # type: ignore[attr-defined]
+        device.follow(stream, before)
+    for stream, call in zip(streams, calls):
+        with device.on(stream):
+            call()
+    for stream in streams:
+        device.follow(before, stream)
+
+
 def infers(pipeline: Pipeline, batch: Any) -> None:
     pipeline(batch[0] if pipeline.is_first else None)
 

@@ -243,7 +243,7 @@ PLANTED = (
 def test_a_planted_fault_is_found(planted: Planted) -> None:
     with planted.fault():
         recording = play(planted.case).recording
-        more = play(replace(planted.case, microbatches=18)).recording if planted.found == "bytes" else recording
+        more = play(replace(planted.case, microbatches=12)).recording if planted.found == "bytes" else recording
     races, hangs = find_races(recording), find_hangs(recording)
     growth = sum(sum(reserved_bytes(many, 9).values()) for many in more) - sum(
         sum(reserved_bytes(few, 9).values()) for few in recording
