@@ -27,5 +27,5 @@ def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor
     device.copy(copy, tensor)
     end = device.record(device.current())
     device.waited(what)
-    monitor.wait_polling(lambda: device.has_ended(end), lambda: f"rank {monitor.rank} waits for its device: {what}")
+    monitor.wait_polling(lambda: device.has_ended(end), lambda: f"rank {monitor.rank} waits for its device to give {what}")
     return copy
