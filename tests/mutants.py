@@ -935,7 +935,7 @@ MUTANTS = (
     Mutant(
         "Whole stays where it is",
         "pipetrain/runtime/cut.py",
-        "            return Whole(on_device(leaf.value, device))",
+        "            return Whole(on_device(leaf.value, bring))",
         "            return leaf",
         ("tests/test_regressions.py", "-k", "whole_goes"),
     ),

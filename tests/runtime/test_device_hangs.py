@@ -136,7 +136,7 @@ def sits_in_a_launch(path: str) -> str | None:
 
     pipeline._runner.transport.abort = break_off  # type: ignore[method-assign]
 
-    def before(op: Op, step: int) -> None:  # noqa: ARG001
+    def before(op: Op, step: int) -> None:
         if rank == 1 and op == Op(1, Kind.F, 2):
             (folder / "sits").touch()
             broken.wait()
@@ -193,5 +193,5 @@ def test_what_the_device_gives_after_a_failure_is_refused() -> None:
     """Connections were broken under it: its messages are not what was sent."""
     monitor = Monitor(0, FailureBoard(None), timeout_seconds=NEVER_SECONDS)
     monitor.fail("rank 1 failed in 1F0")
-    with pytest.raises(PipelineError, match="rank 1 failed in 1F0 .*waits for its device to give the loss"):
+    with pytest.raises(PipelineError, match=r"rank 1 failed in 1F0 .*waits for its device to give the loss"):
         fetch(torch.ones(3, dtype=torch.float64), "the loss", LateDevice(), monitor)
