@@ -150,15 +150,15 @@ MUTANTS = (
     Mutant(
         "the host sits in the driver for the loss",
         "pipetrain/transport/fetch.py",
-        "    monitor.wait_polling(lambda: device.has_ended(end),",
-        "    device.finish(device.current())\n    monitor.wait_polling(lambda: True,",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "    device.finish(device.current())",
         (HANGS, "-k", "two_ranks"),
     ),
     Mutant(
         "a value is read before it has come",
         "pipetrain/transport/fetch.py",
-        "    monitor.wait_polling(lambda: device.has_ended(end),",
-        "    monitor.wait_polling(lambda: True,",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "",
         ("tests/transport/test_fetch.py", "-k", "fetched"),
     ),
     Mutant(

@@ -28,9 +28,8 @@ def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor
     device.copy(copy, tensor)
     end = device.record(device.current())
     device.waited(what)
-    monitor.wait_polling(
-        lambda: device.has_ended(end), lambda: f"rank {monitor.rank} waits for its device to give {what}"
-    )
+    doing = f"rank {monitor.rank} waits for its device to give {what}"
+    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)
     return copy
 
 
@@ -40,18 +39,16 @@ def bring(tensor: Tensor, where: torch.device, device: Device) -> Tensor:
     `Tensor.to` would have the host wait until the stream has done what it was given, the optimizer's step for one: the driver
     copies from memory that it knows, and from any other only when its turn has come.
     """
-    if not device.runs_ahead or tensor.device.type != "cpu" or where.type == "cpu":
-        return tensor.to(where)
-    if (
-        type(tensor) is not Tensor
-        or not tensor.numel()
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    if not device.runs_ahead or where.type == "cpu" or not _is_plain(tensor):
         return tensor.to(where)
     staged = device.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
     staged.copy_(tensor.detach())
     there = torch.empty_like(tensor, device=where)
     device.copy(there, staged)
     return there
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is bytes of the host, one after the other; of another one torch knows best what has to be kept."""
+    known = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+    return known and not tensor.is_conj() and not tensor.is_neg()
