@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from late_device import LateDevice
 from parity_cases import mean_square, rows
-from ranks import NEVER_SECONDS, Outcome, run_outcomes, run_ranks, time_out_once
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, run_ranks, time_out_once
 from torch import nn
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
@@ -168,7 +168,7 @@ def test_the_watchdog_gives_up_a_host_that_comes_no_further() -> None:
     monitor.on_failure = failed.set
     monitor.doing = "3F1"
     watchdog = Watchdog(monitor, look_seconds=0.01)
-    failed.wait()
+    assert failed.wait(PATIENCE_SECONDS)
     watchdog.close()
     assert monitor.failure is not None
     assert monitor.failure.startswith("rank 3 is in 3F1 and came no further for 0.05 s (timeout_seconds)")
@@ -181,10 +181,10 @@ def test_the_watchdog_leaves_alone_who_waits_or_comes_further() -> None:
     monitor.is_waiting, monitor.doing = True, "0F0"
     watchdog = Watchdog(monitor, look_seconds=0.001)
     for _ in range(20):
-        looks.acquire()
+        assert looks.acquire(timeout=PATIENCE_SECONDS)
     monitor.doing, monitor.is_waiting = None, False
     for _ in range(20):
-        looks.acquire()
+        assert looks.acquire(timeout=PATIENCE_SECONDS)
     watchdog.close()
     assert monitor.failure is None
 

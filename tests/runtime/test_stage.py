@@ -423,11 +423,18 @@ def test_what_a_recompute_reads_of_buffers_lives_until_its_backward() -> None:
     """On a GPU R has been launched, and not run, when `recompute` returns: memory that the host lets go of then is given to a later F."""
     seen: list[StorageWeakRef] = []
 
-    class Notes(Scales):
+    class Notes(nn.Module):
+        """What it reads of its buffer is not saved for B: only the state that F saw holds it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(StorageWeakRef(self.count.untyped_storage()))  # type: ignore[operator]
-            output: Tensor = super().forward(x)
-            return output
+            assert isinstance(self.count, Tensor)
+            seen.append(StorageWeakRef(self.count.untyped_storage()))
+            self.count += 1
+            return x + self.count
 
     alive: list[bool] = []
 
