@@ -35,7 +35,8 @@ class Mutant:
 
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
-CASTS = "tests/runtime/test_casts.py"
+CASTS, HANGS = "tests/runtime/test_casts.py", "tests/runtime/test_device_hangs.py"
+CLOCK = "tests/runtime/test_device_clock.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
@@ -138,6 +139,97 @@ MUTANTS = (
         "        if func in _CASTING and self._casts.is_cast_here():",
         "        if func in _CASTING:",
         (CASTS, "-k", "plain_loop and hand"),
+    ),
+    Mutant(
+        "what R reads of buffers goes when R is launched",
+        "pipetrain/stage/stage.py",
+        "        late.end_recompute(held.seen.storages())\n",
+        "        late.end_recompute(held.seen.storages())\n        held.seen = NOTHING_SEEN\n",
+        (STAGE, "-k", "until_its_backward"),
+    ),
+    Mutant(
+        "the host sits in the driver for the loss",
+        "pipetrain/transport/fetch.py",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "    device.finish(device.current())",
+        (HANGS, "-k", "two_ranks"),
+    ),
+    Mutant(
+        "a value is read before it has come",
+        "pipetrain/transport/fetch.py",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "",
+        ("tests/transport/test_fetch.py", "-k", "fetched"),
+    ),
+    Mutant(
+        "who waits for a device does not look for others",
+        "pipetrain/group/failure.py",
+        "            if now >= look_at:\n",
+        "            if False:\n",
+        (HANGS, "-k", "is_killed_is_named"),
+    ),
+    Mutant(
+        "nobody looks after a host that sits in a launch",
+        "pipetrain/group/watchdog.py",
+        "            self._monitor.look()\n",
+        "",
+        (HANGS, "-k", "sits_in_a_launch"),
+    ),
+    Mutant(
+        "a host may sit in a launch for ever",
+        "pipetrain/group/watchdog.py",
+        "            elif time.monotonic() - since > self._monitor.timeout_seconds:",
+        "            elif False:",
+        (HANGS, "-k", "gives_up"),
+    ),
+    Mutant(
+        "who waits in the monitor is given up by the watchdog",
+        "pipetrain/group/watchdog.py",
+        "doing is None or self._monitor.is_waiting:",
+        "doing is None:",
+        (HANGS, "-k", "leaves_alone"),
+    ),
+    Mutant(
+        "clocks are compared when an event is launched",
+        "pipetrain/transport/device_clock.py",
+        "        while not self._has_ended(event):\n",
+        "        while False:\n",
+        (CLOCK,),
+    ),
+    Mutant(
+        "clocks are compared once",
+        "pipetrain/transport/device_clock.py",
+        "        if old is not None and self._now() - old.seconds < _REFRESH_SECONDS:",
+        "        if old is not None:",
+        (CLOCK,),
+    ),
+    Mutant(
+        "a clock's drift is no error",
+        "pipetrain/transport/device_clock.py",
+        "anchor.error_seconds + _DRIFT * farthest",
+        "anchor.error_seconds",
+        (CLOCK,),
+    ),
+    Mutant(
+        "a batch is copied from memory that the driver does not know",
+        "pipetrain/transport/fetch.py",
+        "    device.copy(there, staged)",
+        "    device.copy(there, tensor)",
+        ("tests/transport/test_fetch.py", "-k", "overwritten"),
+    ),
+    Mutant(
+        "a norm is fetched for each gradient",
+        "pipetrain/parallel/clipping.py",
+        "    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])",
+        "    values = iter([fetch(norm).item() for norm in of_all])",
+        ("tests/virtual_gpu/test_host_waits.py",),
+    ),
+    Mutant(
+        "whether losses are finite is asked one by one",
+        "pipetrain/runtime/losses.py",
+        "    finite = torch.stack([torch.isfinite(loss).to(total.device) for _, loss in ordered])",
+        "    finite = torch.tensor([bool(torch.isfinite(loss)) for _, loss in ordered])",
+        ("tests/virtual_gpu/test_host_waits.py",),
     ),
     Mutant(
         "R changes the buffers",
@@ -1040,7 +1132,7 @@ MUTANTS = (
     Mutant(
         "Whole stays where it is",
         "pipetrain/runtime/cut.py",
-        "            return Whole(on_device(leaf.value, device))",
+        "            return Whole(on_device(leaf.value, bring))",
         "            return leaf",
         ("tests/test_regressions.py", "-k", "whole_goes"),
     ),
