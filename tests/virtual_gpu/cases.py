@@ -24,6 +24,7 @@ from virtual_gpu.recorded import Recording
 from virtual_gpu.virtual_ranks import VirtualRanks
 
 WIDTH, STEPS = 4, 3
+ROWS = 2  # of a microbatch
 QUEUES = (8, 32)  # CUDA_DEVICE_MAX_CONNECTIONS as it is, and as we set it
 
 Layers = Callable[[int], Sequence[nn.Module]]  # of so many stages, a layer each
@@ -71,7 +72,7 @@ class Case:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
-        rows = 2 * self.microbatches
+        rows = ROWS * self.microbatches
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
@@ -139,7 +140,7 @@ def _saver(pipeline: Pipeline, folder: Path) -> Saver:
 
 
 def _state(step: int, num_ranks: int) -> RunState:
-    return RunState(step, num_ranks, {}, {}, {}, {})
+    return RunState(step, num_ranks, {}, {}, None, {})
 
 
 def _fail(text: str) -> None:
