@@ -33,7 +33,7 @@ class SplitLinear(SplitFunction):
         ctx.save_for_backward(x, weight)
         ctx.is_transposed = is_transposed
         # What torch does in one operation and what in two differs in the last bit.
-        ctx.is_fused = bias is not None and (x.dim() == 2 or (x.dim() == 3 and x.is_contiguous()))
+        ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = weight.t() if is_transposed else weight
         # The output may be changed in place, which autograd allows of no view that a function returns.
         output = x.new_empty(*x.shape[:-1], matrix.shape[1])
@@ -48,9 +48,9 @@ class SplitLinear(SplitFunction):
         x, weight = ctx.saved_tensors
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = _gradient_of_rows(_rows(x), _rows(gradient), weight.t() if ctx.is_transposed else weight).view(
-                x.shape
-            )
+            matrix = weight.t() if ctx.is_transposed else weight
+            of_x = _gradient_of_rows(_rows(x), _rows(gradient), matrix)
+            of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
         # Autograd sums it over the rows.
         of_bias = (_rows(gradient) if ctx.is_fused else gradient) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None
@@ -64,7 +64,7 @@ class SplitLinear(SplitFunction):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _gradient_of_rows(rows: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:

@@ -41,9 +41,10 @@ def run_step(
     before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
     step: int = 0,
     waiting: int | None = None,
+    before_w: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """All F, then R and B of each microbatch, last stage first. `waiting`: in the place of B come I and, so many microbatches
-    later or at the end, W."""
+    later or at the end, W; `before_w` is called when all B or I have run."""
     microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
     weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
     total = torch.zeros(())
@@ -76,6 +77,7 @@ def run_step(
                 gradients = stage.backward(i, gradients)
             if waiting is not None and i >= waiting:
                 run_w(stages, i - waiting)
+        before_w()
         for i in range(max(0, m - waiting), m) if waiting is not None else ():
             run_w(stages, i)
     return total
