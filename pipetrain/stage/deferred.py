@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -41,9 +41,9 @@ class DeferredWeights:
             elif any(map(_is_compiled, layer.modules())):
                 self.tell(number, "it is compiled, at least in part")
 
-    def begin(self) -> Deferral:
-        """For one microbatch, from its F to its W."""
-        return Deferral(self, self._meter)
+    def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
+        """For one microbatch, from its F to its W. `start_again` gets out of the layer that F is in, and runs it without hooks."""
+        return Deferral(self, self._meter, start_again)
 
     def layers_for(self, deferral: Deferral, *, is_forward: bool) -> list[_Layer]:
         """The layers of the stage as F or R of this microbatch calls them."""
@@ -61,7 +61,8 @@ class DeferredWeights:
         return [layer if n in self._whole else called(n, layer) for n, layer in enumerate(self._layers)]
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
-        """F has ended, and B will go back from `roots`: who reads the weights that were given to split functions?"""
+        """F has ended, and I will go back from `roots`: who reads the weights that were given to split functions?"""
+        deferral.end_forward()
         new = [(weight, layer) for weight, layer in deferral.parameters.values() if weight not in self._other_reader]
         if not new:
             return

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,22 @@ _NOTE = "_note_for_w"  # the attribute of a node's ctx
 
 
 class SplitFunction(torch.autograd.Function):
-    """An autograd function whose backward comes in two halves. A kernel of one's own is a subclass that has, in the place of
-    `backward`, two static methods:
+    """An autograd function whose backward comes in two halves. A kernel of one's own is a subclass with two more static methods:
 
     - `backward_input(ctx, *gradients)`: as `backward`, with None for each weight;
     - `backward_weight(ctx, *gradients)`: as `backward`, with None for everything else.
 
     The weights are the arguments that need a gradient and get none from the first. The second may run when the graph has
-    gone: of `ctx` it finds `saved_tensors`, `needs_input_grad` and whatever was set on it.
+    gone: of `ctx` it finds `saved_tensors`, `needs_input_grad` and whatever was set on it. `backward` need not be there: it is
+    one after the other, unless a kernel has a better one.
     """
+
+    _whole: Callable[..., Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "backward" in vars(cls):
+            cls._whole = vars(cls)["backward"]
         cls.backward = staticmethod(functools.partial(_backward, cls))  # type: ignore[method-assign]
 
     @staticmethod
@@ -64,13 +68,18 @@ class SplitFunction(torch.autograd.Function):
 
 
 def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None) -> Any:
+    note: _Note | None = getattr(ctx, _NOTE, None)
+    if note is not None:
+        note.user.deferral.refuse_in_forward(note)
+    deferral = None if note is None else note.user.deferral
+    if (deferral is None or not deferral.is_open) and hasattr(function, "_whole"):
+        return function._whole(ctx, *gradients)
     given = _as_tuple(function.backward_input(ctx, *gradients))
     weights = [place for place, gradient in enumerate(given) if gradient is None and ctx.needs_input_grad[place]]
     if not weights:
         return given
-    note: _Note | None = getattr(ctx, _NOTE, None)
-    if note is not None and note.user.deferral.takes(note, weights):
-        note.user.deferral.put_off(function, ctx, gradients, note, weights)
+    if deferral is not None and note is not None and deferral.takes(note, weights):
+        deferral.put_off(function, ctx, gradients, note, weights)
         return given
     late = _as_tuple(function.backward_weight(ctx, *gradients))
     return tuple(late[place] if place in weights else gradient for place, gradient in enumerate(given))
@@ -196,34 +205,46 @@ class Weights(Protocol):
 class Deferral:
     """What of one (stage, microbatch) waits from its I to its W."""
 
-    def __init__(self, weights: Weights, meter: ActivationMeter) -> None:
+    def __init__(self, weights: Weights, meter: ActivationMeter, start_again: Callable[[], NoReturn]) -> None:
         self.parameters: dict[
             int, tuple[nn.Parameter, int]
         ] = {}  # by identity, that F gave to split functions; and the layer
         self.weights = weights
         self._meter = meter
+        self._start_again: Callable[[], NoReturn] | None = start_again
         self._put_off: deque[_PutOff] = deque()
         self._left: Counter[int] = Counter()  # of each weight's nodes
         self._sizes: dict[int, int] = {}  # in the meter, by storage
-        self._is_open = False
+        self.is_open = (
+            False  # I runs: only a backward within may be put off, and none that a layer takes in its forward
+        )
 
     @property
     def num_bytes(self) -> int:
         """That were put off, each storage once, without those of the weights."""
         return sum(self._sizes.values())
 
+    def end_forward(self) -> None:
+        self._start_again = None
+
+    def refuse_in_forward(self, note: _Note) -> None:
+        """A layer that takes a gradient through a node of its own while F runs starts again, without split functions: of the graph
+        of that gradient torch's own nodes make other sums than ours, in the last bit."""
+        if self._start_again is not None and (user := user_in_force()) is not None and user.layer == note.user.layer:
+            self._start_again()
+
     @contextmanager
     def open(self) -> Iterator[None]:
-        """I runs: only a backward within may be put off. A layer may go back through its own graph in its forward, too."""
-        self._is_open = True
+        """I runs within."""
+        self.is_open = True
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_open = False
 
     def takes(self, note: _Note, weights: list[int]) -> bool:
         """Whether the weights in these places of a node's arguments may wait."""
-        if not self._is_open:
+        if not self.is_open:
             return False
         for place in weights:
             if place not in note.parameters:

@@ -34,9 +34,13 @@ class SplitLinear(SplitFunction):
         ctx.is_transposed = is_transposed
         # What torch does in one operation and what in two differs in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or (x.dim() == 3 and x.is_contiguous()))
-        rows, matrix = _rows(x), weight.t() if is_transposed else weight
-        flat = torch.mm(rows, matrix) if bias is None or not ctx.is_fused else _addmm(bias, rows, matrix)
-        output = flat.view(*x.shape[:-1], matrix.shape[1])
+        matrix = weight.t() if is_transposed else weight
+        # The output may be changed in place, which autograd allows of no view that a function returns.
+        output = x.new_empty(*x.shape[:-1], matrix.shape[1])
+        if bias is not None and ctx.is_fused:
+            _addmm(bias, _rows(x), matrix, out=_rows(output))
+        else:
+            torch.mm(_rows(x), matrix, out=_rows(output))
         return output if bias is None or ctx.is_fused else output.add_(bias)
 
     @staticmethod
@@ -123,7 +127,14 @@ def _why_not_here(user: User, x: Tensor) -> str | None:
 
 def _why_not_this(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
-    fits = is_plain and x.dim() > 1 and weight.dim() == 2 and weight.is_contiguous() and x.dtype is weight.dtype
+    fits = (
+        is_plain
+        and x.dim() > 1
+        and weight.dim() == 2
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and x.dtype is weight.dtype
+    )
     if fits and bias is not None:
         fits = type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,) and bias.dtype is weight.dtype
     return None if fits else "it multiplies other than plain tensors of one dtype"

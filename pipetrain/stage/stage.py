@@ -242,7 +242,7 @@ class Stage:
             late.keep_whole(self._layers_inside())
         self._gradients.clear()
         late.before_read = self._gradients.start
-        deferral = self._weights.begin() if split else None
+        deferral = self._weights.begin(late.refuse_hooks) if split else None
         return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), deferral)
 
     @functools.cached_property
