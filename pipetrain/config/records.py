@@ -101,7 +101,10 @@ class DataConfig:
 class PipelineConfig:
     """How the model is cut and in which order the ops run."""
 
-    schedule: str = "gpipe"  # name of a schedule family, or a CSV file
+    schedule: str = "gpipe"  # name of a schedule family, `auto`, or a CSV file
+    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = (
+        30.0  # auto: the longest search for its order; 0: its rule alone
+    )
     num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
     # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
@@ -302,6 +305,14 @@ class CostConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What is known before a run is planned."""
+
+    # A run that ended: its folder, `latest`, or its profile.json. `auto` seeks the order for what its ops took, and `show` draws with it.
+    profile: str | None = None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run, whole. A run that goes on keeps what it computes: the seed, the data, the model."""
 
@@ -319,6 +330,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
     recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
+    plan: MayChange[PlanConfig] = field(default_factory=PlanConfig)
     parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
     engine: MayChange[EngineConfig] = field(default_factory=EngineConfig)
     optim: MayChange[OptimConfig] = field(default_factory=OptimConfig)

@@ -40,6 +40,16 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
+    if config.plan.profile is not None and config.pipeline.schedule != "auto":
+        raise ConfigError(
+            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take; use "
+            "pipeline.schedule=auto, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
+        )
+    if config.pipeline.schedule == "auto" and config.pipeline.search_seconds >= config.timeout_seconds:
+        raise ConfigError(
+            f"pipeline.search_seconds={config.pipeline.search_seconds}: the other ranks wait timeout_seconds="
+            f"{config.timeout_seconds} at most; search for less, or wait longer"
+        )
     if config.pipeline.schedule == "inference":
         raise ConfigError(
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"

@@ -30,7 +30,8 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
 
 def _picture(one: Shown, width: int, colour: bool) -> str:
     steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
-    notes = (pairs_in_csv(one.schedule.family), idle_places(one.schedule))
+    sought = None if one.proof is None else f"step {one.proof}"
+    notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
     said = "".join(f"\n\n{note}" for note in notes if note)
     return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}{said}"
 

@@ -20,7 +20,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipetrain.schedule.families import ComputeLanes, Shape, fault_of
+from pipetrain.schedule.families import AUTO, ComputeLanes, Shape, fault_of
+from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of
@@ -35,19 +36,25 @@ _PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file; an R on a lane of its own is written before its B, or I."""
+    """The text of the file; an R on a lane of its own is written before its B, or I, in `auto` where it may start."""
+    if schedule.family == AUTO:
+        return csv_of_order(order_of(schedule))
+    recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
+    compute = (schedule.lane(rank, Lane.COMPUTE) for rank in range(schedule.num_ranks))
+    lanes = [list(with_recompute(ops, lambda op: (op.stage, op.microbatch) in recomputed)) for ops in compute]
+    has_r = any(_recomputes(op) for lane in lanes for op in lane)
+    keeps_all = schedule.kept and schedule.policy.mode is not Mode.NEVER and not has_r
+    return csv_of_order(AllKept(lanes) if keeps_all else lanes)
+
+
+def csv_of_order(order: ComputeLanes) -> str:
+    """The text of a file that holds the ops of each rank as they are."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    if (
-        schedule.kept
-        and schedule.policy.mode is not Mode.NEVER
-        and not any(_recomputes(op) for _, _, op in schedule.ops())
-    ):
+    if isinstance(order, AllKept):
         writer.writerow([_ALL_KEPT])
-    recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
-    for rank in range(schedule.num_ranks):
-        compute = schedule.lane(rank, Lane.COMPUTE)
-        writer.writerow(str(op) for op in with_recompute(compute, lambda op: (op.stage, op.microbatch) in recomputed))
+    for lane in order:
+        writer.writerow(map(str, lane))
     return out.getvalue()
 
 
@@ -57,7 +64,7 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
     Raises:
         ValueError: as `read_csv`.
     """
-    rows, _ = _rows(Path(path))
+    rows, _ = _rows(_text(Path(path)), str(path))
     ops = [op for row in rows for _, op in row]
     if not ops:
         raise ValueError(f"{path}: holds no op; write a line per rank, as in 0F0,0F1,0B0,0B1")
@@ -71,7 +78,16 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
         ValueError: the file is not there, or does not hold a schedule of this shape; the message says line and cell
             (both from 1) and what is allowed.
     """
-    rows, all_kept = _rows(Path(path))
+    return order_of_csv(_text(Path(path)), str(path), shape)
+
+
+def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
+    """The same of what a file at `path` would hold.
+
+    Raises:
+        ValueError: as `read_csv`.
+    """
+    rows, all_kept = _rows(text, path)
     if len(rows) != shape.num_ranks:
         raise ValueError(
             f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
@@ -95,7 +111,7 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
     return AllKept(lanes) if all_kept else lanes
 
 
-def _check_placement(path: str | Path, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
+def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
     """A file that is right but for where its stages live is one for another placement."""
     ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
     for rank, row in enumerate(rows):
@@ -127,9 +143,8 @@ def _recomputes(op: Op) -> bool:
     return op.kind is RECOMPUTE
 
 
-def _rows(path: Path) -> tuple[list[list[tuple[str, Op]]], bool]:
+def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
     """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
-    text = _text(path)
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []

@@ -305,6 +305,7 @@ FAMILIES: dict[str, Generator] = {
 }
 WITH_WARMUP = ("1f1b",)
 ALWAYS_SPLIT = ("zb-h1", "zbv")  # their backwards are I and W
+AUTO = "auto"  # no family: the order is sought for the costs (`list_order.py`, `plan/search.py`)
 
 
 def generator_of(family: str) -> Generator:
@@ -315,8 +316,9 @@ def generator_of(family: str) -> Generator:
     """
     if family in FAMILIES:
         return FAMILIES[family]
-    nearest = difflib.get_close_matches(family, list(FAMILIES), n=1, cutoff=0.0)[0]
+    names = [*FAMILIES, AUTO]
+    nearest = difflib.get_close_matches(family, names, n=1, cutoff=0.0)[0]
     raise ValueError(
-        f"pipeline.schedule={family!r}: allowed are {', '.join(FAMILIES)} or a path ending in .csv; "
+        f"pipeline.schedule={family!r}: allowed are {', '.join(names)} or a path ending in .csv; "
         f"did you mean {nearest!r}?"
     )

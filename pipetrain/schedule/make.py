@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ALWAYS_SPLIT, ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, fault_of, generator_of
 from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
+from pipetrain.schedule.hold_back import hold_back
 from pipetrain.schedule.keep import with_best_kept
-from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
@@ -71,11 +73,47 @@ def make(spec: ScheduleSpec) -> Schedule:
     Raises:
         ValueError: as `make_schedule`.
     """
+    if spec.family == AUTO:
+        return _in_order(spec)
     ordered = draft_of(spec, _ordered(spec))
     draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
     return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs, orders))
+
+
+def _in_order(spec: ScheduleSpec) -> Schedule:
+    """An order in which R has its place, too: one that was found before, or else that of the rule."""
+    if spec.order is not None:
+        return held_to(spec, spec.order)
+    costs = spec.costs or Costs.spread(spec.num_stages)
+    order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
+    # R may also start as soon as a place is free, where that is no slower: on a device nothing takes exactly its cost.
+    return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
+
+
+def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
+    """The schedule in which each R starts no earlier than where `order` has it.
+
+    Raises:
+        ValueError: an op that is none of its rank's.
+    """
+    return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
+
+
+def _as_ordered(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
+    return with_waits(add_recompute(draft_of(spec, order)))
+
+
+def problem_of(spec: ScheduleSpec, costs: Costs) -> OrderProblem:
+    """What there is to find for the family `auto`."""
+    return OrderProblem(costs, spec.num_microbatches, spec.policy, spec.first_backward, spec.split_backward)
+
+
+def lanes_of_ranks(spec: ScheduleSpec, found: ListedOrder) -> ComputeLanes:
+    """The lanes of stages by the ranks that hold them."""
+    lanes = [list(found.lanes[stage]) for rank in range(spec.num_stages) for stage in spec.shape.stages_of(rank)]
+    return lanes if any(op.kind is RECOMPUTE for lane in lanes for op in lane) else AllKept(lanes)
 
 
 def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW | None]:

@@ -17,6 +17,8 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
 
+_NO_GAP = 1e-9  # a smaller one is rounding
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -27,6 +29,12 @@ class Shown:
     timeline: Timeline
     bound_seconds: float
     breakdown: tuple[RankBreakdown, ...]
+    least_seconds: float | None = None  # of an order that was sought: what no order can beat, as far as proven
+
+    @property
+    def proof(self) -> str | None:
+        """As `proof_of` says it; None: no order was sought."""
+        return None if self.least_seconds is None else proof_of(self.step_seconds, self.least_seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -78,9 +86,11 @@ class Shown:
     def as_json(self) -> dict[str, Any]:
         """Plain lists and numbers, under the names that scripts rely on; per rank means a list in rank order."""
         with_inputs = self.peak_sets_with_inputs()
+        least = self.least_seconds
         return {
             "step_seconds": self.step_seconds,
             "bound_seconds": self.bound_seconds,
+            **({} if least is None else {"proven_gap": proven_gap(self.step_seconds, least)}),
             "bubble_fraction": self.bubble_fraction,
             "recompute_hidden_seconds": [rank.recompute_hidden_seconds for rank in self.breakdown],
             "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
@@ -119,8 +129,20 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def show_schedule(schedule: Schedule, costs: Costs | None = None) -> Shown:
-    """Checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop.
+def proven_gap(step_seconds: float, least_seconds: float) -> float:
+    """What a step takes more than any order must, as a part of that; 0: no order is faster."""
+    gap = step_seconds / least_seconds - 1 if least_seconds > 0 else 0.0
+    return gap if gap > _NO_GAP else 0.0
+
+
+def proof_of(step_seconds: float, least_seconds: float) -> str:
+    """For example `61, proven optimal` or `73, at least 69`."""
+    optimal = proven_gap(step_seconds, least_seconds) == 0.0
+    return f"{step_seconds:.6g}, {'proven optimal' if optimal else f'at least {least_seconds:.6g}'}"
+
+
+def show_schedule(schedule: Schedule, costs: Costs | None = None, least_seconds: float | None = None) -> Shown:
+    """Checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop. `least_seconds`: proven of any order.
 
     Raises:
         ValueError: as `check` and `simulate` do.
@@ -128,4 +150,4 @@ def show_schedule(schedule: Schedule, costs: Costs | None = None) -> Shown:
     check(schedule)
     known = costs or Costs.spread(schedule.num_stages)
     timeline = simulate(schedule, known)
-    return Shown(schedule, known, timeline, bound_of(schedule, known), break_down(schedule, timeline))
+    return Shown(schedule, known, timeline, bound_of(schedule, known), break_down(schedule, timeline), least_seconds)
