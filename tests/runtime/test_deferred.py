@@ -184,6 +184,19 @@ class PathByData(nn.Module):
         return output + self.inner.weight.sum() if bool(x[0, 0] > 100) else output
 
 
+class InFull(nn.Module):
+    """Switches autocast off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            full: Tensor = self.inner(x.float())
+        return full
+
+
 class Transposed(nn.Module):
     """The same values with the strides of a transposed matrix."""
 
@@ -295,7 +308,7 @@ def train_both(case: Case, *, keep: bool, waiting: int, balance: Sequence[int]) 
             assert_same_gradients(model, reference)
             assert meter.current_bytes == 0
             for stage in stages:
-                stage.assert_nothing_is_held()
+                stage.end_step()
     return model, [str(one.message) for one in said]
 
 
@@ -332,6 +345,10 @@ def sequences() -> Batch:
     return rows(M * 2, 3, WIDTH)
 
 
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 def compiled() -> nn.Module:
     return torch.compile(nn.Sequential(linear(), nn.Tanh()), backend="eager", fullgraph=True)  # type: ignore[return-value]
 
@@ -339,11 +356,13 @@ def compiled() -> nn.Module:
 _STAYS = "gradients of its weights stay in I and do not wait for W: "
 _MADE = "its weight is made from a parameter in its forward, or is one of a kind of its own"
 _HOOKS = "its weight has hooks, which would run in I"
-_QKV = "1.attention.query 1.attention.key 1.attention.value 1.attention.output "
+GPT2 = "1.mlp.up 1.mlp.down 2.logits " + (
+    _QKV := "1.attention.query 1.attention.key 1.attention.value 1.attention.output "
+)
 
 CASES = [
     Case("plain", lambda: [linear(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH, bias=False)], "0 3"),
-    Case("gpt2", lambda: transformer("gpt2"), _QKV + "1.mlp.up 1.mlp.down 2.logits", batch=tokens, loss=cross_entropy),
+    Case("gpt2", lambda: transformer("gpt2"), GPT2, batch=tokens, loss=cross_entropy),
     Case(
         "llama",
         lambda: transformer("llama"),
@@ -354,7 +373,7 @@ CASES = [
     Case(
         "attention's in-projection",
         lambda: [linear(), nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)],
-        "0 1.self_attn.in_proj_weight 1.self_attn.out_proj 1.linear1 1.linear2",
+        "0 1.self_attn.in_proj_weight 1.self_attn.in_proj_bias 1.self_attn.out_proj 1.linear1 1.linear2",
         batch=sequences,
     ),
     Case(
@@ -391,12 +410,28 @@ CASES = [
         batch=tokens,
         loss=cross_entropy,
     ),
+    Case("autocast", lambda: [linear(), nn.Tanh(), linear()], "0 2", around=autocast),
+    Case("autocast, used twice", lambda: [Twice(), nn.LayerNorm(WIDTH), Twice()], "0.inner 2.inner", around=autocast),
+    Case("autocast, gpt2", lambda: transformer("gpt2"), GPT2, batch=tokens, loss=cross_entropy, around=autocast),
+    Case("autocast switched off inside", lambda: [linear(), InFull(), linear()], "0 1.inner 2", around=autocast),
     Case(
-        "autocast",
+        "autocast, tied",
+        lambda: [Tied()],
+        "0.inner",
+        f"layer 0 (Tied): {_STAYS}its weight is read by EmbeddingBackward0, too",
+        batch=tokens,
+        loss=cross_entropy,
+        around=autocast,
+    ),
+    Case(
+        "autocast that keeps no casts",
         lambda: [linear(), nn.Tanh(), linear()],
         "",
-        f"layer 0 (Linear): {_STAYS}it runs under autocast; layer 2 (Linear): {_STAYS}it runs under autocast",
-        around=lambda: torch.autocast("cpu", torch.bfloat16),
+        "; ".join(
+            f"layer {n} (Linear): {_STAYS}it runs under an autocast that does not keep a cast of its weight"
+            for n in (0, 2)
+        ),
+        around=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     ),
     Case("a hook", lambda: [Hooked(after=False)], "0.plain", f"layer 0 (Hooked): {_STAYS}{_HOOKS}"),
     Case("a hook after", lambda: [Hooked(after=True)], "0.plain", f"layer 0 (Hooked): {_STAYS}{_HOOKS}"),
@@ -432,12 +467,10 @@ CASES = [
 
 
 def names_of(case: Case, model: nn.Module) -> set[str]:
-    """The weights that `case.deferred` names by their modules."""
-    return {
-        name
-        for name, _ in model.named_parameters()
-        if name in case.deferred.split() or name.removesuffix(".weight") in case.deferred.split()
-    }
+    """The weights and biases that `case.deferred` names, or their modules."""
+    named = set(case.deferred.split())
+    learning = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name for name in learning if {name, name.removesuffix(".weight").removesuffix(".bias")} & named}
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
@@ -523,7 +556,7 @@ def test_a_step_that_fails_holds_nothing() -> None:
     assert meter.current_bytes > 0
     stage.drop()
     assert meter.current_bytes == 0
-    stage.assert_nothing_is_held()
+    stage.end_step()
 
 
 def test_w_is_missed_at_the_end_of_a_step() -> None:
@@ -531,7 +564,7 @@ def test_w_is_missed_at_the_end_of_a_step() -> None:
     with pytest.raises(ZeroDivisionError):
         run_step([stage], *rows(), M, keep=lambda _: True, waiting=M, before_w=lambda: 1 // 0)
     with pytest.raises(AssertionError, match="stage 0 has had no W of microbatches 0, 1, 2, 3"):
-        stage.assert_nothing_is_held()
+        stage.end_step()
 
 
 def test_what_waits_may_not_change() -> None:
