@@ -548,6 +548,19 @@ def test_only_what_w_needs_is_held_and_only_until_then() -> None:
     assert stage.set_bytes[0] >= 4 * one
 
 
+def test_casts_are_no_part_of_a_set() -> None:
+    """Under autocast x and the gradient wait in half the bytes, and the weight's cast is the step's."""
+    sizes = {}
+    for name, around in (("full", nullcontext), ("autocast", autocast)):
+        stage = one_stage(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        stage._meter.exclude(parameter for layer in stage.layers for parameter in layer.parameters())
+        with around(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_step([stage], *rows(M * 2, 64), M, keep=lambda _: False, waiting=1)
+        sizes[name] = stage.set_bytes[0]
+    assert sizes["autocast"] <= sizes["full"]
+
+
 def test_a_step_that_fails_holds_nothing() -> None:
     stage = one_stage(linear())
     meter = stage._meter
