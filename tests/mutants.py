@@ -37,6 +37,7 @@ class Mutant:
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 CASTS, HANGS = "tests/runtime/test_casts.py", "tests/runtime/test_device_hangs.py"
 CLOCK = "tests/runtime/test_device_clock.py"
+DEFERRED = "tests/runtime/test_deferred.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
@@ -1325,6 +1326,70 @@ MUTANTS = (
         "        if self._runs_ahead and not schedule.launch_order:",
         "        if False:",
         ("tests/transport/test_spinning.py",),
+    ),
+    # A backward in two halves.
+    Mutant(
+        "a weight that others read waits, too",
+        "pipetrain/stage/deferred.py",
+        "        return self._other_reader.get(parameter) == _NOBODY",
+        "        return True",
+        (DEFERRED, "-k", "tied"),
+    ),
+    Mutant(
+        "a weight with hooks waits",
+        "pipetrain/stage/split_function.py",
+        "    if weight._backward_hooks or weight._post_accumulate_grad_hooks:",
+        "    if False:",
+        (DEFERRED, "-k", "a_hook or hook-"),
+    ),
+    Mutant(
+        "what a microbatch gives a weight is not summed first",
+        "pipetrain/stage/split_function.py",
+        "        if not self._left[key] and key in sums:",
+        "        if key in sums:",
+        (DEFERRED, "-k", "used and twice"),
+    ),
+    Mutant(
+        "what waits may change",
+        "pipetrain/stage/split_function.py",
+        "            if tensor._version != version:",
+        "            if False:",
+        (DEFERRED, "-k", "may_not_change"),
+    ),
+    Mutant(
+        "what waits is not counted",
+        "pipetrain/stage/split_function.py",
+        "        keys = tuple(self._meter.hold(tensor) for tensor in tensors)",
+        "        keys = tuple(0 for tensor in tensors)",
+        (DEFERRED, "-k", "only_what_w_needs"),
+    ),
+    Mutant(
+        "linear layers under a checkpoint are split",
+        "pipetrain/stage/split_linear.py",
+        "    if hooks_in_force() is not user.hooks:",
+        "    if False:",
+        (DEFERRED, "-k", "nested and checkpoint"),
+    ),
+    Mutant(
+        "a layer that takes gradients goes on with halves",
+        "pipetrain/stage/split_function.py",
+        "            self._start_again()",
+        "            pass",
+        (DEFERRED, "-k", "inside and forward"),
+    ),
+    Mutant(
+        "one operation where torch has two",
+        "pipetrain/stage/split_linear.py",
+        "(x.dim() == 2 or x.is_contiguous())",
+        "(x.dim() > 0)",
+        (DEFERRED, "-k", "product"),
+    ),
+    Mutant(
+        "a weight's cast is made anew for each set",
+        "pipetrain/stage/split_linear.py",
+        "user.deferral.weights.cast(weight, make=user.is_forward).detach()",
+        "weight.detach()",
+        (DEFERRED, "-k", "casts_are_no_part"),
     ),
 )
 
