@@ -63,6 +63,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
         placement=pipeline.placement,
+        split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
     )
     found = None
@@ -153,5 +154,6 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...]) -> ScheduleSpec:
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
         policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
+        split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
     )

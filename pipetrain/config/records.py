@@ -111,6 +111,8 @@ class PipelineConfig:
     placement: str | tuple[int, ...] = "loop"
     num_microbatches: Count = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
+    # Make I (the gradient of the input) and W (those of the weights, where the stage would wait) of each B.
+    split_backward: bool = False
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
 

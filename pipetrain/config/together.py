@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, RunConfig, SnapshotConfig
+from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, PipelineConfig, RunConfig, SnapshotConfig
 from pipetrain.config.schema import check_limits
 
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
@@ -89,9 +89,8 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    pipeline, recompute, data = config.pipeline, config.recompute, config.data
-    if pipeline.schedule != "1f1b":
-        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
+    recompute, data = config.recompute, config.data
+    yield from _schedule_of_deepspeed(config.pipeline)
     if recompute.mode not in ("never", "inline"):
         yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
     if recompute.sets != 1:
@@ -100,6 +99,18 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
     if recompute.stash is not None:
         yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
+    if config.parallel.zero > 1:
+        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
+    if config.optim.name != ADAMW:
+        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
+    if data.batch_size % config.pipeline.num_microbatches:
+        multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
+        yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+
+
+def _schedule_of_deepspeed(pipeline: PipelineConfig) -> Iterator[str]:
+    if pipeline.schedule != "1f1b":
+        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
     if pipeline.stages_per_rank != 1:
         yield _refused(
             "pipeline.stages_per_rank",
@@ -108,18 +119,10 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         )
     if pipeline.placement != "loop":
         yield _refused("pipeline.placement", pipeline.placement, "holds stage s on rank s; use pipeline.placement=loop")
+    if pipeline.split_backward:
+        yield _refused("pipeline.split_backward", "true", "runs each B as a whole; use pipeline.split_backward=false")
     if pipeline.warmup is not None:
         yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
-    if config.parallel.zero > 1:
-        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
-    if config.optim.name != ADAMW:
-        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
-    if data.batch_size % pipeline.num_microbatches:
-        yield _refused(
-            "data.batch_size",
-            data.batch_size,
-            f"wants microbatches of equal size; use a multiple of pipeline.num_microbatches={pipeline.num_microbatches}",
-        )
 
 
 def _refused(key: str, value: object, instead: str) -> str:

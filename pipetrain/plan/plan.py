@@ -16,13 +16,15 @@ DEFAULT_MICROBATCHES = 8
 class Plan:
     """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica. `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
+    Ranks count from 0 within one replica. `split_backward` makes I and W of each B of the schedule.
+    `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     """
 
     balance: tuple[int, ...]
     stage_ranks: tuple[int, ...]
     num_microbatches: int
     num_replicas: int = 1
+    split_backward: bool = False
     warmup: int | tuple[int, ...] | None = None
 
     @property
@@ -106,6 +108,7 @@ def make_plan(
     num_replicas: int = 1,
     balance: str | Sequence[int] = "auto",
     placement: Placement = "loop",
+    split_backward: bool = False,
     warmup: int | Sequence[int] | None = None,
 ) -> Plan:
     """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
@@ -124,8 +127,15 @@ def make_plan(
         stage_ranks=stage_ranks,
         num_microbatches=whole_number("pipeline.num_microbatches", num_microbatches),
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
+        split_backward=_switch("pipeline.split_backward", split_backward),
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
     )
+
+
+def _switch(key: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r}: allowed is True or False")
+    return value
 
 
 def place_stages(

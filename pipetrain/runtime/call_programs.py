@@ -46,6 +46,7 @@ class Programs:
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
             policy=policy,
+            split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
         )
         self._cache: dict[_Key, Program] = {}

@@ -183,6 +183,7 @@ class Executor:
                     keep=place not in program.recomputed,
                     prove=place in step.proved,
                     has_backward=op.stage >= program.schedule.first_backward,
+                    split=place in program.split,
                 )
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
@@ -204,6 +205,10 @@ class Executor:
             wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
         if op.stage > program.schedule.first_backward:
             self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
+
+    def _backward_weights(self, turn: _Turn) -> None:
+        with self._lanes.timed(turn.lane, turn.op):
+            self._stages[turn.op.stage].backward_weights(turn.microbatch)
 
     def _send(self, turn: _Turn) -> None:
         result = self._results.pop(turn.op)
@@ -304,6 +309,8 @@ _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,
+    Kind.I: Executor._backward,
+    Kind.W: Executor._backward_weights,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, Kind, Lane
+from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
@@ -24,7 +24,7 @@ class Program:
     """The ops of one rank, numbered queue after queue; `queues[q]` are the numbers of one queue, in `lanes[q]`.
 
     `waits[n]` are the ops that op n waits for, `followers[n]` the ops that wait for op n. `recomputed` are the
-    (stage, microbatch) with an R: the others keep the set of their F.
+    (stage, microbatch) with an R: the others keep the set of their F. `split` are those whose backward comes in two halves.
     """
 
     schedule: Schedule
@@ -35,6 +35,7 @@ class Program:
     waits: tuple[tuple[Op, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: frozenset[tuple[int, int | None]]
+    split: frozenset[tuple[int, int | None]]
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -60,6 +61,7 @@ class Program:
             waits,
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
+            frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING),
         )
 
 

@@ -182,16 +182,17 @@ class LateBoundSet:
     def listening_to_functorch(self) -> Iterator[None]:
         """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
 
-        def refuse(_: str) -> NoReturn:
-            self.hooks_refused = True
-            raise NeedsGradientInside
-
         switch_off = graph.disable_saved_tensors_hooks
-        graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]
+        graph.disable_saved_tensors_hooks = self.refuse_hooks  # type: ignore[assignment]
         try:
             yield
         finally:
             graph.disable_saved_tensors_hooks = switch_off
+
+    def refuse_hooks(self, _: str = "") -> NoReturn:
+        """The layer that F is in cannot go on with hooks: it is to start again without."""
+        self.hooks_refused = True
+        raise NeedsGradientInside
 
     def is_whole(self, layer: int) -> bool:
         """Whether this layer's saved tensors stay in the graph of F, so that it runs without hooks in R as well."""
