@@ -29,7 +29,7 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 
 RULE_ALONE = Effort(0)
-A_LITTLE = Effort(60, rules=300, steps=2)
+A_LITTLE = Effort(60, rules=100, steps=0.2)
 NEAR = 1.02
 
 
@@ -54,7 +54,7 @@ def test_what_is_to_be_reached_is_reached(cell: Cell) -> None:
 def test_a_search_finds_the_least_and_proves_it(cell: Cell) -> None:
     spec = dataclasses.replace(cell.spec, order=None)
     assert best_schedule(spec, cell.costs, RULE_ALONE).seconds > cell.goal
-    found = best_schedule(spec, cell.costs, dataclasses.replace(A_LITTLE, steps=20))
+    found = best_schedule(spec, cell.costs, dataclasses.replace(A_LITTLE, steps=10))
     check(found.schedule)
     assert (found.seconds, found.least_seconds, found.is_proven) == (cell.goal, cell.goal, True)
     assert simulate(found.schedule, cell.costs).step_seconds == cell.goal
@@ -208,6 +208,12 @@ def test_without_ortools_rules_are_changed(monkeypatch: pytest.MonkeyPatch) -> N
     problem = problem_of(spec, cell.costs)
     orders = [climb(problem, effort, cell.goal) for _ in range(2)]
     assert orders[0] == orders[1], "the same effort, the same order"
+
+
+def test_as_many_steps_find_the_same_order() -> None:
+    problem = problem_of(dataclasses.replace(Cell(4, 16, 0, 2, 61).spec, order=None), Costs.spread(4))
+    found = [polish(problem, list_order(problem), Effort(60, steps=0.02)) for _ in range(2)]
+    assert found[0] == found[1]
 
 
 def test_a_polished_order_is_one_of_the_problem() -> None:
