@@ -65,6 +65,9 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         placement=pipeline.placement,
         split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
+        transport_ahead=config.transport.ahead,
+        communicators=config.transport.communicators,
+        edges=config.transport.edges,
     )
     found = None
     if order is None and pipeline.schedule == AUTO:
@@ -156,4 +159,5 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...]) -> ScheduleSpec:
         policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
+        transport_ahead=config.transport.ahead,
     )

@@ -21,6 +21,7 @@ from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
+from pipetrain.group.own_device import ask_for_hardware_queues
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
@@ -38,6 +39,7 @@ from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
 from pipetrain.timeline.stragglers import StragglerWatch
+from pipetrain.transport.carrier import PINNED
 
 
 def train(config: RunConfig) -> Outcome:
@@ -50,7 +52,9 @@ def train(config: RunConfig) -> Outcome:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         with ending_with_the_launcher():
-            group = stack.enter_context(join_group(timeout_seconds=config.timeout_seconds, starts_alone=True))
+            shares = config.transport.edges == PINNED
+            joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
+            group = stack.enter_context(joined)
         run = prepare(config, group.size, _agreed_order(config, group))
         data = make_data(config.data, config.seed)
         check_all_read_the_same(data.fingerprint, group)
@@ -169,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_trackers(config.observe)
         check_available(config)
         check_start(config.resume, config.init_from, config.run_dir)
-        # Read when CUDA starts. With 1, streams would wait on each other.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        ask_for_hardware_queues()
         torch.set_num_threads(config.threads_per_rank)
         outcome = train(config)
     except ValueError as error:

@@ -203,6 +203,7 @@ class _Outbound:
     peer: str
 
     tells_changes = True
+    reads_later = False
 
     def send(
         self,
@@ -291,7 +292,8 @@ class InProcessRun:
 
     def _make_executor(self, rank: int, edges: _Edges) -> Executor:
         meter, monitor = ActivationMeter(), _Monitor(rank, self.theatre)
-        transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU)
+        lanes = _Lanes(rank, self.theatre)
+        transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU, lanes)
         stages = {
             index: Stage(
                 index,
@@ -308,7 +310,7 @@ class InProcessRun:
             stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)
-        return Executor(rank, stages, transport, _Lanes(rank, self.theatre), monitor, monitor.board)
+        return Executor(rank, stages, transport, lanes, monitor, monitor.board)
 
     def step(self) -> Log:
         """One step of all ranks; gradients are those of this step alone. Returns what happened.

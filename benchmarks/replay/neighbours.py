@@ -94,17 +94,15 @@ class ReplayInbound:
         assert form is not None, "a replay knows all forms"
         device = self._lanes.device
         stream = device.current()  # the lane's
+        tensors = make_buffers(form)  # on this thread, which launches
 
         def job() -> Callable[[], None]:
             start = time.perf_counter()
             with device.on(stream):
-                tensors = make_buffers(form)
                 self._clock.sleep_until(max(self._arrivals[op] - self._hop, start - self._clock.zero))
                 for tensor, source in zip(tensors, self._of(form)):
                     tensor.copy_(source, non_blocking=True)
             device.finish(stream)
-            for tensor in tensors:
-                self._lanes.share(tensor)
             self._clock.sleep_until(max(self._arrivals[op], start - self._clock.zero + self._hop))
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(form, lambda: tensors)
@@ -134,6 +132,7 @@ class ReplayOutbound:
     """A queue of messages that go to pinned host memory: `transport.Outbound`."""
 
     tells_changes = False
+    reads_later = False
 
     def __init__(self, peer: str, courier: Courier, lanes: Lanes, pinned: bool) -> None:
         self.peer = peer

@@ -118,7 +118,7 @@ class Replay:
         board, meter, clock = FailureBoard(None), ActivationMeter(), Clock()
         monitor, lanes = Monitor(STAGE, board, timeout_seconds=300.0), make_lanes(STAGE, self.device)
         edges = ReplayEdges(arrivals, costs.hop_forward[STAGE], clock, lanes, monitor, self.device)
-        transport = Transport(schedule.stage_ranks, STAGE, edges, meter, self.device)
+        transport = Transport(schedule.stage_ranks, STAGE, edges, meter, self.device, lanes)
         stage = Stage(STAGE, self.layers, first_layer=STAGE * len(self.layers), device=self.device, meter=meter)
         executor = Executor(STAGE, {STAGE: stage}, transport, lanes, monitor, board)
         program = Program.of(schedule, STAGE)
@@ -135,7 +135,7 @@ class Replay:
                 _synchronize(self.device)
             if isinstance(profile, torch.profiler.profile):
                 self.beside = beside(kernels_of(profile))
-            events = tuple(event for event in recording() if event.rank == STAGE)
+            events = tuple(event for event in recording.events() if event.rank == STAGE)
             found.append((Timeline(STAGES, events), _end(events) - clock.zero, *_memory(self.device)))
             for layer in self.layers:
                 layer.zero_grad()

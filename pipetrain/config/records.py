@@ -24,6 +24,8 @@ from pipetrain.config.limits import (
 )
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
+EDGES = ("auto", "nccl", "pinned")
+COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
 
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
@@ -166,6 +168,20 @@ class ParallelConfig:
     zero: Annotated[int, within(0, 3)] = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
     fsdp: _NotSharded = False  # whether parameters are sharded over replicas
     tensor: _NotSplit = 1  # ranks that share one layer
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """How messages go from stage to stage."""
+
+    ahead: Annotated[int, at_least(0, most=_LARGEST)] = (
+        2  # tensors of an edge received before they are used; 0: just in time
+    )
+    # NCCL's communicators: one for each `edge` of stages and direction, or one for each `pair` of ranks and direction.
+    communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
+    # What carries them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (memory of the host and gloo, on GPUs without NCCL
+    # between them and for several ranks on one).
+    edges: Annotated[str, one_of(*EDGES)] = "auto"
 
 
 @dataclass(frozen=True)
@@ -330,6 +346,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
     recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
+    transport: MayChange[TransportConfig] = field(default_factory=TransportConfig)
     plan: MayChange[PlanConfig] = field(default_factory=PlanConfig)
     parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
     engine: MayChange[EngineConfig] = field(default_factory=EngineConfig)

@@ -9,20 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, PipelineConfig, RunConfig, SnapshotConfig
+from pipetrain.config.records import (
+    ADAMW,
+    DEEPSPEED,
+    GuardConfig,
+    PipelineConfig,
+    RunConfig,
+    SnapshotConfig,
+    TransportConfig,
+)
 from pipetrain.config.schema import check_limits
 
+_TRANSPORT = TransportConfig()
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
 
 
 def check_schedule(config: RunConfig) -> None:
-    """The keys that a schedule is made from and simulated on: `pipeline` and `recompute`, `cluster` and `cost`.
+    """The keys that a schedule is made from and simulated on: `pipeline`, `recompute` and `transport`, `cluster` and `cost`.
 
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
     check_limits(config.pipeline, "pipeline.")
     check_limits(config.recompute, "recompute.")
+    check_limits(config.transport, "transport.")
     check_limits(config.cluster, "cluster.")
     check_limits(config.cost, "cost.")
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
@@ -91,6 +101,7 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
     recompute, data = config.recompute, config.data
     yield from _schedule_of_deepspeed(config.pipeline)
+    yield from _of_transport(config.transport)
     if recompute.mode not in ("never", "inline"):
         yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
     if recompute.sets != 1:
@@ -123,6 +134,12 @@ def _schedule_of_deepspeed(pipeline: PipelineConfig) -> Iterator[str]:
         yield _refused("pipeline.split_backward", "true", "runs each B as a whole; use pipeline.split_backward=false")
     if pipeline.warmup is not None:
         yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
+
+
+def _of_transport(transport: TransportConfig) -> Iterator[str]:
+    for key, value in vars(transport).items():
+        if value != getattr(_TRANSPORT, key):
+            yield _refused(f"transport.{key}", value, "sends messages in its own way; use transport=auto")
 
 
 def _refused(key: str, value: object, instead: str) -> str:

@@ -128,17 +128,18 @@ def join_group(
     *,
     timeout_seconds: float,
     starts_alone: bool = False,
+    shares_gpus: bool = False,
 ) -> Group:
     """A new group of the ranks of `process_group`, of torch.distributed, of torchrun's variables, or of this one alone.
 
     Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
-    it `starts_alone`, for who uses it beside the group. `device`: see `choose_device`.
+    it `starts_alone`, for who uses it beside the group. `device`, `shares_gpus`: see `choose_device`.
 
     Raises:
         ValueError: this process is not in `process_group`; the ranks have different versions of what they run on.
         PipelineError: another rank could not be met within `timeout_seconds`.
     """
-    chosen = choose_device(device)
+    chosen = choose_device(device, shares_gpus=shares_gpus)
     owns = not dist.is_initialized() and (starts_alone or is_rank())
     if owns:
         start_torch_distributed(chosen, timeout_seconds)

@@ -36,7 +36,7 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float) -> Non
         check_same(store, rank, size)
     else:
         rank, size, store = 0, 1, HashStore()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     with _connecting_on_use():
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 

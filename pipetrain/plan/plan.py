@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from pipetrain.config.records import COMMUNICATORS, EDGES
 from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
 
 DEFAULT_MICROBATCHES = 8
@@ -18,6 +19,7 @@ class Plan:
 
     Ranks count from 0 within one replica. `split_backward` makes I and W of each B of the schedule.
     `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
+    `transport_ahead`, `communicators` and `edges` say how messages go between stages, as the keys of `transport` do.
     """
 
     balance: tuple[int, ...]
@@ -26,6 +28,9 @@ class Plan:
     num_replicas: int = 1
     split_backward: bool = False
     warmup: int | tuple[int, ...] | None = None
+    transport_ahead: int = 2
+    communicators: str = "edge"
+    edges: str = "auto"
 
     @property
     def num_stages(self) -> int:
@@ -110,8 +115,14 @@ def make_plan(
     placement: Placement = "loop",
     split_backward: bool = False,
     warmup: int | Sequence[int] | None = None,
+    transport_ahead: int = 2,
+    communicators: str = "edge",
+    edges: str = "auto",
 ) -> Plan:
     """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
+
+    Messages: `transport_ahead` tensors of an edge are received before they are used; `edges="pinned"` takes them through memory of
+    the host, where NCCL does not connect the GPUs or ranks share one.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key, the value and what is allowed.
@@ -129,7 +140,16 @@ def make_plan(
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
         split_backward=_switch("pipeline.split_backward", split_backward),
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
+        transport_ahead=whole_number("transport.ahead", transport_ahead, least=0),
+        communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
+        edges=_one_of("transport.edges", edges, EDGES),
     )
+
+
+def _one_of(key: str, value: str, words: Sequence[str]) -> str:
+    if value not in words:
+        raise ValueError(f"{key}={value!r}: allowed is {', '.join(words[:-1])} or {words[-1]}")
+    return value
 
 
 def _switch(key: str, value: bool) -> bool:

@@ -20,6 +20,8 @@ class Introduction:
     plan: str = ""
     schedule: str = ""
     counts: bool = False  # whether it was given a count_fn
+    carrier: str = ""  # of messages between stages
+    gpu: str = ""  # its own, where it must have it for itself
     problem: str = ""
 
 
@@ -52,8 +54,14 @@ def introduce(own: Introduction, chain: Chain) -> None:
     what = "the other ranks' plans"
 
     def compare(received: bytes | None) -> bytes:
-        header: dict[str, Any] = {"first": asdict(own), "error": ""} if received is None else json.loads(received)
-        header["error"] = header["error"] or _mistake(chain.rank, own, Introduction(**header["first"]))
+        header: dict[str, Any] = (
+            {"first": asdict(own), "gpus": {}, "error": ""} if received is None else json.loads(received)
+        )
+        error = _mistake(chain.rank, own, Introduction(**header["first"]))
+        if own.gpu:
+            rank = header["gpus"].setdefault(own.gpu, chain.rank)
+            error = error or (_shared(own.gpu, rank, chain.rank) if rank != chain.rank else "")
+        header["error"] = header["error"] or error
         return json.dumps(header).encode()
 
     known = json.loads(chain.down(compare, what))
@@ -67,8 +75,20 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
     if own.counts != first.counts:
         here, there = ("a count_fn", "none") if own.counts else ("no count_fn", "one")
         return f"rank {rank} was given {here}, rank 0 {there}: give every rank the same loss_fn and count_fn"
+    if own.carrier != first.carrier:
+        return (
+            f"messages between stages go over {own.carrier} on rank {rank} and over {first.carrier} on rank 0, as one has a GPU and the "
+            "other none: start as many ranks on each machine as it has GPUs, or say device='cpu' on every rank"
+        )
     for key in ("model", "plan", "schedule", "seed"):
         mine, theirs = getattr(own, key), getattr(first, key)
         if mine != theirs:
             return f"rank {rank} was given another {key} than rank 0: {mine}, not {theirs}"
     return ""
+
+
+def _shared(gpu: str, one: int, other: int) -> str:
+    return (
+        f"ranks {one} and {other} are both on {gpu}, and NCCL connects no two ranks of one GPU: start no more ranks on a machine than "
+        "it has GPUs, or use transport.edges=pinned (make_plan(..., edges='pinned'))"
+    )

@@ -14,6 +14,7 @@ from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.csv_file import pairs_in_csv
 from pipetrain.schedule.families import Generator
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
@@ -33,13 +34,18 @@ _MOST_WITH_SKIPPED = 64
 class Programs:
     """A program for each kind of call: which stages need gradients, how many microbatches there are, which are skipped.
 
+    `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks.
+
     Raises:
         ValueError: what was given makes no schedule of this plan.
         ScheduleError: a schedule that could hang, or does not do what its policy says.
     """
 
-    def __init__(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan, rank: int, *, runs_ahead: bool = False
+    ) -> None:
         self._rank = rank
+        self._runs_ahead = runs_ahead
         self._given = given if isinstance(given, Schedule) else None
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
@@ -48,6 +54,7 @@ class Programs:
             policy=policy,
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
+            transport_ahead=plan.transport_ahead,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
@@ -104,6 +111,9 @@ class Programs:
     def _program(self, schedule: Schedule) -> Program:
         check(schedule)
         refuse_unknown_kinds(schedule)
+        if self._runs_ahead and not schedule.launch_order:
+            schedule = for_device(schedule)
+            check(schedule)
         return Program.of(schedule, self._rank)
 
 

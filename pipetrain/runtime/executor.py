@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
@@ -124,35 +123,34 @@ class Executor:
         while True:
             for transfer in self._transport.take_ended():
                 turns.end(program.number[transfer])
-            self._start_transfers(turns, program, step)
             if turns.over:
                 break
-            if not self._compute_one(turns, program, step):
+            if not self._start_one(turns, program, step):
                 self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
         self._lanes.end_step()
         self._assert_nothing_is_held()
 
     # Order --------------------------------------------------------------------------------------------------------
 
-    def _start_transfers(self, turns: Turns, program: Program, step: Step) -> None:
-        """All whose turn it is. Only this thread starts them: one that waits for a message alone starts after the F, R or B
-        that runs when the message comes."""
-        for queue in range(len(COMPUTING), len(program.queues)):
-            while (place := turns.take(queue)) is not None:
-                self._run(_Turn(program.ops[place], program.lanes[queue], program, step), program.waits[place])
+    def _start_one(self, turns: Turns, program: Program, step: Step) -> bool:
+        """Start the next transfer, or run the next F, R or B; False where all wait.
 
-    def _compute_one(self, turns: Turns, program: Program, step: Step) -> bool:
-        """Run the next op of the compute lane, else of the recompute lane; False where both wait."""
-        for queue, lane in enumerate(COMPUTING):
+        Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
+        message comes.
+        """
+        for queue in range(len(program.queues)):
             place = turns.take(queue)
             if place is not None:
+                lane = program.lanes[place]
                 self._run(_Turn(program.ops[place], lane, program, step), program.waits[place])
-                turns.end(place)
+                if lane in COMPUTING:
+                    turns.end(place)
                 return True
         return False
 
     def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
         op, lane, _, step = turn
+        self._monitor.doing = op
         try:
             with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:
@@ -174,6 +172,7 @@ class Executor:
         op, lane, program, step = turn
         stage = self._stages[op.stage]
         given = self._given(turn)
+        is_last = op.stage == program.schedule.num_stages - 1
         with self._lanes.timed(lane, op):
             if step.with_graph:
                 place = op.stage, op.microbatch
@@ -187,10 +186,10 @@ class Executor:
                 )
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
-        if op.stage == program.schedule.num_stages - 1:
+            if not is_last:  # before the op ends: what it gives may have to be copied
+                self._give(turn, self._crossed(stage, output, given))
+        if is_last:
             self._finish_microbatch(turn.microbatch, output, step)
-        else:
-            self._give(turn, self._crossed(stage, output, given))
 
     def _recompute(self, turn: _Turn) -> None:
         with self._lanes.timed(turn.lane, turn.op):
@@ -212,9 +211,6 @@ class Executor:
 
     def _send(self, turn: _Turn) -> None:
         result = self._results.pop(turn.op)
-        for leaf in result.leaves:
-            if isinstance(leaf, Tensor):
-                self._lanes.keep(leaf)  # allocated on the producer's stream, read on this queue's
         text = "" if result.spec is None else spec_text(result.spec)
         self._transport.send(turn.op, result.leaves, result.wants_gradient, text, result.fixed)
 
@@ -281,7 +277,7 @@ class Executor:
         assert not self._results, f"nobody took the results of {', '.join(map(str, self._results))}"
         self._transport.assert_nothing_is_held()
         for stage in self._stages.values():
-            stage.assert_nothing_is_held()
+            stage.end_step()
 
     def _report(self, error: BaseException, turn: _Turn) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""

@@ -1,10 +1,12 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and which op ends the wait of which.
 
-    queue 0     compute      0F0 0F1 0F2 ...            an op has its turn when all that it waits for has ended and the op
-    queue 1     recompute    0R0 0R1 ...                before it in its queue has had its own
-    queue 2...  transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives
+    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives
+    compute      0F0 0F1 0F2 ...
+    recompute    0R0 0R1 ...
 
-This is all that the executor obeys, and it obeys it for every op.
+An op has its turn when all that it waits for has ended and the op before it in its queue has had its own; of two, the one in the
+queue above. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This is all that
+the executor obeys, and it obeys it for every op.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, 
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
-COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # the first queues of a program; where both may go on, the first does
+COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
 
 
 @dataclass(frozen=True)
 class Program:
-    """The ops of one rank, numbered queue after queue; `queues[q]` are the numbers of one queue, in `lanes[q]`.
+    """The ops of one rank, numbered; those that compute first, or all as they are launched. Op n belongs to `lanes[n]`.
 
-    `waits[n]` are the ops that op n waits for, `followers[n]` the ops that wait for op n. `recomputed` are the
-    (stage, microbatch) with an R: the others keep the set of their F. `split` are those whose backward comes in two halves.
+    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits
+    for, `followers[n]` the ops that wait for op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of
+    their F. `split` are those whose backward comes in two halves.
     """
 
     schedule: Schedule
@@ -41,12 +44,12 @@ class Program:
     def of(schedule: Schedule, rank: int) -> Program:
         """The part of `rank` in a schedule that `check` has passed."""
         ops: list[Op] = []
-        lanes, queues = [], []
-        for lane, own in _queues(schedule, rank):
-            lanes.append(lane)
+        queues = []
+        for own in _queues(schedule, rank):
             queues.append(range(len(ops), len(ops) + len(own)))
             ops += own
         number = {op: place for place, op in enumerate(ops)}
+        lane_of = {op: lane for lane, own in schedule.lanes[rank].items() for op in own}
         waits = tuple(schedule.waits.get(op, ()) for op in ops)
         followers: list[list[int]] = [[] for _ in ops]
         for place, own_waits in enumerate(waits):
@@ -56,8 +59,8 @@ class Program:
             schedule,
             tuple(ops),
             number,
-            tuple(lanes),
-            tuple(queues),
+            tuple(lane_of[op] for op in ops),
+            (*queues[len(COMPUTING) :], *queues[: len(COMPUTING)]),
             waits,
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
@@ -65,15 +68,18 @@ class Program:
         )
 
 
-def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Lane, tuple[Op, ...]]]:
+def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
+    if schedule.launch_order:
+        yield schedule.launch_order[rank]
+        return
     for lane in COMPUTING:
-        yield lane, schedule.lane(rank, lane)
+        yield schedule.lane(rank, lane)
     # Sends first: of two transfers that may start at once, the send is what another rank waits for.
     for lane in MESSAGE_LANES:
         transfers: dict[tuple[int, Kind], list[Op]] = {}
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)
-        yield from ((lane, tuple(own)) for own in transfers.values())
+        yield from map(tuple, transfers.values())
 
 
 class Turns:
@@ -108,12 +114,13 @@ class Turns:
             self._open[follower] -= 1
 
     def awaited(self) -> tuple[Op, Op]:
-        """Where nothing may start: the first op that has not ended, and the transfer under way for which it has not.
+        """Where nothing may start: the first op that has not started, and the transfer under way for which it has not.
 
-        The two are the same where all that is left is a transfer under way.
+        The two are the same where all that is left is transfers under way.
         """
         program = self._program
-        under_way = first = next(place for place, ended in enumerate(self._ended) if not ended)
+        heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
+        under_way = first = min(heads) if heads else self._ended.index(False)
         while not self._had_its_turn(under_way):
             waits = (program.number[op] for op in program.waits[under_way])
             under_way = next((place for place in waits if not self._ended[place]), under_way - 1)

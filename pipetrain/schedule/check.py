@@ -13,6 +13,7 @@ from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction, kinds_where
+from pipetrain.schedule.launches import launch_order, recomputed_too_early
 from pipetrain.schedule.messages import partner_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -27,15 +28,17 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule: the message has the rule, the op and the grid with the op marked."""
 
 
-def check(schedule: Schedule) -> None:
-    """Returns if the schedule is sound.
+def check(schedule: Schedule, *, serial: bool = False) -> None:
+    """Returns if the schedule is sound; `serial`: also where a device runs one transfer at a time, in the order of launching.
+
+    NCCL promises no more for transfers of different communicators.
 
     Raises:
         ScheduleError: the first rule that is broken, by which op.
         ValueError: the policy's numbers are for another number of stages.
     """
     schedule.policy.check_stages(schedule.num_stages)
-    for rule in RULES:
+    for rule in (*RULES, one_transfer_at_a_time) if serial else RULES:
         for op, fault in rule(schedule):
             raise _error(schedule, (rule.__doc__ or rule.__name__).splitlines()[0], op, fault)
 
@@ -236,10 +239,60 @@ def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:
     The two ends of a message count as one node that comes after all that either waits for; the schedule ends if and
     only if this graph, with the order of the lanes, has no circle (Kahn 1962).
     """
-    circle = find_circle(schedule)
+    yield from _circle(find_circle(schedule))
+
+
+def _circle(circle: list[Op]) -> Iterator[Fault]:
     if circle:
         chain = ", which waits for ".join(str(op) for op in [*circle[1:], circle[0]])
         yield circle[0], f"waits for {chain}"
+
+
+def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Fault]:
+    """Every op gets its turn, also where a device runs one transfer at a time, in the order of launching."""
+    ranks = ([op for op in ops if op.kind.row.lane in MESSAGE_LANES] for ops in launch_order(schedule))
+    yield from _circle(find_circle(schedule, list(ranks)))
+
+
+def each_op_is_launched(schedule: Schedule) -> Iterator[Fault]:
+    """A rank that launches ahead launches each of its ops once, after what the op waits for and the op before it in its queue."""
+    if not schedule.launch_order:
+        return
+    home = {op: rank for rank, _, op in schedule.ops()}
+    for rank, launched in enumerate(schedule.launch_order):
+        seen: set[Op] = set()
+        for op in launched:
+            if op in seen:
+                yield op, "is launched twice"
+            elif home.pop(op, None) != rank:
+                yield op, f"is launched by rank {rank}, but is no op of it"
+            seen.add(op)
+    yield from ((op, f"is not launched by rank {rank}") for op, rank in home.items())
+    place = {op: number for launched in schedule.launch_order for number, op in enumerate(launched)}
+    last: dict[Queue, Op] = {}
+    for rank, lane, op in schedule.ops():
+        queue: Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
+        before = last.get(queue)
+        for other in schedule.waits.get(op, ()) if before is None else (*schedule.waits.get(op, ()), before):
+            if place[other] > place[op]:
+                yield op, f"is launched before {other}"
+        last[queue] = op
+
+
+def launched_in_one_order(schedule: Schedule) -> Iterator[Fault]:
+    """Every op gets its turn, also when it waits for all that its rank has launched before: a host may wait for its device.
+
+    So may streams that share a queue of the hardware. It holds if there is one order of all ops, a message one of them,
+    in which each rank launches its own; and then whichever hosts wait, and wherever.
+    """
+    if schedule.launch_order:
+        yield from _circle(find_circle(schedule, schedule.launch_order))
+
+
+def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Fault]:
+    """An R that is launched when a set has been given back comes after the op that has read it, on the device as well."""
+    for op, reader in recomputed_too_early(schedule):
+        yield op, f"is launched behind {reader}, but does not come after it"
 
 
 def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
@@ -274,6 +327,9 @@ RULES: tuple[Rule, ...] = (
     each_wait_is_for_an_op,
     each_op_after_what_it_reads,
     no_circle_of_waits,
+    each_op_is_launched,
+    launched_in_one_order,
+    each_recompute_gets_free_memory,
     sets_within_bounds,
     stash_within_bounds,
 )

@@ -6,7 +6,11 @@ before it in its queue. The order of `COMPUTE` and `RECOMPUTE` is not in here: s
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
@@ -87,49 +91,66 @@ def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, in
     return partner
 
 
-def find_circle(schedule: Schedule) -> list[Op]:
+def find_circle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
     """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
 
-    Send and receive of a message, which block until both may run, count as one.
+    Send and receive of a message, which block until both may run, count as one. In each of `chains` an op starts when the
+    one before it has ended, besides all that the schedule says.
     """
     graph = op_graph(schedule)
-    ended = _run_all(graph)
+    before = {}
+    for chain in chains:
+        for first, second in itertools.pairwise(graph.number[op] for op in chain):
+            graph.after[first].append(second)
+            graph.num_before[second] += 1
+            before[second] = first
+    ended = [False] * len(graph.ops)
+    for place in run_order(graph, range(len(graph.ops))):
+        ended[place] = True
     left = next((place for place, done in enumerate(ended) if not done), None)
     path: list[int] = []
     while left is not None and left not in path:
         path.append(left)
-        left = next(iter(_blockers(graph, schedule, left, ended)), None)
+        left = next(iter(_blockers(graph, schedule, left, before.get(left, -1), ended)), None)
     circle = path[path.index(left) :] if left is not None else path
     return [graph.ops[place] for place in circle]
 
 
-def _run_all(graph: OpGraph) -> list[bool]:
-    """Which ops get to run if each takes no time."""
-    pending = list(graph.num_before)
-    behind: dict[int, int] = {}  # the next op of the same compute or recompute lane
-    for lanes in graph.lanes:
-        for lane in (Lane.COMPUTE, Lane.RECOMPUTE):
-            for place in lanes[lane][:-1]:
-                behind[place] = place + 1
-                pending[place + 1] += 1
-    ready = [place for place, count in enumerate(pending) if count == 0]
+def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
+    """The ops that get to run, in an order in which they may: of those whose turn it is, the one with the least of `turns` first.
+
+    The two ends of a message, with one and the same, come together: its send, then its receive.
+    """
+    pending, behind = list(graph.num_before), _behind(graph)
+    for place in behind.values():
+        pending[place] += 1
+    ready = [(turns[place], place) for place, count in enumerate(pending) if count == 0]
+    heapq.heapify(ready)
     ended = [False] * len(pending)
+    order = []
     while ready:
-        place = ready.pop()
+        _, place = heapq.heappop(ready)
         other = graph.partner[place]
         if ended[place] or (other >= 0 and pending[other] > 0):
             continue
-        for one in (place, other) if other >= 0 else (place,):
+        for one in (place,) if other < 0 else (place, other) if graph.op_lanes[place] is Lane.SEND else (other, place):
             ended[one] = True
+            order.append(one)
             for follower in (*graph.after[one], behind[one]) if one in behind else graph.after[one]:
                 pending[follower] -= 1
                 if pending[follower] == 0:
-                    ready.append(follower)
-    return ended
+                    heapq.heappush(ready, (turns[follower], follower))
+    return order
 
 
-def _blockers(graph: OpGraph, schedule: Schedule, place: int, ended: list[bool]) -> list[int]:
-    """What keeps an op from running: its waits, the op before it in its queue, or the other end of its message."""
+def _behind(graph: OpGraph) -> dict[int, int]:
+    """Of each op of a compute or recompute lane the next one."""
+    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
+    return {place: place + 1 for queue in queues for place in queue[:-1]}
+
+
+def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:
+    """What keeps an op from running: its waits, the op before it in its queue or its chain, or the other end of its message."""
     lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
     before = range(place - 1, lane.start - 1, -1)
     if graph.op_lanes[place] in MESSAGE_LANES:
@@ -137,5 +158,5 @@ def _blockers(graph: OpGraph, schedule: Schedule, place: int, ended: list[bool])
         same = ((graph.ops[other].stage, graph.ops[other].kind) == (op.stage, op.kind) for other in before)
         before = range(next((other for other, one in zip(before, same) if one), -1), -1, -1)
     candidates = [graph.number[other] for other in schedule.waits.get(graph.ops[place], ()) if other in graph.number]
-    candidates += [*before[:1], graph.partner[place]]
+    candidates += [*before[:1], chained, graph.partner[place]]
     return [other for other in candidates if other >= 0 and not ended[other]]

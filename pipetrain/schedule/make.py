@@ -232,5 +232,6 @@ def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:
         ),
         kept=frozenset((stage, microbatch) for stage, microbatch in schedule.kept if stage >= first_backward),
         first_backward=first_backward,
+        launch_order=(),
     )
     return with_waits(ordered)

@@ -38,6 +38,9 @@ class Schedule:
     `transport_ahead`: tensors of a link that the waits let come in before they are used.
 
     `skipped` are the microbatches of the step that have no ops, because they count nothing; the others keep their numbers.
+
+    `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
+    empty where the host itself waits for messages: there an op starts as soon as it may.
     """
 
     family: str
@@ -50,6 +53,7 @@ class Schedule:
     first_backward: int = 0
     transport_ahead: int = 2
     skipped: frozenset[int] = frozenset()
+    launch_order: tuple[tuple[Op, ...], ...] = ()
 
     @property
     def microbatches(self) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ def without_microbatches(schedule: Schedule, skipped: frozenset[int]) -> Schedul
         waits=dict(_Rest(schedule, skipped).waits()),
         kept=frozenset(place for place in schedule.kept if place[1] not in skipped),
         skipped=schedule.skipped | skipped,
+        launch_order=tuple(tuple(op for op in ops if op.microbatch not in skipped) for ops in schedule.launch_order),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entered import Entered, entered_targets
 from pipetrain.stage.grad_watch import GradWatch
@@ -119,7 +120,6 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        share: Callable[[Tensor], None] | None = None,
         name_of: NameOf = no_names,
     ) -> None:
         self.index = index
@@ -130,7 +130,6 @@ class Stage:
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self._device = device
         self._meter = meter
-        self._share = share
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -143,6 +142,7 @@ class Stage:
         self._clones_inputs = False
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
+        self._casts = WeightCasts(self.layers, device, meter)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
@@ -236,7 +236,7 @@ class Stage:
 
     def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> _Held:
         proof = Proof() if prove and not keep else None
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, share=self._share)
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, casts=self._casts_in_force())
         late.keep_whole(self._refuses_hooks)
         if not keep:
             late.keep_whole(self._layers_inside())
@@ -248,6 +248,9 @@ class Stage:
     @functools.cached_property
     def _weights(self) -> DeferredWeights:
         return DeferredWeights(self.layers, self._name_of, self._meter)
+
+    def _casts_in_force(self) -> WeightCasts | None:
+        return self._casts if self._casts.is_active() else None
 
     def _run(
         self,
@@ -321,6 +324,8 @@ class Stage:
         look: bool,
     ) -> Any:
         late.start_layer()
+        if self._casts.is_active():
+            call = self._casts.once(number, call, make=True)
         self._seed(number, given)
         if look or late.is_whole(number):
             self._gradients.start()
@@ -465,9 +470,6 @@ class Stage:
             return
         before = self._meter.current_bytes
         late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
-        # F would reuse the casts that R makes here, and with them R's graph.
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
             with self._state.as_seen(held.seen):
                 run_layer = functools.partial(self._recompute_layer, late, given)
@@ -475,7 +477,7 @@ class Stage:
         except SetComplete:
             pass
         finally:
-            torch.set_autocast_cache_enabled(cached)
+            self._casts.end_recompute()
         late.end_recompute(held.seen.storages())
         if late.proof is None:
             self.set_bytes[microbatch] = self._meter.current_bytes - before
@@ -484,6 +486,8 @@ class Stage:
 
     def _recompute_layer(self, late: LateBoundSet, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
         late.start_layer()
+        if self._casts.is_active():
+            call = self._casts.once(number, call, make=False)
         self._seed(number, given)
         try:
             with nullcontext() if late.is_whole(number) else late.hooks():
@@ -541,12 +545,13 @@ class Stage:
         shape, dtype = kind
         return torch.full(shape, scale, dtype=dtype, device=self._device)
 
-    def assert_nothing_is_held(self) -> None:
-        """The end of a step: each input and each set that F or R brought has had its B."""
+    def end_step(self) -> None:
+        """All ops of a step have run: each input and each set that F or R brought has had its B."""
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
         assert not self._deferred, (
             f"stage {self.index} has had no W of microbatches {', '.join(map(str, self._deferred))}"
         )
+        self._casts.end_step()
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""
@@ -558,6 +563,7 @@ class Stage:
             deferral.drop()
         self._held.clear()
         self._deferred.clear()
+        self._casts.end_step()
 
     # Without a graph ----------------------------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ with the right size and nothing but the tensors' own bytes is sent.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.transport.structures import leaf_names, structure
@@ -36,10 +37,24 @@ class TensorForm:
         """What a buffer for it depends on."""
         return self.shape, self.strides, self.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what is sent."""
+        size: int = getattr(torch, self.dtype).itemsize
+        return size * math.prod(self._sent_shape)
+
+    @property
+    def _sent_shape(self) -> list[int]:
+        return [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides)]
+
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for what is sent: as `compact` lays it out."""
-        sizes = [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides)]
-        return torch.empty_strided(sizes, self.strides, dtype=getattr(torch, self.dtype), device=device)
+        return torch.empty_strided(self._sent_shape, self.strides, dtype=getattr(torch, self.dtype), device=device)
+
+    def within(self, memory: UntypedStorage) -> Tensor:
+        """The same, at the start of `memory`."""
+        buffer = torch.empty(0, dtype=getattr(torch, self.dtype), device=memory.device)
+        return buffer.set_(memory, 0, self._sent_shape, self.strides)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class GlooOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
     tells_changes = True
+    reads_later = False
 
     def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
@@ -111,12 +112,18 @@ class GlooOutbound:
         tensors: list[Tensor],
         left: Callable[[], None],
         expected: Form | None = None,
+        ready: Callable[[], None] | None = None,
     ) -> None:
-        start = time.perf_counter()
+        """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
+        called = time.perf_counter()
         self._num_messages += 1
         number = self._num_messages
 
         def job() -> Callable[[], None]:
+            start = called
+            if ready is not None:
+                ready()
+                start = time.perf_counter()
             if form is None:
                 self._send(tensors or [_word()])
             elif expected is None:

@@ -11,23 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.transport.device import Clock, Device, Event, Stream, device_of
+from pipetrain.transport.ahead import Ahead, Line, Moment
+from pipetrain.transport.device import HIGH, LOW, Device, Event, Stream, device_of
+from pipetrain.transport.device_clock import StepClock
 
-# The events of a step, by start. On a GPU a call waits for the step to end on the device: not for the hot path.
-Recording = Callable[[], tuple[OpEvent, ...]]
+_Span = tuple[Lane, Op, Event, Event]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When the ops of a step ran.
+
+    `events` gives them by start: on a GPU it waits for the step to end on the device, which is not for the hot path.
+    `has_ended` says whether there is nothing to wait for any more; `error_seconds`, how wrong a time of `events` may be.
+    """
+
+    events: Callable[[], tuple[OpEvent, ...]]
+    has_ended: Callable[[], bool]
+    error_seconds: Callable[[], float]
 
 
 class Lanes:
-    """Lanes as streams: compute at high priority, recompute at low, so that R yields to F and B.
+    """Lanes as streams: compute and messages at high priority, recompute at low, so that R yields to F and B.
 
     In the lanes of messages each stage edge and direction has a stream of its own. An op that ended without an event (a
     message over gloo, of which a thread said so) has ended before what waits for it is launched.
@@ -36,26 +50,33 @@ class Lanes:
     def __init__(self, rank: int, device: Device) -> None:
         self.device = device
         self._rank = rank
-        self._compute = device.stream(priority=-1)
-        self._recompute = device.stream()
+        self._compute = device.stream(priority=HIGH)
+        self._recompute = device.stream(priority=LOW)
         self._messages: dict[tuple[int, Kind], Stream] = {}
         self._ended: dict[Op, Event] = {}
-        self._spans: list[tuple[Lane, Op, Event, Event]] = []
+        self._ahead = Ahead() if device.runs_ahead else None
+        self._spare: list[Event] = []
+        self._spans: list[_Span] = []
         self._host: list[OpEvent] = []
-        self._clock: Clock | None = None
+        self._clock: StepClock | None = None
 
     def start_step(self) -> None:
         self._ended.clear()
-        self._spans, self._host = [], []
+        self._spans = [] if self._ahead is None else _Spans(self._spare)
+        self._host = []
         caller = self.device.current()
         for stream in self._streams():
             self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
-        self._clock = self.device.clock(self._compute)
+        self._clock = self.device.clock()
 
     def end_step(self) -> None:
         caller = self.device.current()
         for stream in self._streams():
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
+        if self._ahead is not None:
+            for stream in self._streams():
+                self.device.follow(stream, caller)  # what one stream has read another may be given from now on
+            self._ahead.join()
 
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:
         """The stream of `op`, which waits from now on for the events of `waits`."""
@@ -64,33 +85,52 @@ class Lanes:
             event = self._ended.get(before)
             if event is not None:
                 self.device.wait(stream, event)  # [1]
+        if self._ahead is not None:
+            self._ahead.launch(_line(lane, op), waits)
         return self.device.on(stream)
 
     @contextmanager
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
         stream = self._stream(lane, op)
-        start = self.device.record(stream)
+        start = self._record(stream)
         with _profiled(op):
             yield  # [2]
-        end = self._ended[op] = self.device.record(stream)  # [3]
+        end = self._ended[op] = self._record(stream)  # [3]
         self._spans.append((lane, op, start, end))
+        if self._ahead is not None:
+            self._ahead.end(_line(lane, op), op)
+
+    def _record(self, stream: Stream) -> Event:
+        return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
+
+    def hold(self, lane: Lane, op: Op, let_go: Callable[[], None]) -> None:
+        """Call `let_go` when the compute stream comes after `op`, which was launched: it has given what `op` reads.
+
+        At the latest at the end of the step. On a device that runs ahead.
+        """
+        assert self._ahead is not None
+        self._ahead.hold(_line(lane, op), op, let_go)
+
+    def watch(self, look: Callable[[Moment], None]) -> None:
+        """On a device that runs ahead: `Ahead.watch`."""
+        assert self._ahead is not None
+        self._ahead.watch(look)
+
+    def comes_after(self, lane: Lane, op: Op, moment: Moment) -> bool:
+        """On a device that runs ahead: whether what the queue of `op` is given comes after what compute was at `moment`."""
+        assert self._ahead is not None
+        return self._ahead.comes_after(_line(lane, op), moment)
+
+    def mark(self, lane: Lane, op: Op) -> Event:
+        """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
+        end = self._ended[op] = self.device.record(self._stream(lane, op))
+        if self._ahead is not None:
+            self._ahead.end(_line(lane, op), op)
+        return end
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
         """An op that ran on the host, in seconds of `time.perf_counter`. For any thread."""
         self._host.append(OpEvent(self._rank, lane, op, start, end))
-
-    def join(self, op: Op) -> None:
-        """Let the current stream wait for the end of `op`."""
-        self.device.wait(self.device.current(), self._ended[op])
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, allocated on another stream, until the current one has read it."""
-        self.device.keep(tensor, self.device.current())
-
-    def share(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, allocated on another stream, until F, R and B that use it have run."""
-        self.device.keep(tensor, self._compute)
-        self.device.keep(tensor, self._recompute)
 
     def recording(self) -> Recording:
         clock, spans, host = self._clock, self._spans, self._host
@@ -100,7 +140,10 @@ class Lanes:
             found = [OpEvent(self._rank, lane, op, clock(start), clock(end)) for lane, op, start, end in spans]
             return _by_start([*host, *found])
 
-        return resolve
+        def has_ended() -> bool:
+            return all(self.device.has_ended(end) for _, _, _, end in spans)
+
+        return Recording(resolve, has_ended, clock.error_seconds)
 
     def _streams(self) -> Iterator[Stream]:
         yield self._compute
@@ -114,17 +157,24 @@ class Lanes:
             return self._recompute
         key = (op.stage, op.kind)
         if key not in self._messages:
-            self._messages[key] = self.device.stream()
+            self._messages[key] = self.device.stream(priority=HIGH)
         return self._messages[key]
 
 
-def sharing(lanes: Lanes, places: int) -> Callable[[Tensor], None] | None:
-    """What to do with a tensor that R brings, so that its memory is not given away while B still reads it.
+class _Spans(list[_Span]):
+    """What one step records on a device; its events are used again when nobody asks for them any more."""
 
-    A block belongs to the stream that allocated it, and R's stream takes it back when B has been launched. With one place
-    R's stream waits for the last B before it allocates; with more it does not.
-    """
-    return lanes.share if places > 1 else None
+    def __init__(self, spare: list[Event]) -> None:
+        super().__init__()
+        self._spare = spare
+
+    def __del__(self) -> None:
+        for _, _, start, end in self:
+            self._spare += (start, end)
+
+
+def _line(lane: Lane, op: Op) -> Line:
+    return lane if lane in (Lane.COMPUTE, Lane.RECOMPUTE) else (op.stage, op.kind)
 
 
 def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:

@@ -2,14 +2,17 @@
 
 Not yet run on a machine with two GPUs.
 
-Each stage edge and direction has a communicator and a stream of its own, so that no message waits behind another edge's.
-Nothing waits on the host: F and B wait for the event that ends their RECV. Only the form of a message that is not known
-yet has to reach the host; it travels over gloo, and its tensors are then received just in time.
+Each stage edge and direction has a stream of its own, and a communicator of its own or, with `transport.communicators=pair`,
+that of its two ranks and direction: then messages of several edges are sent and received in one order, which is the same
+on both ranks because each launches its part of one order of all ops. Nothing waits on the host: F and B wait for the event
+that ends their RECV. Only the form of a message that is not known yet has to reach the host, which waits for it at the turn of
+the RECV: so ops are launched in the same order in every step. It travels over gloo when the SEND has been launched, and the
+sender's host comes to that without anything that stands behind the RECV in its own rank's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +23,8 @@ from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.transport.carrier import PER_PAIR
+from pipetrain.transport.device import Device
 from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.gloo import receive_form, send_form
 from pipetrain.transport.lanes import Lanes
@@ -30,28 +35,57 @@ _MAX_BLOCKS = 4
 
 
 class NcclEdges:
-    """Makes the ends of the stage edges of one rank."""
+    """Makes the ends of the stage edges of one rank. `communicators`: one for each edge and direction, or for each pair of
+    ranks and direction."""
 
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lanes: Lanes,
+        monitor: Monitor,
+        device: torch.device,
+        stage_ranks: Sequence[int],
+        communicators: str,
+    ) -> None:
         self._store = store
         self._lanes = lanes
         self._monitor = monitor
         self._device = device
+        self._stage_ranks = stage_ranks
+        self._per_pair = communicators == PER_PAIR
+        self._made: dict[str, Communicator] = {}
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> NcclInbound:
-        data, forms = self._meet(edge, direction, place, sends=False)
-        return NcclInbound(data, forms, 1 - place, peer, self._lanes, self._monitor)
+        return NcclInbound(self._meet(edge, direction, place, peer, sends=False), self._lanes)
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclOutbound:
-        data, forms = self._meet(edge, direction, place, sends=True)
-        return NcclOutbound(data, forms, 1 - place, peer, self._lanes, self._monitor)
+        return NcclOutbound(self._meet(edge, direction, place, peer, sends=True), self._lanes)
 
-    def _meet(self, edge: int, direction: str, place: int, *, sends: bool) -> tuple[Pair, Pair]:
+    def _meet(self, edge: int, direction: str, place: int, peer: str, *, sends: bool) -> Communicator:
         name = f"edge/{edge}/{direction}"
-        forms = make_pair(self._store, f"{name}/forms", place, self._monitor.timeout_seconds)
+        if self._per_pair:
+            own, other = self._stage_ranks[edge + place], self._stage_ranks[edge + 1 - place]
+            source, target = (own, other) if sends else (other, own)
+            name, place = f"pair/{source}/{target}", int(own > other)
+        if name not in self._made:
+            what = f"forms {'to' if sends else 'from'} {peer}"
+            self._made[name] = Communicator(
+                self._data(name, place, sends=sends),
+                make_pair(self._store, f"{name}/forms", place, self._monitor.timeout_seconds),
+                1 - place,
+                Courier(what, peer, self._monitor),
+                self._lanes.device,
+                self._monitor,
+            )
+        return self._made[name]
+
+    def _data(self, name: str, place: int, *, sends: bool) -> Pair:
         options = ProcessGroupNCCL.Options()
         options.config.max_ctas = _MAX_BLOCKS
-        options._timeout = timedelta(seconds=self._monitor.timeout_seconds)
+        # Its kernels run on a stream of its own, of this priority: a message that is there should not wait for F, R or B.
+        options.is_high_priority_stream = True
+        # torch ends the process when a transfer takes longer: so that the rank that hangs has been named before.
+        options._timeout = timedelta(seconds=2 * self._monitor.timeout_seconds + 60)
         data: Pair = ProcessGroupNCCL(PrefixStore(name, self._store), place, 2, options)  # type: ignore[assignment]
         # The communicator is made at its first use, which waits for the other rank: use it here, where every rank goes
         # through the edges in the same order, and not in a step.
@@ -59,60 +93,107 @@ class NcclEdges:
         work = data.send([greeting], 1 - place, _TAG) if sends else data.recv([greeting], 1 - place, _TAG)
         work.wait()
         self._lanes.device.finish(self._lanes.device.current())
-        return data, forms
+        return data
+
+
+class Communicator:
+    """One direction between this rank and another: NCCL for tensors, and gloo for forms, in the order of their messages.
+
+    Several ends may share it; they are closed together.
+    """
+
+    def __init__(self, data: Pair, forms: Pair, other: int, courier: Courier, device: Device, monitor: Monitor) -> None:
+        self.peer = courier.peer
+        self._data = data
+        self._forms = forms
+        self._other = other
+        self._courier = courier
+        self._device = device
+        self._monitor = monitor
+        self._is_open = True
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """On the current stream. The tensors are held by whoever calls until it has ended."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._data.send([self._bytes_of(tensor)], self._other, _TAG).wait()
+
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        """On the current stream."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._data.recv([self._bytes_of(tensor)], self._other, _TAG).wait()
+
+    def _bytes_of(self, tensor: Tensor) -> Tensor:
+        """As bytes: NCCL does not know all dtypes. And lent: it would keep the memory from us until the device gets there."""
+        return self._device.lent(flat_bytes(tensor).view(torch.uint8))
+
+    def tell(self, op: Op, form: Form) -> None:
+        """The other rank gets the form of a message whose tensors have been given to the device: see `hear`."""
+
+        def job() -> Callable[[], None]:
+            send_form(self._forms, self._other, form)
+            return _nothing
+
+        self._courier.submit(str(op), job)
+
+    def hear(self, op: Op) -> Form:
+        """The next form that the other rank tells.
+
+        Raises:
+            PipelineError: it does not, or another rank has failed.
+        """
+        came: list[Form] = []
+
+        def job() -> Callable[[], None]:
+            form = receive_form(self._forms, self._other)
+            return lambda: came.append(form)
+
+        self._courier.submit(str(op), job)
+        self._monitor.wait(lambda: bool(came), lambda: f"rank {self._monitor.rank} waits in {op} from {self.peer}")
+        return came[0]
+
+    def close(self) -> None:
+        """Everything has been sent and received, or is on its way."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._courier.close()
+        if self._monitor.failure is None:
+            # The caller's stream comes after all that the steps have launched.
+            ended = self._device.record(self._device.current())
+            self._monitor.wait(
+                lambda: self._device.has_ended(ended), lambda: f"closing the connection to {self.peer}, for the device"
+            )
+            self._data.shutdown()  # type: ignore[attr-defined]
+
+    def abort(self) -> None:
+        if self._is_open:
+            break_off(self._forms, self._other)
+            self._data.abort()  # type: ignore[attr-defined]
 
 
 class NcclInbound:
     """The receiving end of one stage edge and direction: `transport.Inbound`."""
 
-    def __init__(self, data: Pair, forms: Pair, source: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = peer
-        self._data = data
-        self._forms = forms
-        self._source = source
+    def __init__(self, communicator: Communicator, lanes: Lanes) -> None:
+        self.peer = communicator.peer
+        self._communicator = communicator
         self._lanes = lanes
-        self._courier = Courier(f"forms from {peer}", peer, monitor)
+        self.close, self.abort = communicator.close, communicator.abort
 
     def post(
         self,
         op: Op,
         form: Form | None,
         make_buffers: Callable[[Form], list[Tensor]],
-        arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
+        arrived: Callable[..., None],
     ) -> None:
-        if form is not None:
-            tensors = self._receive(op, make_buffers, form)
-            arrived(form, lambda: tensors)
-            return
-
-        def job() -> Callable[[], None]:
-            found = receive_form(self._forms, self._source)
-            return lambda: arrived(found, lambda: self._receive_now(op, make_buffers, found))
-
-        self._courier.submit(str(op), job)
-
-    def _receive(self, op: Op, make_buffers: Callable[[Form], list[Tensor]], form: Form) -> list[Tensor]:
-        """Post the receive on the queue's own stream. [1] is the executor's [2] receive [3] record the arrival."""
-        with self._lanes.on(Lane.RECV, (), op), self._lanes.timed(Lane.RECV, op):
-            tensors = make_buffers(form)
-            for tensor in tensors:
-                self._data.recv([flat_bytes(tensor)], self._source, _TAG).wait()
-        for tensor in tensors:
-            self._lanes.share(tensor)  # allocated on the queue's stream, read by F, R and B on theirs
-        return tensors
-
-    def _receive_now(self, op: Op, make_buffers: Callable[[Form], list[Tensor]], form: Form) -> list[Tensor]:
-        """Receive just in time: the lane that uses the tensors waits for them here."""
-        tensors = self._receive(op, make_buffers, form)
-        self._lanes.join(op)
-        return tensors
-
-    def close(self) -> None:
-        self._courier.close()
-
-    def abort(self) -> None:
-        break_off(self._forms, self._source)
-        self._data.abort()  # type: ignore[attr-defined]
+        known = self._communicator.hear(op) if form is None else form
+        with self._lanes.timed(Lane.RECV, op):  # on the queue's own stream: the executor's `on`
+            tensors = make_buffers(known)
+            self._communicator.receive(tensors)
+        arrived(known, lambda: tensors)
 
 
 class NcclOutbound:
@@ -122,14 +203,13 @@ class NcclOutbound:
     """
 
     tells_changes = False
+    reads_later = True
 
-    def __init__(self, data: Pair, forms: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = peer
-        self._data = data
-        self._forms = forms
-        self._target = target
+    def __init__(self, communicator: Communicator, lanes: Lanes) -> None:
+        self.peer = communicator.peer
+        self._communicator = communicator
         self._lanes = lanes
-        self._courier = Courier(f"forms to {peer}", peer, monitor)
+        self.close, self.abort = communicator.close, communicator.abort
 
     def send(
         self,
@@ -140,21 +220,12 @@ class NcclOutbound:
         expected: Form | None = None,
     ) -> None:
         assert expected is None, f"{op}: a change of form cannot be told over NCCL"
-        if form is not None:
-
-            def job() -> Callable[[], None]:
-                send_form(self._forms, self._target, form)
-                return lambda: None
-
-            self._courier.submit(str(op), job)
         with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
-            for tensor in tensors:
-                self._data.send([flat_bytes(tensor)], self._target, _TAG).wait()
+            self._communicator.send(tensors)
+        if form is not None:
+            self._communicator.tell(op, form)
         left()
 
-    def close(self) -> None:
-        self._courier.close()
 
-    def abort(self) -> None:
-        break_off(self._forms, self._target)
-        self._data.abort()  # type: ignore[attr-defined]
+def _nothing() -> None:
+    """Nobody waits for a form to have left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +14,27 @@ from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import Direction, Kind
-from pipetrain.schedule.op import Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.transport.carrier import AUTO, NCCL, PER_EDGE, PINNED, carrier_of
 from pipetrain.transport.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.transport.gloo import GlooEdges
 from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.pinned import PinnedEdges
+from pipetrain.transport.rings import Ring
 
 Collect = Callable[[], list[Tensor]]
 MakeBuffers = Callable[[Form], list[Tensor]]
+
+
+class Arrived(Protocol):
+    """What a receiving end calls, perhaps on another thread, when an op has ended: so that what waits for it may be launched.
+
+    `form` is the one that the message turned out to have; `collect()` gives the tensors, on the lane that uses them. `land()`
+    is called before that by the thread that launches: it gives the device what is still to be done.
+    """
+
+    def __call__(self, form: Form, collect: Collect, land: Callable[[], None] = ..., /) -> None: ...
 
 
 class Inbound(Protocol):
@@ -31,14 +45,8 @@ class Inbound(Protocol):
 
     peer: str
 
-    def post(
-        self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Callable[[Form, Collect], None]
-    ) -> None:
-        """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`.
-
-        `arrived(form, collect)`, with the form that it turned out to have, is called, perhaps on another thread, when `op` has ended, so that what waits for it may be
-        launched; `collect()` gives the tensors, on the lane that uses them.
-        """
+    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
+        """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -52,6 +60,7 @@ class Outbound(Protocol):
 
     peer: str
     tells_changes: bool  # whether a message may have another form than its receiver expects
+    reads_later: bool  # whether the device may still read the tensors when `left` is called
 
     def send(
         self,
@@ -62,7 +71,8 @@ class Outbound(Protocol):
         expected: Form | None = None,
     ) -> None:
         """Send one message, with its form if given; `expected` is the form that its receiver knows, where that is another
-        one. `left()` is called, perhaps on another thread, when `op` has ended: the tensors need no longer be held."""
+        one. `left()` is called, perhaps on another thread, when `op` has ended: where the end does not `reads_later` the
+        tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -96,25 +106,33 @@ class Transport:
         edges: Edges | None,
         meter: ActivationMeter,
         device: torch.device,
+        lanes: Lanes,
     ) -> None:
         self._rank = rank
         self._meter = meter
         self._device = device
+        self._lanes = lanes
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
         self._after: set[tuple[int, Kind]] = set()  # those of either that belong to the edge after their stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
-        self._ended: deque[Op] = deque()
+        self._rings: dict[tuple[int, Kind], Ring] = {}  # of the inbound ones, on a device that runs ahead
+        self._ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
         if edges is not None:
             self._connect(stage_ranks, edges)
 
     def _connect(self, stage_ranks: Sequence[int], edges: Edges) -> None:
-        """Meet the ranks at the other ends. Every rank goes through the edges in the same order, so none waits in a ring."""
-        for edge, (low, high) in enumerate(itertools.pairwise(stage_ranks)):
+        """Meet the ranks at the other ends.
+
+        Every rank goes through the edges in the same order, so none waits in a ring; every second edge first, so that where a
+        rank holds one stage all meet in two rounds, and not one after the other.
+        """
+        edge_ranks = list(enumerate(itertools.pairwise(stage_ranks)))
+        for edge, (low, high) in (*edge_ranks[::2], *edge_ranks[1::2]):
             if low == high or self._rank not in (low, high):
                 continue
             place = int(self._rank == high)
@@ -140,13 +158,17 @@ class Transport:
     def take_ended(self) -> Iterator[Op]:
         """The transfers that have ended since the last call: messages that have arrived, and that have left."""
         while self._ended:
-            yield self._ended.popleft()
+            op, land = self._ended.popleft()
+            if land is not _nothing:
+                land()
+                self._hold_early(op, self._arrived[op][1])
+            yield op
 
     def assert_nothing_is_held(self) -> None:
         """A step takes all that came, and all that it sent has left."""
         for what, ops in (("not taken", self._arrived), ("early", self._early), ("not sent", self._unsent)):
             assert not ops, f"messages are left over, {what}: {', '.join(map(str, ops))}"
-        assert not self._ended, f"nobody was told that {', '.join(map(str, self._ended))} ended"
+        assert not self._ended, f"nobody was told that {', '.join(str(op) for op, _ in self._ended)} ended"
 
     def _is_described(self, op: Op) -> bool:
         return self._described[(op.stage, op.kind) in self._after]
@@ -155,20 +177,28 @@ class Transport:
         """Post a receive; it waits in its queue for those before it."""
         form = None if self._is_described(op) else self._forms[op]
 
-        def arrived(found: Form, collect: Collect) -> None:
-            # An input that has come early counts as an activation from now on; on a GPU, where `collect` may still have to
-            # receive it, from its F.
-            early = collect() if _is_activation(op) and self._device.type == "cpu" else ()
-            self._early[op] = [self._meter.hold(tensor) for tensor in early]
+        def arrived(found: Form, collect: Collect, land: Callable[[], None] = _nothing, /) -> None:
             self._arrived[op] = (found, collect)
             self._forms[op] = found
-            self._ended.append(op)
+            if land is _nothing:
+                self._hold_early(op, collect)
+            self._ended.append((op, land))
 
-        self._inbound[op.stage, op.kind].post(op, form, self._make_buffers, arrived)
+        self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
 
-    def _make_buffers(self, form: Form) -> list[Tensor]:
-        """What a message of this form is received into, on any thread."""
-        buffers = [tensor.empty(self._device) for tensor in form.tensors]
+    def _hold_early(self, op: Op, collect: Collect) -> None:
+        """An input that has come counts as an activation from now on."""
+        self._early[op] = [self._meter.hold(tensor) for tensor in collect()] if _is_activation(op) else []
+
+    def _make_buffers(self, op: Op, form: Form) -> list[Tensor]:
+        """What a message of this form is received into: on any thread, or where the device runs ahead on the one that launches."""
+        if self._lanes.device.runs_ahead:
+            ring = self._rings.get((op.stage, op.kind))
+            if ring is None:
+                ring = self._rings[op.stage, op.kind] = Ring(self._lanes, op, self._device)
+            buffers = [ring.take(tensor) for tensor in form.tensors]
+        else:
+            buffers = [tensor.empty(self._device) for tensor in form.tensors]
         self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
         return buffers
 
@@ -189,6 +219,9 @@ class Transport:
     ) -> None:
         """Send a message. The tensors count as activations until they have left, where they are outputs.
 
+        On a device it is called on the stream of the queue, which comes after the ops that made them: so do copies of them
+        that are made here, and the SEND comes after the copies.
+
         Raises:
             PipelineError: another form than in earlier steps, where that cannot be told.
         """
@@ -205,13 +238,22 @@ class Transport:
             self._forms[op] = told
         keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
+        # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
+        given = list(leaves) if self._lanes.device.runs_ahead else []
 
-        def left() -> None:
+        def let_go() -> None:
             for key in keys:
                 self._meter.release(key)
             tensors.clear()
+            given.clear()
+
+        def left() -> None:
+            if end.reads_later:
+                self._lanes.hold(Lane.SEND, op, let_go)
+            else:
+                let_go()
             self._unsent.discard(op)
-            self._ended.append(op)
+            self._ended.append((op, _nothing))
 
         if expected is None:
             end.send(op, told, tensors, left)
@@ -260,10 +302,28 @@ def fixed_leaves(form: Form) -> dict[int, str]:
     return {n: leaf.fixed for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.fixed}
 
 
-def make_edges(store: Store, lanes: Lanes, monitor: Monitor, device: torch.device) -> Edges:
-    """The library that carries the messages: gloo on a CPU, NCCL on a GPU."""
-    if device.type == "cuda":
+def _nothing() -> None:
+    """Of a transfer that has ended there is nothing left to launch."""
+
+
+def make_edges(
+    store: Store,
+    lanes: Lanes,
+    monitor: Monitor,
+    device: torch.device,
+    stage_ranks: Sequence[int],
+    *,
+    edges: str = AUTO,
+    communicators: str = PER_EDGE,
+) -> Edges:
+    """The library that carries the messages, as `carrier_of` says.
+
+    Raises:
+        ValueError: `edges` names one that there is not here.
+    """
+    carrier = carrier_of(edges, device)
+    if carrier == NCCL:
         from pipetrain.transport.nccl import NcclEdges  # only where torch was built with NCCL
 
-        return NcclEdges(store, lanes, monitor, device)
-    return GlooEdges(store, lanes, monitor)
+        return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators)
+    return PinnedEdges(store, lanes, monitor) if carrier == PINNED else GlooEdges(store, lanes, monitor)

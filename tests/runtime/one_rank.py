@@ -40,10 +40,11 @@ def run_step(
     prove: Callable[[int], bool] = lambda microbatch: False,
     before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
     step: int = 0,
+    has_backward: bool = True,
     waiting: int | None = None,
 ) -> Tensor:
-    """All F, then R and B of each microbatch, last stage first. `waiting`: in the place of B come I and, so many microbatches
-    later or at the end, W."""
+    """All F, then R and B of each microbatch, last stage first; `has_backward`: R and B, too. `waiting`: in the place of B come I
+    and, so many microbatches later or at the end, W."""
     microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
     weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
     total = torch.zeros(())
@@ -65,7 +66,7 @@ def run_step(
                 value = pytree.tree_unflatten(output.leaves, output.spec)
                 wants = frozenset(n for n, wanted in enumerate(output.wants_gradient) if wanted)
             total = total + value
-        for i in range(m):
+        for i in range(m) if has_backward else ():
             gradients: Sequence[Tensor | None] = ()
             for stage in reversed(stages):
                 if i not in stage._held:
@@ -78,6 +79,9 @@ def run_step(
                 run_w(stages, i - waiting)
         for i in range(max(0, m - waiting), m) if waiting is not None else ():
             run_w(stages, i)
+    for stage in stages:
+        if has_backward:
+            stage.end_step()
     return total
 
 

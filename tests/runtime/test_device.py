@@ -6,6 +6,7 @@ before (a vector clock). Ends as NCCL's are given to one rank in the middle: the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device_clock import StepClock
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.structures import spec_text
@@ -55,8 +57,9 @@ class _Event:
 
 
 class Recorder(CpuDevice):
+    runs_ahead = True
+
     def __init__(self) -> None:
-        self.kept: list[tuple[int, _Stream]] = []
         self._streams: list[_Stream] = []
         self._current = self.stream()
 
@@ -73,7 +76,7 @@ class Recorder(CpuDevice):
         yield
         self._current = before
 
-    def record(self, stream: _Stream) -> Any:
+    def record(self, stream: _Stream, again: Any = None) -> Any:  # noqa: ARG002
         stream.count += 1
         stream.after[stream.number] = stream.count
         return _Event(stream.number, stream.count, dict(stream.after))
@@ -85,11 +88,8 @@ class Recorder(CpuDevice):
     def follow(self, stream: _Stream, other: _Stream) -> None:
         self.wait(stream, self.record(other))
 
-    def keep(self, tensor: Tensor, stream: _Stream) -> None:
-        self.kept.append((tensor.untyped_storage()._cdata, stream))
-
-    def clock(self, stream: _Stream) -> Callable[[Any], float]:  # noqa: ARG002
-        return lambda event: float(event.count)
+    def clock(self) -> StepClock:
+        return StepClock(lambda event: float(event.count), lambda: 0.0)
 
 
 @dataclass
@@ -99,7 +99,10 @@ class _End:
     lanes: Lanes
     lane: Lane
     peer: str
-    sent: list[tuple[int, _Stream]]
+    let_go: dict[Op, dict[int, int]]  # what had been sent, and what the compute stream came after when it was freed
+
+    tells_changes = False
+    reads_later = True
 
     def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
         assert form is not None
@@ -110,8 +113,12 @@ class _End:
     def send(self, op: Op, form: Form | None, tensors: Sequence[Tensor], left: Callable[[], None]) -> None:
         assert form is None
         with self.lanes.timed(self.lane, op):
-            self.sent += [(tensor.untyped_storage()._cdata, self.lanes.device.current()) for tensor in tensors]
+            for tensor in tensors:
+                weakref.finalize(tensor.untyped_storage(), self._freed, op)
         left()
+
+    def _freed(self, op: Op) -> None:
+        self.let_go[op] = dict(self.lanes._compute.after)
 
     def close(self) -> None: ...
     def abort(self) -> None: ...
@@ -120,13 +127,13 @@ class _End:
 class _Edges:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self.sent: list[tuple[int, _Stream]] = []
+        self.let_go: dict[Op, dict[int, int]] = {}
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
-        return _End(self.lanes, Lane.RECV, peer, self.sent)
+        return _End(self.lanes, Lane.RECV, peer, self.let_go)
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
-        return _End(self.lanes, Lane.SEND, peer, self.sent)
+        return _End(self.lanes, Lane.SEND, peer, self.let_go)
 
 
 def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
@@ -134,7 +141,7 @@ def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
     meter, board = ActivationMeter(), FailureBoard(None)
     lanes = Lanes(RANK, device)
     edges = _Edges(lanes)
-    transport = Transport(schedule.stage_ranks, RANK, edges, meter, CPU)
+    transport = Transport(schedule.stage_ranks, RANK, edges, meter, CPU, lanes)
     stage = Stage(RANK, [nn.Linear(3, 3), nn.Tanh()], first_layer=RANK, device=CPU, meter=meter)
     stage._probe.done = True
     form = Form(spec_text(pytree.tree_structure(0)), (TensorForm((2, 3), (3, 1), "float32", True),))
@@ -168,8 +175,10 @@ def test_streams_obey_every_wait(family: str, mode: str) -> None:
     device = Recorder()
     lanes, edges = launch(schedule, device)
     assert unordered(schedule, lanes) == []
-    assert len(edges.sent) == 2 * M
-    assert set(edges.sent) <= set(device.kept), "what a send reads is kept until its stream has read it"
+    ends = {op: end for _, op, _, end in lanes._spans}
+    assert len(edges.let_go) == 2 * M
+    for op, after in edges.let_go.items():
+        assert ends[op].count <= after.get(ends[op].stream, 0), f"{op} may read what compute may write by now"
 
 
 def test_a_stream_that_does_not_wait_is_found() -> None:

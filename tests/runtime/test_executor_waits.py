@@ -15,6 +15,7 @@ from torch import nn
 from pipetrain.runtime.executor import _TABLE
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -105,6 +106,35 @@ def test_what_is_left_without_some_microbatches_runs(schedule: Schedule, wanted:
         return
     if len(skipped) < schedule.num_microbatches:
         check_and_run(without_microbatches(schedule, skipped), seed)
+
+
+@given(SCHEDULES, st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=40)
+def test_a_schedule_for_a_device_is_launched_in_its_order(schedule: Schedule, seed: int) -> None:
+    """Whatever comes when: nothing hangs, and each rank starts its ops in the launch order."""
+    try:
+        check(schedule)
+        refuse_unknown_kinds(schedule)
+    except ValueError:
+        return
+    run_as_launched(for_device(schedule), seed)
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved"])
+def test_families_are_launched_in_their_order(family: str) -> None:
+    stages = 4 if family == "interleaved" else 2
+    made = make_schedule(family, num_stages=stages, num_ranks=2, num_microbatches=4)
+    for seed in SEEDS:
+        run_as_launched(for_device(made), seed)
+
+
+def run_as_launched(schedule: Schedule, seed: int) -> None:
+    run = InProcessRun(schedule, random.Random(seed).randrange, buffered=seed % 2 == 1)
+    for _ in range(2):
+        log = run.step()
+        run.assert_right(log)
+        for rank, order in enumerate(schedule.launch_order):
+            assert order == tuple(op for what, op in log if what == "start" and schedule.stage_ranks[op.stage] == rank)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from work import calls_per_op
 
 from pipetrain.schedule.check import RULES, ScheduleError, check
 from pipetrain.schedule.grid import grid
+from pipetrain.schedule.launches import for_device, launch_order
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -28,6 +29,19 @@ def edited(rank: int, lane: Lane, *changes: tuple[str, str], schedule: Schedule 
 
 def rewaited(op: str, *awaited: str) -> Schedule:
     return dataclasses.replace(VALID, waits={**VALID.waits, Op.parse(op): tuple(map(Op.parse, awaited))})
+
+
+LAUNCHED = for_device(VALID)
+TWO_PLACES = for_device(make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(sets=2, keep="none")))  # type: ignore[arg-type]
+
+
+def relaunched(rank: int, old: str, new: str, schedule: Schedule = LAUNCHED) -> Schedule:
+    """`LAUNCHED` with words replaced in the launch order of one rank."""
+    words = " ".join(map(str, schedule.launch_order[rank]))
+    assert old in words
+    order = list(schedule.launch_order)
+    order[rank] = tuple(Op.parse(word) for word in words.replace(old, new).split())
+    return dataclasses.replace(schedule, launch_order=tuple(order))
 
 
 BROKEN = {
@@ -67,6 +81,27 @@ BROKEN = {
     "receive and r": (rewaited("1RECV_B1", "1R1", "1F2", "1B1"), "which waits for"),
     "unsent output": (rewaited("1F1", "1RECV_F1", "1SEND_F1"), "which waits for"),
     "no_circle_of_waits": (rewaited("0F0", "0RECV_B0"), "which waits for"),
+    "each_op_is_launched": (relaunched(1, "1SEND_F1 ", ""), "1SEND_F1: is not launched by rank 1"),
+    "launched twice": (relaunched(1, "1SEND_F1 ", "1SEND_F1 1SEND_F1 "), "1SEND_F1: is launched twice"),
+    "launched elsewhere": (relaunched(0, "0F1 ", "0F1 1F1 "), "1F1: is launched by rank 0, but is no op of it"),
+    "launched before its wait": (relaunched(0, "0F0 0R0", "0R0 0F0"), "0R0: is launched before 0F0"),
+    "launched before the op before": (
+        relaunched(0, "0F0 0R0 0SEND_F0 0F1", "0F1 0F0 0R0 0SEND_F0"),
+        "0F1: is launched before 0F0",
+    ),
+    "launched_in_one_order": (
+        dataclasses.replace(LAUNCHED, launch_order=launch_order(dataclasses.replace(LAUNCHED, launch_order=()))),
+        "which waits for",
+    ),
+    "each_recompute_gets_free_memory": (
+        relaunched(
+            1,
+            "1R1 1RECV_F2 1SEND_F1 1F2 1SEND_F2 1RECV_B0 1B0",
+            "1RECV_F2 1SEND_F1 1F2 1SEND_F2 1RECV_B0 1B0 1R1",
+            TWO_PLACES,
+        ),
+        "1R1: is launched behind 1B0, but does not come after it",
+    ),
     "sets_within_bounds": (
         dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
         "does not wait for 1F1",

@@ -1,0 +1,200 @@
+"""The pass for devices: in which order each host launches its ops, and what transfers and their tensors wait for there.
+
+A device has streams: its host launches an op and goes on, perhaps by a whole step, while the device still waits for the
+first message. What a host has launched it cannot take back, and whatever makes what comes later wait for what came
+earlier may hang all ranks: a host that waits for its whole device (the allocator does, and the loading of a kernel),
+streams that share a queue of the hardware, a device that runs one transfer at a time. So ranks launch in one order:
+
+    all      0F0 0SEND_F0=1RECV_F0 0F1 1F0 0SEND_F1=1RECV_F1 1B0 1SEND_B0=0RECV_B0 1F1 ...
+    rank 0   0F0 0SEND_F0          0F1     0SEND_F1              0RECV_B0              ...
+    rank 1                1RECV_F0     1F0          1RECV_F1 1B0 1SEND_B0          1F1 ...
+
+    [1] an op stands behind all that it waits for, and the two ends of a message stand at one place. Then nothing waits for
+        what its own rank launches later, even if each op waits for all that its rank has launched before.
+    [2] R stands right behind the last op that it waits for. So the memory that the host has got back by then comes from
+        backwards for which the stream of R waits, and may be written at once, whatever the device still has to do.
+    [3] F waits for the third last SEND that has left by then           0F3 <- 0SEND_F0      (bounds what is not sent)
+        if hops take no time, B likewise
+    [4] a receive waits for the last op of its rank without which       0RECV_B0 <- 0F0      (it would only stand there)
+        its message cannot come
+
+The order costs nothing where the host is ahead, for when an op runs its waits say; and [4] waits for nothing that ends later
+than the message comes. A result that is late because its receiver is slow, as where the last stage alternates in GPipe, is not
+waited for: the F behind it would wait for the receiver's B. Memory is bounded however far the host is ahead: what it holds
+is decided by what it launches and lets go, one after the other, and the launch order is one of the timings for which `alive.py`
+counts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.graph import op_graph, run_order
+from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE
+from pipetrain.schedule.messages import partner_of, send_of
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.simulate import simulate
+
+# Results may be on their way while the next is computed. Where hops take as long as F, a step takes up to a half longer with 1 of
+# them, up to 1.5 % with 2, and with 3 no longer, in any family and mode.
+MOST_UNSENT = 3
+
+Wait = tuple[Op, Op]  # (op, what it waits for)
+LaunchOrder = tuple[tuple[Op, ...], ...]  # of each rank
+
+
+def for_device(schedule: Schedule) -> Schedule:
+    """`schedule`, which `check` has passed, as devices run it: with its `launch_order` and waits of [2], [3] and [4].
+
+    All waits that it adds go along the one order, so that no circle can come of them. [2] adds a wait only where R waits for a message; no family makes one.
+    """
+    waits = defaultdict(list, {op: list(awaited) for op, awaited in schedule.waits.items()})
+    order = _one_order(schedule)
+    ranks: list[list[Op]] = [[] for _ in range(schedule.num_ranks)]
+    for op in order:
+        ranks[schedule.stage_ranks[op.stage]].append(op)
+    launched = dataclasses.replace(schedule, launch_order=tuple(map(tuple, ranks)))
+    for find in (_waits_for_memory, _waits_for_sends, _waits_of_receives):
+        for op, awaited in find(launched, order):
+            waits[op].append(awaited)
+        launched = dataclasses.replace(launched, waits={op: tuple(dict.fromkeys(own)) for op, own in waits.items()})
+    return launched
+
+
+def launch_order(schedule: Schedule) -> LaunchOrder:
+    """In which order the host of each rank launches, in its own or, where it has none, as early as waits and queues let it.
+
+    Without an order of its own a host launches what has its turn in this order: sends, receives, R, then F and B.
+    """
+    if schedule.launch_order:
+        return schedule.launch_order
+    graph = op_graph(schedule)
+    queues: dict[tuple[Lane, int, Kind], int] = {}
+    turns = []
+    for op, lane in zip(graph.ops, graph.op_lanes):
+        queue = queues.setdefault((lane, op.stage, op.kind), len(queues)) if lane in MESSAGE_LANES else 0
+        turns.append((_LANES.index(lane), queue))
+    alone = dataclasses.replace(graph, partner=[-1] * len(graph.ops))  # a transfer is launched without its other end
+    ranks: list[list[Op]] = [[] for _ in range(schedule.num_ranks)]
+    for place in run_order(alone, turns):
+        ranks[graph.ranks[place]].append(graph.ops[place])
+    return tuple(map(tuple, ranks))
+
+
+_LANES = (Lane.SEND, Lane.RECV, Lane.RECOMPUTE, Lane.COMPUTE)
+
+
+def _one_order(schedule: Schedule) -> list[Op]:
+    """[1] and [2]: all ops as they would start if hops took no time, but each R as early as it may be launched."""
+    graph = op_graph(schedule)
+    started = {event.op: event.start for event in simulate(schedule, Costs.spread(schedule.num_stages)).events}
+    turns = []
+    for place, (op, lane) in enumerate(zip(graph.ops, graph.op_lanes)):
+        if lane is Lane.RECOMPUTE:
+            turns.append((-1.0, 0))
+        elif lane in MESSAGE_LANES:
+            turns.append((max(started[op], started[graph.ops[graph.partner[place]]]), 0))
+        else:
+            turns.append((started[op], 1))
+    return [graph.ops[place] for place in run_order(graph, turns)]
+
+
+def recomputed_too_early(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
+    """Each R that its host launches after an op that reads a set, without coming after it on the device; and that op.
+
+    When the host has launched such an op, the memory of its set is free for the next R.
+    """
+    for launched in schedule.launch_order:
+        ended = _compute_ended(schedule, launched)
+        number, reader = 0, None  # of ops of the compute lane so far, and the last that reads a set with its number
+        for op in launched:
+            if op.kind is RECOMPUTE and reader is not None and ended[op] < reader[0]:
+                yield op, reader[1]
+            if _lane(schedule, op) is Lane.COMPUTE:
+                number += 1
+                reader = (number, op) if op.kind.row.needs_set else reader
+
+
+def _compute_ended(schedule: Schedule, launched: Sequence[Op]) -> dict[Op, int]:
+    """Of each op of a rank, how many ops of its compute lane have ended on the device when it starts, whatever the timing."""
+    at_start: dict[Op, int] = {}
+    at_end: dict[Op, int] = {}
+    last: dict[tuple[object, ...], Op] = {}
+    for op in launched:
+        queue = _queue(schedule, op)
+        before = [*schedule.waits.get(op, ()), *([last[queue]] if queue in last else ())]
+        at_start[op] = at_end[op] = max((at_end[other] for other in before), default=0)
+        if queue == (Lane.COMPUTE,):
+            at_end[op] += 1
+        last[queue] = op
+    return at_start
+
+
+def _waits_for_memory(schedule: Schedule, _: Sequence[Op]) -> Iterator[Wait]:
+    yield from recomputed_too_early(schedule)  # [2]
+
+
+def _waits_for_sends(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
+    """[3]"""
+    place = {op: number for number, op in enumerate(order)}
+    sends: dict[tuple[int, Kind], list[Op]] = defaultdict(list)
+    for op in order:
+        if op.kind.row.lane is Lane.SEND:
+            sends[op.stage, op.kind].append(op)
+    for rank in range(schedule.num_ranks):
+        for op in schedule.lane(rank, Lane.COMPUTE):
+            send = send_of(schedule, op)
+            if send is None:
+                continue
+            queue = sends[send.stage, send.kind]
+            left = bisect.bisect_left(queue, place[op], key=place.__getitem__)
+            if left >= MOST_UNSENT:
+                yield op, queue[left - MOST_UNSENT]
+
+
+def _waits_of_receives(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
+    """[4]"""
+    ended: dict[Op, list[int]] = {}  # when an op has ended: of each rank, how many ops of its compute lane have
+    last: dict[tuple[object, ...], Op] = {}
+    posted: dict[tuple[object, ...], int] = {}  # how many have ended when the last receive of a queue is posted
+    nothing = [0] * schedule.num_ranks
+
+    def before(op: Op) -> list[int]:
+        queue = (schedule.stage_ranks[op.stage], *_queue(schedule, op))
+        awaited = [*schedule.waits.get(op, ()), *([last[queue]] if queue in last else ())]
+        last[queue] = op
+        return functools.reduce(_later, (ended[other] for other in awaited), nothing)
+
+    for op in order:
+        rank, lane = schedule.stage_ranks[op.stage], _lane(schedule, op)
+        ended[op] = before(op)
+        if lane is Lane.COMPUTE:
+            ended[op] = [*ended[op]]
+            ended[op][rank] += 1
+        elif lane is Lane.RECV:
+            sent = ended[partner_of(op)]
+            known, queue = ended[op][rank], (rank, op.stage, op.kind)
+            if sent[rank] > max(known, posted.get(queue, 0)):
+                yield op, schedule.lane(rank, Lane.COMPUTE)[sent[rank] - 1]
+            posted[queue] = max(known, sent[rank], posted.get(queue, 0))
+            ended[op] = ended[partner_of(op)] = _later(sent, ended[op])
+
+
+def _later(first: list[int], second: list[int]) -> list[int]:
+    return first if first is second else list(map(max, first, second))
+
+
+def _lane(schedule: Schedule, op: Op) -> Lane:
+    return op.kind.row.lane_in(schedule.policy.mode is Mode.OVERLAP)
+
+
+def _queue(schedule: Schedule, op: Op) -> tuple[object, ...]:
+    lane = _lane(schedule, op)
+    return (lane, op.stage, op.kind) if lane in MESSAGE_LANES else (lane,)

@@ -1,0 +1,261 @@
+"""What a device is given: one order of launching on all ranks, in which nothing hangs, and the waits of its transfers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_schedules import random_schedules
+
+from pipetrain.schedule.alive import peak_sets, peak_stash
+from pipetrain.schedule.check import ScheduleError, check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.launches import for_device, launch_order
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.messages import partner_of, send_of
+from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.without import without_microbatches
+
+some = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(some, max_examples=2000)
+
+
+def launched(schedule: Schedule, rank: int) -> str:
+    return " ".join(map(str, schedule.launch_order[rank]))
+
+
+def test_ranks_launch_in_one_order() -> None:
+    schedule = for_device(make_schedule("1f1b", num_stages=2, num_microbatches=3, recompute="overlap"))
+    assert launched(schedule, 0) == (
+        "0F0 0R0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0R1 0F2 0SEND_F2 0RECV_B1 0B1 0R2 0RECV_B2 0B2"
+    )
+    assert launched(schedule, 1) == ("1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2")
+    check(schedule, serial=True)
+
+
+def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[set[int]]) -> bool:
+    """By trial, from the definition: each host launches in `order`, and waits for its device before the ops at `barriers`.
+
+    An op on the device starts when it has been launched and its waits and the op before it in its queue have ended; a message
+    moves when both its ends may start.
+    """
+    ended: set[Op] = set()
+    before = dict(predecessors(schedule))
+    while True:
+        may_start = []
+        for launched, stops in zip(order, barriers):
+            for number, op in enumerate(launched):
+                if number in stops and not ended.issuperset(launched[:number]):
+                    break
+                awaited = (*schedule.waits.get(op, ()), *before.get(op, ()))
+                if op not in ended and ended.issuperset(awaited):
+                    may_start.append(op)
+        there = set(may_start)
+        moving = {op for op in there if op.kind.row.lane not in MESSAGE_LANES or partner_of(op) in there}
+        if not moving:
+            return len(ended) < sum(map(len, order))
+        ended |= moving
+
+
+def predecessors(schedule: Schedule) -> Iterator[tuple[Op, tuple[Op]]]:
+    last: dict[object, Op] = {}
+    for rank, lane, op in schedule.ops():
+        queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
+        if queue in last:
+            yield op, (last[queue],)
+        last[queue] = op
+
+
+def places_where_one_host_hangs_all(schedule: Schedule) -> int:
+    order = launch_order(schedule)
+    nobody: list[set[int]] = [set() for _ in order]
+    return sum(
+        hangs(schedule, order, [*nobody[:rank], {number}, *nobody[rank + 1 :]])
+        for rank, own in enumerate(order)
+        for number in range(len(own))
+    )
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b"])
+def test_receives_ahead_hang_where_a_host_waits_for_its_device(family: str) -> None:
+    """What a host launches that goes by waits and queues alone: a receive is there long before the send that its peer needs."""
+    schedule = make_schedule(family, num_stages=2, num_microbatches=4, recompute="never")
+    assert places_where_one_host_hangs_all(schedule) > 0
+    assert places_where_one_host_hangs_all(for_device(schedule)) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "last_stage", "survives"), [("gpipe", "always", True), ("gpipe", "auto", False), ("1f1b", "auto", False)]
+)
+def test_one_transfer_at_a_time(family: str, last_stage: str, survives: bool) -> None:
+    """Receives just in time are not enough where both ranks of an edge send; the one order is."""
+    policy = RecomputePolicy(last_stage=last_stage)  # type: ignore[arg-type]
+    just_in_time = make_schedule(family, num_stages=3, num_microbatches=4, recompute=policy, transport_ahead=0)
+    check(just_in_time)
+    if survives:
+        check(just_in_time, serial=True)
+    else:
+        with pytest.raises(ScheduleError, match=r"one transfer at a time.*\n.*SEND_F1: waits for|RECV_.*waits for"):
+            check(just_in_time, serial=True)
+    check(for_device(just_in_time), serial=True)
+
+
+def sound(schedule: Schedule) -> bool:
+    try:
+        check(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def holds(schedule: Schedule, costs: Costs, seed: int) -> None:
+    if not sound(schedule):
+        return
+    device = for_device(schedule)
+    check(device, serial=True)
+    never_hangs(device, random.Random(seed))
+    memory_is_free(device)
+    bounds_hold_as_launched(device)
+    receives_delay_nothing(schedule, device, costs)
+
+
+def never_hangs(schedule: Schedule, source: random.Random) -> None:
+    """Whichever hosts wait for their devices, and wherever."""
+    order = schedule.launch_order
+    for often in (0.02, 0.2, 1.0):
+        barriers = [{number for number in range(len(own)) if source.random() < often} for own in order]
+        assert not hangs(schedule, order, barriers), barriers
+
+
+def memory_is_free(schedule: Schedule) -> None:
+    """When R is launched, all that its host has launched of B, or I and W, comes before it on the device."""
+    before = dict(predecessors(schedule))
+    ancestors: dict[Op, set[Op]] = {}
+    for launched in schedule.launch_order:
+        for op in launched:
+            awaited = (*schedule.waits.get(op, ()), *before.get(op, ()))
+            ancestors[op] = set(awaited).union(*(ancestors[other] for other in awaited))
+        for number, op in enumerate(launched):
+            if op.kind is Kind.R:
+                readers = {other for other in launched[:number] if other.kind in (Kind.B, Kind.I, Kind.W)}
+                assert readers <= ancestors[op], op
+
+
+def bounds_hold_as_launched(schedule: Schedule) -> None:
+    """The sets and stashes that a host holds which launches all at once are within what `alive` says of any timing."""
+    sets, stashes = [0] * schedule.num_stages, [0] * schedule.num_stages
+    backwards = {kind for way in (Kind.B, Kind.W) for kind in (way,)}
+    peaks, most = peak_sets(schedule), peak_stash(schedule)
+    for launched in schedule.launch_order:
+        for op in launched:
+            stage, place = op.stage, (op.stage, op.microbatch)
+            stashes[stage] += op.kind is Kind.F and stage >= schedule.first_backward
+            sets[stage] += op.kind is Kind.R or (op.kind is Kind.F and place in schedule.kept)
+            assert sets[stage] <= peaks[stage].sets
+            assert stashes[stage] <= most[stage]
+            sets[stage] -= op.kind in backwards
+            stashes[stage] -= op.kind in backwards
+
+
+def receives_delay_nothing(schedule: Schedule, device: Schedule, costs: Costs) -> None:
+    """With the waits that receives get, every other op starts and ends when it did."""
+    receives = {op: device.waits[op] for op in device.waits if op.kind.row.lane is Lane.RECV}
+    later = dataclasses.replace(schedule, waits={**schedule.waits, **receives})
+    ran = {event.op: event for event in simulate(later, costs).events}
+    for event in simulate(schedule, costs).events:
+        if event.lane is not Lane.RECV:
+            assert ran[event.op] == event
+
+
+SMALL = random_schedules(max_ranks=4, max_microbatches=4)
+
+
+@some
+@given(SMALL, st.integers(0, 1 << 16))
+def test_what_check_accepts_is_launched_soundly(drawn: tuple[Schedule, Costs], seed: int) -> None:
+    holds(*drawn, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@many
+@given(SMALL, st.integers(0, 1 << 16))
+def test_what_check_accepts_is_launched_soundly_at_length(drawn: tuple[Schedule, Costs], seed: int) -> None:
+    holds(*drawn, seed)
+
+
+FAMILIES = [("gpipe", 4, 4), ("gpipe", 6, 3), ("1f1b", 4, 4), ("interleaved", 8, 4), ("inference", 4, 4)]
+
+
+@pytest.mark.parametrize(("family", "stages", "ranks"), FAMILIES)
+@pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_step_takes_as_long_as_without_the_waits_of_devices(
+    family: str, stages: int, ranks: int, mode: str, ahead: int
+) -> None:
+    schedule = make_schedule(
+        family, num_stages=stages, num_ranks=ranks, num_microbatches=8, recompute=mode, transport_ahead=ahead
+    )
+    device = for_device(schedule)
+    for hop in (0.0, 0.25, 1.0):
+        costs = Costs.spread(stages, hop=hop)
+        assert simulate(device, costs).step_seconds == pytest.approx(simulate(schedule, costs).step_seconds, rel=1e-9)
+
+
+def most_held_for_sends(schedule: Schedule) -> int:
+    """Results of one stage and direction that a host holds: from its op until one that comes after their SEND is launched."""
+    most, before = 0, dict(predecessors(schedule))
+    for launched in schedule.launch_order:
+        held: dict[tuple[int, Kind], set[Op]] = {}
+        ancestors: dict[Op, frozenset[Op]] = {}
+        for op in launched:
+            awaited = (*schedule.waits.get(op, ()), *before.get(op, ()))
+            ancestors[op] = frozenset(awaited).union(*(ancestors[other] for other in awaited))
+            if op.kind.row.lane is Lane.COMPUTE:
+                for results in held.values():
+                    results -= ancestors[op]
+            if (send := send_of(schedule, op)) is not None:
+                held.setdefault((send.stage, send.kind), set()).add(send)
+            most = max([most, *map(len, held.values())])
+    return most
+
+
+@pytest.mark.parametrize(("family", "stages", "ranks", "most"), [("1f1b", 4, 4, 3), ("interleaved", 4, 2, 3)])
+def test_results_not_yet_sent_are_as_many_for_any_number_of_microbatches(
+    family: str, stages: int, ranks: int, most: int
+) -> None:
+    for microbatches in (8, 24):
+        made = make_schedule(family, num_stages=stages, num_ranks=ranks, num_microbatches=microbatches)
+        assert most_held_for_sends(for_device(made)) == most
+
+
+def test_what_is_left_without_some_microbatches_is_launched_in_the_same_order() -> None:
+    device = for_device(make_schedule("1f1b", num_stages=3, num_microbatches=6))
+    rest = without_microbatches(device, frozenset({1, 4}))
+    check(rest, serial=True)
+    for whole, own in zip(device.launch_order, rest.launch_order, strict=True):
+        assert own == tuple(op for op in whole if op.microbatch not in (1, 4))
+
+
+def test_an_r_that_waits_for_a_message_waits_for_what_frees_its_memory_too() -> None:
+    """No family makes one. 1R3 waits for the gradient of microbatch 3, behind which 1B1 is launched."""
+    made = make_schedule(num_stages=3, num_microbatches=4, recompute=RecomputePolicy(sets=3, keep="none"))  # type: ignore[arg-type]
+    first, last = Op.parse("1R2"), Op.parse("1RECV_B2")
+    waiting = dataclasses.replace(made, waits={**made.waits, first: (*made.waits[first], last)})
+    check(waiting)
+    device = for_device(waiting)
+    check(device, serial=True)
+    added = set(device.waits[first]) - set(waiting.waits[first])
+    assert {op.kind for op in added} == {Kind.B}
+    memory_is_free(device)
+    without = dataclasses.replace(device, waits={**device.waits, first: waiting.waits[first]})
+    with pytest.raises(ScheduleError, match=r"1R2: is launched behind 1B\d, but does not come after it"):
+        check(without)
