@@ -19,6 +19,7 @@ NAMES = {
     "simulated": "measured against simulated, for every family of schedules",
     "cost": "what the runtime itself costs per op, and how planning grows",
     "memory": "activation bytes per rank, and time against memory",
+    "sets": "time against sets: orders for a few places beside torch without recomputation",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",
     "replay": "one stage at real size on one GPU, its neighbours replayed",
