@@ -52,7 +52,9 @@ def polish(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polishe
     model = _Model(cp_model, replace(problem, costs=_in_units(problem.costs, unit)), start)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.interleave_search = True  # its strategies in turns on that worker: proofs, and better orders near the best
+    solver.parameters.interleave_search = (
+        True  # its strategies in turns on that worker: proofs, and better orders near the best
+    )
     solver.parameters.random_seed = 0
     if effort.steps is None:
         solver.parameters.max_time_in_seconds = effort.seconds

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipetrain.schedule.op import Op
 from virtual_gpu.recorded import (
     Allocation,
     Entry,
@@ -29,8 +30,6 @@ from virtual_gpu.recorded import (
     Message,
     Recording,
 )
-
-from pipetrain.schedule.op import Op
 
 Clock = list[int]  # by stream of all ranks, how many of its uses have happened
 

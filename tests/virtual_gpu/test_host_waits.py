@@ -33,7 +33,9 @@ def clips_and_evaluates(pipeline: Pipeline, batch: Any) -> None:
 )
 def test_one_wait_for_the_loss_and_one_for_the_norms(case: Case) -> None:
     for rank, recording in enumerate(play(case).recording):
-        calls = [(call, waits) for call, waits in host_waits(recording) if call in ("step", "clip_grad_norm_", "evaluate")]
+        calls = [
+            (call, waits) for call, waits in host_waits(recording) if call in ("step", "clip_grad_norm_", "evaluate")
+        ]
         assert [call for call, _ in calls[:3]] == ["step", "clip_grad_norm_", "evaluate"]
         for call, waits in calls[3:]:
             has_loss = rank == case.ranks - 1 and call != "clip_grad_norm_"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+
 from virtual_gpu.baton import Baton
 from virtual_gpu.recorded import Message
 from virtual_gpu.virtual_device import VirtualDevice, VirtualEvent

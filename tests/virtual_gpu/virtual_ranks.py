@@ -19,10 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store
-from virtual_gpu.baton import Baton
-from virtual_gpu.recorded import Recording
-from virtual_gpu.virtual_device import VirtualDevice
-from virtual_gpu.virtual_nccl import VirtualGroup, Wires
 
 from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
@@ -33,6 +29,10 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport import lanes as lanes_module
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport
+from virtual_gpu.baton import Baton
+from virtual_gpu.recorded import Recording
+from virtual_gpu.virtual_device import VirtualDevice
+from virtual_gpu.virtual_nccl import VirtualGroup, Wires
 
 CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 120.0
