@@ -31,6 +31,7 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.shown import proven_gap
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
+_MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
 _SAME = 1 + 1e-9  # steps this close are equal
 
 
@@ -98,7 +99,7 @@ def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
     """What a search finds from there; at least `start`."""
     problem = problem_of(spec, costs)
-    if can_polish():
+    if can_polish() and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED:
         polished = polish(problem, _listed(spec, start), effort)
         order, least = polished.order, max(start.least_seconds, polished.least_seconds)
     else:

@@ -8,11 +8,12 @@ from problems import Cell, cells, specs
 
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.hold_back import hold_back, order_of
-from pipetrain.schedule.list_order import list_order
+from pipetrain.schedule.list_order import OrderProblem, list_order, rules_of
 from pipetrain.schedule.make import make, problem_of
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.policy import Keep, Mode
+from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 
@@ -135,3 +136,14 @@ def test_an_order_of_other_ops_is_refused() -> None:
     spec = Cell(2, 2, 0, 1, 0).spec
     with pytest.raises(ValueError, match=r"1F5 is of microbatch 5"):
         make(dataclasses.replace(spec, order=[[Op.parse("0F0")], [Op.parse("1F5")]]))
+
+
+def test_of_many_ops_fewer_rules_are_tried() -> None:
+    counts = []
+    for stages, microbatches in ((8, 32), (16, 64), (32, 128), (64, 1024)):
+        problem = OrderProblem(Costs.spread(stages), microbatches, RecomputePolicy(sets=2))
+        rules = list(rules_of(problem))
+        assert len(set(rules)) == len(rules)
+        counts.append(len(rules))
+    assert counts[0] == counts[1] == 108
+    assert counts[1] > counts[2] > counts[3] >= 6

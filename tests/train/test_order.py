@@ -2,10 +2,13 @@
 
 import json
 import pathlib
+import signal
+import time
 from typing import Any
 
 import pytest
-from commands import PIPETRAIN, complete, make_text
+from commands import PIPETRAIN, begin, complete, make_text
+from ranks import PATIENCE_SECONDS
 
 from pipetrain import train as rank
 from pipetrain.config.load import as_yaml, load
@@ -127,3 +130,18 @@ def test_a_run_in_the_best_order(tmp_path: pathlib.Path, halves: bool) -> None:
     )
     assert again.returncode == 0, again.stderr
     assert len(json.loads(again.stdout)["peak_sets"]) == 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_search(tmp_path: pathlib.Path) -> None:
+    typed = "show pipeline.schedule=auto pipeline.num_stages=8 pipeline.num_microbatches=32 pipeline.search_seconds=500"
+    with begin(tmp_path, [*PIPETRAIN[:-1], *typed.split()], XDG_CACHE_HOME=str(tmp_path)) as process:
+        assert process.stderr is not None
+        assert "seeking an order" in process.stderr.readline()
+        started = time.monotonic()
+        time.sleep(1)  # into the search; wherever it comes, it ends the command
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode not in (0, 2)
+        assert time.monotonic() - started < 250
+        assert not list(tmp_path.rglob("*.json")), "nothing half found is kept"
