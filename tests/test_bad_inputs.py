@@ -178,6 +178,14 @@ RANGES = [
     train("pipeline.num_stages=0", "pipeline.num_stages=0", "1 or more"),
     train("pipeline.stages_per_rank=0", "pipeline.stages_per_rank=0", "1 or more"),
     train("pipeline.num_microbatches=0", "pipeline.num_microbatches=0", "1 or more"),
+    train("pipeline.search_seconds=-1", "pipeline.search_seconds=-1.0", "0 or more"),
+    train(
+        "pipeline.schedule=auto pipeline.search_seconds=600", "pipeline.search_seconds=600.0", "timeout_seconds=600.0"
+    ),
+    train("pipeline.schedule=auto pipeline.stages_per_rank=2", "one stage per rank", "pipeline.stages_per_rank=1"),
+    train("pipeline.schedule=auto recompute.last_stage=always", "recompute.last_stage=always", "last_stage=auto"),
+    train("pipeline.schedule=auto plan.profile={}/run", "plan.profile={}/run", "profile.json is not there"),
+    train("plan.profile={}/run", "plan.profile={}/run", "pipeline.schedule=auto"),
     train("recompute.sets=0", "recompute.sets=0", "1 or more"),
     train("recompute.sets=[2,1,1]", "recompute.sets=[2, 1, 1]", "has 3 numbers for 2 stages"),
     train("recompute.stash=[8]", "recompute.stash=[8]", "has 1 numbers for 2 stages"),
