@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.stage.split_function import SplitFunction
+
 NUM_SAVED = 16
 _DEVICE = threading.Lock()
 _watchers: list[Callable[[], None]] = []
@@ -34,8 +36,8 @@ def occupy_device(seconds: float) -> None:
             time.sleep(seconds)
 
 
-class _Sleep(torch.autograd.Function):
-    """Forward and backward that take their time, and a set of tensors between them.
+class _Sleep(SplitFunction):
+    """Forward and backward, in one or in two halves, that take their time, and a set of tensors between them.
 
     The tensors are saved after the sleep and the output is one of them, so that a recompute that stops as soon as it has all
     that was saved cannot stop before the sleep. `torch.empty` touches no memory: to save takes no time, and to compute takes
@@ -59,15 +61,32 @@ class _Sleep(torch.autograd.Function):
         occupy_device(ctx.stage.backward_seconds)
         return gradients[0], torch.zeros_like(weight), None
 
+    @staticmethod
+    def backward_input(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        occupy_device(ctx.stage.backward_seconds - ctx.stage.weight_gradient_seconds)
+        return gradients[0], None, None
+
+    @staticmethod
+    def backward_weight(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:  # noqa: ARG004
+        weight, *_ = ctx.saved_tensors
+        occupy_device(ctx.stage.weight_gradient_seconds)
+        return None, torch.zeros_like(weight), None
+
 
 class EmulatedStage(nn.Module):
-    """A layer `[rows, numbers]` -> the same; `forwards` counts its F and R."""
+    """A layer `[rows, numbers]` -> the same; `forwards` counts its F and R. Of `backward_seconds` W has `weight_gradient_seconds`
+    (default: half)."""
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    def __init__(
+        self, forward_seconds: float, backward_seconds: float, weight_gradient_seconds: float | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.forward_seconds = forward_seconds
         self.backward_seconds = backward_seconds
+        self.weight_gradient_seconds = (
+            backward_seconds / 2 if weight_gradient_seconds is None else weight_gradient_seconds
+        )
         self.forwards = 0
 
     def forward(self, given: Tensor) -> Tensor:
@@ -84,12 +103,13 @@ class EmulatedWorkload:
     forward_seconds: float = 0.04
     backward_seconds: float = 0.08
     tensor_bytes: int = 1_000_000
+    weight_gradient_seconds: float | None = None  # of a backward, where it is split; None: half
 
     def layers(self) -> list[Callable[[], nn.Module]]:
         return [self._stage] * self.num_stages
 
     def _stage(self) -> nn.Module:
-        return EmulatedStage(self.forward_seconds, self.backward_seconds)
+        return EmulatedStage(self.forward_seconds, self.backward_seconds, self.weight_gradient_seconds)
 
     def balance(self) -> list[int]:
         return [1] * self.num_stages

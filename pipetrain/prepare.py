@@ -7,15 +7,21 @@ Without torch: the command line refuses a run that cannot be before a process st
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, replace
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule
 from pipetrain.model.size import ModelSize, size_of
+from pipetrain.plan.climb import Effort
+from pipetrain.plan.measured import check_profile, read_profile
+from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
+from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.csv_file import size_of_csv
+from pipetrain.schedule.csv_file import order_of_csv, size_of_csv
+from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
 from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import RecomputePolicy
@@ -33,10 +39,13 @@ class Run:
     plan: Plan
     schedule: Schedule
     size: ModelSize
+    found: FoundSchedule | None = None  # where pipeline.schedule=auto was sought
 
 
-def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
+def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
     """The run of `config` on `num_ranks` ranks; None: on as many as it asks for. The schedule is proven to end.
+
+    `order` is that of pipeline.schedule=auto, as `write_csv` spells it, where it is known; else it is sought.
 
     Raises:
         ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
@@ -54,14 +63,18 @@ def prepare(config: RunConfig, num_ranks: int | None = None) -> Run:
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
         placement=pipeline.placement,
+        split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
         transport_ahead=config.transport.ahead,
         communicators=config.transport.communicators,
         edges=config.transport.edges,
     )
-    schedule = _schedule(config, plan.stage_ranks)
+    found = None
+    if order is None and pipeline.schedule == AUTO:
+        found = _sought(config, plan.stage_ranks, _costs(config, plan.num_stages))
+    schedule = _schedule(config, plan.stage_ranks, order=order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
-    return Run(plan, schedule, size)
+    return Run(plan, schedule, size, found)
 
 
 def predict(config: RunConfig) -> Shown:
@@ -71,23 +84,37 @@ def predict(config: RunConfig) -> Shown:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
-    pipeline, cost = config.pipeline, config.cost
+    pipeline = config.pipeline
     stage_ranks = place_stages(
         pipeline.placement,
         num_ranks=_num_ranks(pipeline, config.cluster),
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
-    costs = Costs.spread(
-        len(stage_ranks),
+    costs = _costs(config, len(stage_ranks))
+    if pipeline.schedule == AUTO:
+        found = _sought(config, stage_ranks, costs)
+        return show_schedule(found.schedule, costs, found.least_seconds)
+    return show_schedule(_schedule(config, stage_ranks, costs), costs)
+
+
+def _costs(config: RunConfig, num_stages: int) -> Costs:
+    """Those of the run that `plan.profile` names, else those of `cost.*`."""
+    cost, given = config.cost, config.plan.profile
+    if given is not None:
+        profile = read_profile(given)
+        check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
+        return profile.costs
+    return Costs.spread(
+        num_stages,
         forward=cost.forward_seconds,
         backward=cost.backward_seconds,
         recompute=cost.recompute_seconds,
         hop=cost.hop_seconds,
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
+        input_share=cost.input_share,
     )
-    return show_schedule(_schedule(config, stage_ranks, costs), costs)
 
 
 def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
@@ -103,18 +130,34 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
     return max(cluster.num_nodes, _DEFAULT_RANKS)
 
 
-def _schedule(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None) -> Schedule:
-    pipeline = config.pipeline
-    schedule = make(
-        ScheduleSpec(
-            family=pipeline.schedule,
-            stage_ranks=stage_ranks,
-            num_microbatches=pipeline.num_microbatches,
-            policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
-            warmup=pipeline.warmup,
-            costs=costs,
-            transport_ahead=config.transport.ahead,
-        )
-    )
+def _sought(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs) -> FoundSchedule:
+    """The best order for the costs, from the user's cache where it was sought before."""
+    effort = Effort(config.pipeline.search_seconds)
+    return best_schedule(_spec(config, stage_ranks), costs, effort, cache_folder(), _say)
+
+
+def _say(text: str) -> None:
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def _schedule(
+    config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None, order: str | None = None
+) -> Schedule:
+    spec = replace(_spec(config, stage_ranks), costs=costs)
+    if order is not None:
+        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
+    schedule = make(spec)
     check(schedule)
     return schedule
+
+
+def _spec(config: RunConfig, stage_ranks: tuple[int, ...]) -> ScheduleSpec:
+    return ScheduleSpec(
+        family=config.pipeline.schedule,
+        stage_ranks=stage_ranks,
+        num_microbatches=config.pipeline.num_microbatches,
+        policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
+        split_backward=config.pipeline.split_backward,
+        warmup=config.pipeline.warmup,
+        transport_ahead=config.transport.ahead,
+    )

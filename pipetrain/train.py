@@ -8,11 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
-from pipetrain.config.load import as_yaml, load
+from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.dataset import Data, make_data
@@ -32,8 +33,11 @@ from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
 from pipetrain.observe.trackers.chosen import check_trackers
 from pipetrain.prepare import Run, prepare
+from pipetrain.schedule.csv_file import write_csv
+from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
-from pipetrain.snapshot.start import AUTO, check_start
+from pipetrain.snapshot.start import AUTO as AUTO_RESUME
+from pipetrain.snapshot.start import check_start
 from pipetrain.timeline.stragglers import StragglerWatch
 from pipetrain.transport.carrier import PINNED
 
@@ -51,10 +55,10 @@ def train(config: RunConfig) -> Outcome:
             shares = config.transport.edges == PINNED
             joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
             group = stack.enter_context(joined)
-        run = prepare(config, group.size)
+        run = prepare(config, group.size, _agreed_order(config, group))
         data = make_data(config.data, config.seed)
         check_all_read_the_same(data.fingerprint, group)
-        again = config.resume == AUTO
+        again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
@@ -66,6 +70,48 @@ def train(config: RunConfig) -> Outcome:
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+
+
+def _agreed_order(config: RunConfig, group: Group) -> str | None:
+    """The order of pipeline.schedule=auto, which rank 0 knows from the run that goes on, or seeks; None for another schedule.
+
+    Raises:
+        ValueError: it cannot be sought; on every rank.
+    """
+    if config.pipeline.schedule != AUTO:
+        return None
+    order, problem = "", ""
+    if group.rank == 0:
+        try:
+            order = _order_before(config) or write_csv(prepare(config, group.size).schedule)
+        except ValueError as error:
+            problem = str(error)
+    order, problem = group.from_first((order, problem))
+    if problem:
+        raise ValueError(problem)
+    return order
+
+
+def _order_before(config: RunConfig) -> str | None:
+    """The order of the run that goes on, where it was sought for the same; None: it is to be sought."""
+    given = config.run_dir if config.resume == AUTO_RESUME else config.resume
+    if given is None:
+        return None
+    start = Path(given).absolute()
+    for folder in map(
+        RunFolder, (start, start.parent, start.parent.parent)
+    ):  # a run folder, its snapshots, one of them
+        if folder.config.is_file() and folder.schedule.is_file():
+            before = read(folder.config)
+            same = _sought_for(before) == _sought_for(config)
+            return folder.schedule.read_text() if same else None
+    return None
+
+
+def _sought_for(config: RunConfig) -> tuple[object, ...]:
+    """What an order depends on."""
+    pipeline = replace(config.pipeline, search_seconds=0.0, balance="auto")
+    return pipeline, replace(config.recompute, verify="off"), config.plan, config.cost
 
 
 def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
@@ -81,7 +127,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         first_step=first,
     )
     stack.enter_context(closing(recorder))
-    recorder.start(as_yaml(config), asdict(config), run.plan)
+    recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
     spec = make_spec(config.model, data.vocabulary_size)
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))

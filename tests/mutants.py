@@ -35,10 +35,12 @@ class Mutant:
 
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
+CASTS = "tests/runtime/test_casts.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 LAUNCHES = "tests/schedule/test_launches.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
+PINNED = "tests/transport/test_pinned.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -104,11 +106,39 @@ MUTANTS = (
         (STAGE, "-k", "change_of_a_parameter"),
     ),
     Mutant(
-        "R uses the cache of autocast",
-        "pipetrain/stage/stage.py",
-        "torch.set_autocast_cache_enabled(False)",
-        "torch.set_autocast_cache_enabled(True)",
-        (STAGE, "-k", "casts"),
+        "a cast that R has made stays for F",
+        "pipetrain/stage/casts.py",
+        "            torch.clear_autocast_cache()\n",
+        "",
+        (CASTS, "-k", "no_forward_gets"),
+    ),
+    Mutant(
+        "each set holds a cast of trained weights",
+        "pipetrain/stage/casts.py",
+        "                self._leave_out(known.cdata)\n",
+        "                pass\n",
+        (CASTS, "-k", "holds_no_weights"),
+    ),
+    Mutant(
+        "a frozen weight is cast each time",
+        "pipetrain/stage/casts.py",
+        "        if found is not None and found.is_of(weight):",
+        "        if False:",
+        (CASTS, "-k", "once_per_step"),
+    ),
+    Mutant(
+        "a frozen weight keeps its first cast",
+        "pipetrain/stage/casts.py",
+        "        if found is not None and found.is_of(weight):",
+        "        if found is not None:",
+        (CASTS, "-k", "within_a_step"),
+    ),
+    Mutant(
+        "a frozen weight is cast where a layer has switched autocast off",
+        "pipetrain/stage/casts.py",
+        "        if func in _CASTING and self._casts.is_cast_here():",
+        "        if func in _CASTING:",
+        (CASTS, "-k", "plain_loop and hand"),
     ),
     Mutant(
         "R changes the buffers",
@@ -1106,6 +1136,69 @@ MUTANTS = (
         " or (size is not None and alive[earlier] >= size)",
         "",
         ("tests/schedule/test_schedule_waits.py", "-k", "early"),
+    ),
+    Mutant(
+        "a slot is sent before the device has filled it",
+        "pipetrain/transport/pinned.py",
+        "            _wait(lambda: self._device.has_ended(copied), self._monitor)",
+        "            pass",
+        (PINNED, "-k", "late_copies"),
+    ),
+    Mutant(
+        "a slot is filled again before it has been sent",
+        "pipetrain/transport/pinned.py",
+        "        copied = self._device.record(self._device.current())  # [3]",
+        "        copied = self._device.record(self._device.current())\n        self._free.append(slot)",
+        (PINNED, "-k", "late_copies"),
+    ),
+    Mutant(
+        "a slot is received into before the device has read it",
+        "pipetrain/transport/pinned.py",
+        "        return not self._is_taken and (self._read is None or self._device.has_ended(self._read))",
+        "        return not self._is_taken",
+        (PINNED, "-k", "late_copies"),
+    ),
+    Mutant(
+        "a slot is received into while its message waits for the device",
+        "pipetrain/transport/pinned.py",
+        "        return not self._is_taken and (self._read is None or self._device.has_ended(self._read))",
+        "        return self._read is None or self._device.has_ended(self._read)",
+        (PINNED, "-k", "late_copies or waits_for_its_turn"),
+    ),
+    Mutant(
+        "nobody waits for the copy to the device",
+        "pipetrain/transport/pinned.py",
+        "                    slot.give_back(self._lanes.mark(op))  # [3]",
+        "                    slot.give_back(self._lanes.device.record(self._lanes.device.current()))",
+        (PINNED, "-k", "late_copies"),
+    ),
+    Mutant(
+        "ranks do not share a GPU where they may",
+        "pipetrain/group/own_device.py",
+        "        needed = 1 if shares_gpus else",
+        "        needed = 2 if shares_gpus else",
+        (PINNED, "-k", "share_gpus"),
+    ),
+    Mutant(
+        "two ranks on one GPU are not seen",
+        "pipetrain/runtime/agreement.py",
+        "        if own.gpu:",
+        "        if False:",
+        (PINNED, "-k", "two_ranks_on_one_gpu"),
+    ),
+    Mutant(
+        "a plan's receives ahead are not obeyed",
+        "pipetrain/runtime/call_programs.py",
+        "            transport_ahead=plan.transport_ahead,\n",
+        "",
+        (PINNED, "-k", "ahead_reaches"),
+    ),
+    Mutant(
+        "a run's receives ahead are not obeyed",
+        "pipetrain/prepare.py",
+        "            transport_ahead=config.transport.ahead,\n        )",
+        "        )",
+        (PINNED, "-k", "ahead_reaches"),
     ),
 )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.families import Generator, Shape, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, FAMILIES, Generator, Shape, generator_of
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Keep, LastStage, Mode, PerStage, RecomputePolicy
@@ -34,6 +34,12 @@ class Case:
 
     def make(self) -> Schedule:
         return make_schedule(**self.arguments, costs=self.costs)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether every backward is an I and a W."""
+        family = self.arguments["family"]
+        return callable(family) or family in ALWAYS_SPLIT or self.arguments.get("split_backward", False)
 
 
 def split(family: str, delay: int) -> Generator:
@@ -59,9 +65,11 @@ def split(family: str, delay: int) -> Generator:
 @st.composite
 def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_split: bool = True) -> Case:
     """What any family can be asked for; `with_split`: also with backward split into I and W."""
-    family = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "inference"]))
+    families = [name for name in FAMILIES if with_split or name not in ALWAYS_SPLIT]
+    family = draw(st.sampled_from(families))
     ranks = draw(st.integers(1, max_ranks))
-    stages = ranks * (1 if family == "1f1b" else draw(st.integers(1, 3)))
+    per_rank = {"1f1b": st.just(1), "zb-h1": st.just(1), "zbv": st.just(2)}
+    stages = ranks * draw(per_rank.get(family, st.integers(1, 3)))
     placement = draw(placements(family, stages, ranks))
     microbatches = draw(st.integers(1, max_microbatches))
     places = st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
@@ -85,9 +93,12 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
         arguments["warmup"] = draw(
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
         )
-    if with_split and family != "inference" and draw(st.integers(0, 3)) == 0:
+    if with_split and family not in ("inference", *ALWAYS_SPLIT) and draw(st.booleans()):
         places = 4 if policy.mode is Mode.NEVER else min(numbers(policy.sets))
-        arguments["family"] = split(family, draw(st.integers(0, places - 1)))
+        if draw(st.booleans()):
+            arguments["split_backward"] = True
+        else:
+            arguments["family"] = split(family, draw(st.integers(0, places - 1)))
     return Case(arguments, draw(costs_of(stages)))
 
 
@@ -98,8 +109,8 @@ def numbers(value: PerStage) -> tuple[int, ...]:
 
 def placements(family: str, stages: int, ranks: int) -> st.SearchStrategy[str | list[int]]:
     """Those that the family takes: names, and each rank once with the other stages anywhere."""
-    if family == "interleaved":
-        return st.just("loop")
+    if family in ("interleaved", "zbv"):
+        return st.just("v" if family == "zbv" else "loop")
     anywhere = st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks)
     lists = anywhere.flatmap(lambda others: st.permutations([*range(ranks), *others]))
     return st.one_of(st.just("loop"), st.just("v"), lists)

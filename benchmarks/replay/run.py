@@ -135,7 +135,7 @@ class Replay:
                 _synchronize(self.device)
             if isinstance(profile, torch.profiler.profile):
                 self.beside = beside(kernels_of(profile))
-            events = tuple(event for event in recording() if event.rank == STAGE)
+            events = tuple(event for event in recording.events() if event.rank == STAGE)
             found.append((Timeline(STAGES, events), _end(events) - clock.zero, *_memory(self.device)))
             for layer in self.layers:
                 layer.zero_grad()

@@ -35,6 +35,7 @@ def drawn(overrides: dict[str, str]) -> str:
         placement=overrides.get("pipeline.placement", "loop"),
         num_microbatches=int(overrides["pipeline.num_microbatches"]),
         recompute=policy,
+        split_backward=overrides.get("pipeline.split_backward") == "true",
     )
     return svg(show_schedule(schedule))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
@@ -72,6 +73,11 @@ def check_train(config: RunConfig) -> Run:
     from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 
     check_text(config.data)
+    if run.found is not None:
+        from pipetrain.timeline.shown import proof_of
+
+        proof = proof_of(run.found.seconds, run.found.least_seconds)
+        print(f"pipetrain: the step of pipeline.schedule=auto: {proof} (seconds of its costs)", file=sys.stderr)
     return run
 
 

@@ -103,13 +103,18 @@ class DataConfig:
 class PipelineConfig:
     """How the model is cut and in which order the ops run."""
 
-    schedule: str = "gpipe"  # name of a schedule family, or a CSV file
+    schedule: str = "gpipe"  # name of a schedule family, `auto`, or a CSV file
+    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = (
+        30.0  # auto: the longest search for its order; 0: its rule alone
+    )
     num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
     # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
     placement: str | tuple[int, ...] = "loop"
     num_microbatches: Count = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
+    # Make I (the gradient of the input) and W (those of the weights, where the stage would wait) of each B.
+    split_backward: bool = False
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
 
@@ -297,6 +302,7 @@ class ClusterConfig:
     options: _Options = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
+_Share = Annotated[float | tuple[float, ...], each(0, 1, "a part of a set")]
 _Seconds = Annotated[float | tuple[float, ...], each(0, 10**9, "a time in seconds")]
 
 
@@ -310,6 +316,16 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
+    # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
+    input_share: _Share | None = None
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is known before a run is planned."""
+
+    # A run that ended: its folder, `latest`, or its profile.json. `auto` seeks the order for what its ops took, and `show` draws with it.
+    profile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -331,6 +347,7 @@ class RunConfig:
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
     recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
     transport: MayChange[TransportConfig] = field(default_factory=TransportConfig)
+    plan: MayChange[PlanConfig] = field(default_factory=PlanConfig)
     parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
     engine: MayChange[EngineConfig] = field(default_factory=EngineConfig)
     optim: MayChange[OptimConfig] = field(default_factory=OptimConfig)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import ADAMW, DEEPSPEED, GuardConfig, RunConfig, SnapshotConfig, TransportConfig
+from pipetrain.config.records import (
+    ADAMW,
+    DEEPSPEED,
+    GuardConfig,
+    PipelineConfig,
+    RunConfig,
+    SnapshotConfig,
+    TransportConfig,
+)
 from pipetrain.config.schema import check_limits
 
 _TRANSPORT = TransportConfig()
@@ -42,6 +50,16 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
+    if config.plan.profile is not None and config.pipeline.schedule != "auto":
+        raise ConfigError(
+            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take; use "
+            "pipeline.schedule=auto, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
+        )
+    if config.pipeline.schedule == "auto" and config.pipeline.search_seconds >= config.timeout_seconds:
+        raise ConfigError(
+            f"pipeline.search_seconds={config.pipeline.search_seconds}: the other ranks wait timeout_seconds="
+            f"{config.timeout_seconds} at most; search for less, or wait longer"
+        )
     if config.pipeline.schedule == "inference":
         raise ConfigError(
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
@@ -81,9 +99,9 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    pipeline, recompute, data = config.pipeline, config.recompute, config.data
-    if pipeline.schedule != "1f1b":
-        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
+    recompute, data = config.recompute, config.data
+    yield from _schedule_of_deepspeed(config.pipeline)
+    yield from _of_transport(config.transport)
     if recompute.mode not in ("never", "inline"):
         yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
     if recompute.sets != 1:
@@ -92,6 +110,18 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
     if recompute.stash is not None:
         yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
+    if config.parallel.zero > 1:
+        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
+    if config.optim.name != ADAMW:
+        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
+    if data.batch_size % config.pipeline.num_microbatches:
+        multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
+        yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+
+
+def _schedule_of_deepspeed(pipeline: PipelineConfig) -> Iterator[str]:
+    if pipeline.schedule != "1f1b":
+        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
     if pipeline.stages_per_rank != 1:
         yield _refused(
             "pipeline.stages_per_rank",
@@ -100,19 +130,10 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         )
     if pipeline.placement != "loop":
         yield _refused("pipeline.placement", pipeline.placement, "holds stage s on rank s; use pipeline.placement=loop")
+    if pipeline.split_backward:
+        yield _refused("pipeline.split_backward", "true", "runs each B as a whole; use pipeline.split_backward=false")
     if pipeline.warmup is not None:
         yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
-    yield from _of_transport(config.transport)
-    if config.parallel.zero > 1:
-        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
-    if config.optim.name != ADAMW:
-        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
-    if data.batch_size % pipeline.num_microbatches:
-        yield _refused(
-            "data.batch_size",
-            data.batch_size,
-            f"wants microbatches of equal size; use a multiple of pipeline.num_microbatches={pipeline.num_microbatches}",
-        )
 
 
 def _of_transport(transport: TransportConfig) -> Iterator[str]:

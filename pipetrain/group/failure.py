@@ -19,6 +19,9 @@ from pipetrain.group.asking import Waits
 _POLL_SECONDS = 1.0
 # A store that has not answered by then is given up until it does: its host may be cut off.
 _ANSWER_SECONDS = 3.0
+# How long a rank that waits for its device pauses before it asks again: short at first, as most waits are.
+_FIRST_PAUSE_SECONDS = 5e-5
+_LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class PipelineError(RuntimeError):
@@ -26,26 +29,30 @@ class PipelineError(RuntimeError):
 
 
 class FailureBoard:
-    """The first failure of the pipeline, as all ranks see it. Without a store (one rank) it stays on this rank."""
+    """The first failure of the pipeline, as all ranks see it. Without a store (one rank) it stays on this rank. For any thread."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
         self._text: str | None = None
         self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()  # one question at a time
 
     def post(self, text: str) -> str:
         """Report a failure; returns the first one, which may be another rank's."""
-        if self._text is None:
-            self._text = text
-            # The store may have gone down with its host: then what this rank knows must do.
-            self._text = self._ask(lambda store: store.compare_set("failure", "", text).decode()) or text
-        return self._text
+        with self._lock:
+            if self._text is None:
+                # The store may have gone down with its host: then what this rank knows must do.
+                self._text = self._ask(lambda store: store.compare_set("failure", "", text).decode()) or text
+            return self._text
 
     def read(self) -> str | None:
         """The first failure, if there is one."""
-        if self._text is None:
-            self._text = self._ask(lambda store: store.get("failure").decode() if store.check(["failure"]) else None)
-        return self._text
+        with self._lock:
+            if self._text is None:
+                self._text = self._ask(
+                    lambda store: store.get("failure").decode() if store.check(["failure"]) else None
+                )
+            return self._text
 
     def _ask(self, question: Callable[[Store], str | None]) -> str | None:
         """What the store says, or None where it does not: over a link that is cut a question may wait for ever."""
@@ -67,9 +74,10 @@ class FailureBoard:
 class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
-    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then. `has_lost_a_rank` says whether
-    it began with a connection that broke. `waits` collects, after a time-out, what the other ranks wait in; without it a
-    message names this rank's own wait only.
+    `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then, on any thread, and breaks off what
+    any thread waits in. `has_lost_a_rank` says whether it began with a connection that broke. `waits` collects, after a time-out,
+    what the other ranks wait in; without it a message names this rank's own wait only.
+    `doing` is what the computing thread is in, for who looks after it; `is_waiting`, whether that is a wait in here.
     """
 
     def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float, waits: Waits | None = None) -> None:
@@ -78,6 +86,9 @@ class Monitor:
         self.timeout_seconds = timeout_seconds
         self._waits = waits or Waits(None, rank, 1)
         self._condition = threading.Condition()
+        self._failing = threading.Lock()
+        self.doing: object | None = None
+        self.is_waiting = False
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.has_lost_a_rank = False
@@ -109,25 +120,72 @@ class Monitor:
             self.fail(str(error))
             raise error
 
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> PipelineError | None:
-        deadline = time.monotonic() + self.timeout_seconds
+    def wait_polling(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """As `wait`, for what nobody tells of, such as an event of a device: `ready` is asked again and again.
+
+        Raises:
+            PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+
+        def next_pause() -> float:
+            nonlocal pause
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            return pause
+
+        with self._condition:
+            error = None if ready() else self._wait(ready, what, next_pause)
+        if error is None and self.failure is not None:
+            error = self._ending(self.failure, what())
+        if error is not None:
+            self.fail(str(error))
+            raise error
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        what: Callable[[], str],
+        pause: Callable[[], float] = lambda: _POLL_SECONDS,
+    ) -> PipelineError | None:
+        self.is_waiting = True
+        try:
+            return self._waited(ready, what, pause)
+        finally:
+            self.is_waiting = False
+
+    def _waited(
+        self, ready: Callable[[], bool], what: Callable[[], str], pause: Callable[[], float]
+    ) -> PipelineError | None:
+        now = time.monotonic()
+        deadline, look_at = now + self.timeout_seconds, now + _POLL_SECONDS
         while not ready():
             if self._lost is not None:
                 return self._explain_loss(what())
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return self._explain_timeout(what())
-            if not self._condition.wait(min(left, _POLL_SECONDS)):
-                failure = self.board.read()
+            if now >= look_at:
+                look_at = now + _POLL_SECONDS
+                failure = self.failure or self.board.read()
                 if failure is not None:
                     return self._ending(failure, what())
+            self._condition.wait(min(deadline - now, look_at - now, pause()))
         return None
+
+    def look(self) -> None:
+        """Fail here, too, where another rank has failed. For a thread that does not wait."""
+        failure = self.board.read()
+        if failure is not None:
+            self.fail(failure)
 
     def fail(self, text: str) -> None:
         """The pipeline cannot go on: tell the other ranks, and break off whatever they or this rank may wait for."""
-        if self.failure is None:
-            self.failure = self.board.post(text)
-            self.on_failure()
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = text
+        self.failure = self.board.post(text)
+        self.on_failure()
 
     def _explain_loss(self, what: str) -> PipelineError:
         assert self._lost is not None

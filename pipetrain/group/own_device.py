@@ -37,7 +37,7 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
 
 def ask_for_hardware_queues() -> None:
     """Have CUDA, which has not started yet, make as many hardware queues as there can be, unless the user wants other ones."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault(_QUEUES, str(_NUM_QUEUES))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipetrain.observe.output import write_text
 from pipetrain.schedule.alive import idle_places
-from pipetrain.schedule.csv_file import write_csv
+from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
 from pipetrain.timeline.draw.page import html
 from pipetrain.timeline.draw.rank_table import ranks_table, schedules_table
@@ -30,8 +30,9 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
 
 def _picture(one: Shown, width: int, colour: bool) -> str:
     steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
-    note = idle_places(one.schedule)
-    said = f"\n\n{note}" if note else ""
+    sought = None if one.proof is None else f"step {one.proof}"
+    notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
+    said = "".join(f"\n\n{note}" for note in notes if note)
     return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}{said}"
 
 

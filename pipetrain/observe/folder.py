@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipetrain.plan.measured import PROFILE
+
 RUNS = Path("runs")
 LATEST = "latest"
 SWEEP_JOBS = "jobs"  # in a sweep folder: a file per job that says how it ended
@@ -27,6 +29,14 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.csv"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / PROFILE
 
     @property
     def metrics(self) -> Path:

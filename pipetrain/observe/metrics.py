@@ -29,4 +29,6 @@ class StepMetrics:
     unexplained_seconds: PerRank
     peak_activation_bytes: tuple[int | None, ...]
     peak_memory_bytes: tuple[int | None, ...]
+    peak_reserved_bytes: tuple[int | None, ...]
+    communicator_bytes: tuple[int | None, ...]
     skipped: bool = False  # whether the step was left out: the weights did not change

@@ -18,8 +18,11 @@ from pipetrain.observe.report import RunReport, as_markdown, write_report
 from pipetrain.observe.run_page import run_page
 from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.tracker import Ending, Trackers
+from pipetrain.plan.measured import Profile
 from pipetrain.plan.plan import Plan
+from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.shown import Shown
 
 
@@ -40,11 +43,12 @@ class Recorder:
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
-    def start(self, config_text: str, config: Mapping[str, Any], plan: Plan) -> None:
+    def start(self, config_text: str, config: Mapping[str, Any], plan: Plan, schedule: Schedule) -> None:
         """What was to be done, before it is done: the configuration as the text of its file, and as plain values."""
         if self.is_first:
             self._folder.config.write_text(config_text)
             self._folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
+            self._folder.schedule.write_text(write_csv(schedule))
             self._trackers.start({**config, "plan": asdict(plan)})
 
     def on_event(self, event: OpEvent) -> None:
@@ -82,11 +86,13 @@ class Recorder:
     def finish(
         self, report: RunReport, measured: Shown | None, predicted: Shown | None, clock_error_seconds: float | None
     ) -> None:
-        """What was predicted, and what was done. Without `measured` there is nothing to draw, and no timeline.html."""
+        """What was predicted, and what was done. Without `measured` there is nothing to draw or to plan with: no timeline.html and no profile.json."""
         write_report(self._folder.report, report)
         self._folder.report_text.write_text(as_markdown(report))
         if measured is None or clock_error_seconds is None:
             return
+        profile = Profile(measured.costs, measured.schedule.num_microbatches)
+        self._folder.profile.write_text(profile.as_json())
         drawn = run_page(
             report, measured, predicted, predicted_from=self._keep, clock_error_seconds=clock_error_seconds
         )

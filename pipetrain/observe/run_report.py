@@ -49,6 +49,8 @@ def metrics_of(step: int, result: StepResult, figures: StepFigures, tokens_per_s
         unexplained_seconds=per_rank("other_seconds"),
         peak_activation_bytes=unknown if ops is None else ops.peak_activation_bytes,
         peak_memory_bytes=figures.peak_memory_bytes,
+        peak_reserved_bytes=unknown if ops is None else ops.peak_reserved_bytes,
+        communicator_bytes=unknown if ops is None else ops.communicator_bytes,
         skipped=not result.is_accepted,
     )
 

@@ -11,25 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Fetch = Callable[[Tensor], Tensor]  # a tensor of the device on the host
+
 
 def clip_grad_norm(
     parameters_of: Mapping[int, Iterable[nn.Parameter]],
     max_norm: float,
     exchange: Callable[[bytes], list[bytes]],
     device: torch.device,
+    fetch: Fetch = Tensor.cpu,
 ) -> Tensor:
-    """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim.
+    """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
 
     `parameters_of` are this rank's parameters per stage; `exchange` gives what each rank gave, to every rank. The norms of
     single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
-    does not depend on the split. On a GPU this waits for the gradients.
+    does not depend on the split. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the
+    gradients.
 
     Raises:
         ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
     """
     own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
     mistake = _mistake_in(max_norm)
-    said = {"mistake": mistake, "norms": {stage: _norms(parameters) for stage, parameters in own.items()}}
+    said = {"mistake": mistake, "norms": _norms(own, fetch)}
     parts = [json.loads(part) for part in exchange(json.dumps(said).encode())]
     if mistakes := [part["mistake"] for part in parts if part["mistake"]]:
         raise ValueError(mistakes[0])
@@ -37,9 +41,12 @@ def clip_grad_norm(
     norms = [
         torch.tensor(norm, dtype=getattr(torch, kind)) for stage in sorted(of_stage) for norm, kind in of_stage[stage]
     ]
-    total = (torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())).to(device)
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
-        _scale([parameter for group in own.values() for parameter in group], max_norm, total)
+        # Filled in: a copy from the host would wait for the device.
+        (value,) = total.reshape(1).tolist()
+        there = torch.full((), value, dtype=total.dtype, device=device)
+        _scale([parameter for group in own.values() for parameter in group], max_norm, there)
     return total
 
 
@@ -49,10 +56,18 @@ def _mistake_in(max_norm: Any) -> str | None:
     return f"clip_grad_norm_ was given max_norm={max_norm!r}: a number, 0 or more, is needed; inf gives the norm and scales nothing"
 
 
-def _norms(parameters: Iterable[nn.Parameter]) -> list[tuple[float, str]]:
-    """Norm and dtype of each gradient there is. A Python float holds any of the dtypes exactly."""
-    norms = [_norm(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return [(norm.item(), str(norm.dtype).removeprefix("torch.")) for norm in norms]
+def _norms(parameters_of: Mapping[int, Iterable[nn.Parameter]], fetch: Fetch) -> dict[int, list[tuple[float, str]]]:
+    """Per stage the norm and dtype of each gradient there is. float64 holds any of the dtypes exactly."""
+    norms = {
+        stage: [_norm(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for stage, parameters in parameters_of.items()
+    }
+    of_all = [norm.double() for group in norms.values() for norm in group]
+    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])
+    return {
+        stage: [(next(values), str(norm.dtype).removeprefix("torch.")) for norm in group]
+        for stage, group in norms.items()
+    }
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ DEFAULT_MICROBATCHES = 8
 class Plan:
     """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica. `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
+    Ranks count from 0 within one replica. `split_backward` makes I and W of each B of the schedule.
+    `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     `transport_ahead`, `communicators` and `edges` say how messages go between stages, as the keys of `transport` do.
     """
 
@@ -25,6 +26,7 @@ class Plan:
     stage_ranks: tuple[int, ...]
     num_microbatches: int
     num_replicas: int = 1
+    split_backward: bool = False
     warmup: int | tuple[int, ...] | None = None
     transport_ahead: int = 2
     communicators: str = "edge"
@@ -111,6 +113,7 @@ def make_plan(
     num_replicas: int = 1,
     balance: str | Sequence[int] = "auto",
     placement: Placement = "loop",
+    split_backward: bool = False,
     warmup: int | Sequence[int] | None = None,
     transport_ahead: int = 2,
     communicators: str = "edge",
@@ -135,6 +138,7 @@ def make_plan(
         stage_ranks=stage_ranks,
         num_microbatches=whole_number("pipeline.num_microbatches", num_microbatches),
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
+        split_backward=_switch("pipeline.split_backward", split_backward),
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
         transport_ahead=whole_number("transport.ahead", transport_ahead, least=0),
         communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
@@ -145,6 +149,12 @@ def make_plan(
 def _one_of(key: str, value: str, words: Sequence[str]) -> str:
     if value not in words:
         raise ValueError(f"{key}={value!r}: allowed is {', '.join(words[:-1])} or {words[-1]}")
+    return value
+
+
+def _switch(key: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r}: allowed is True or False")
     return value
 
 

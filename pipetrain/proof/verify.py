@@ -21,6 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from pipetrain.config.records import ModelConfig
 from pipetrain.data.batch import Batch
 from pipetrain.model.spec import ModelSpec, make_spec, spec_of
+from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import FAMILIES
@@ -46,7 +47,11 @@ class Case:
 
     @property
     def stages_per_rank(self) -> int:
-        return 2 if self.schedule == "interleaved" else 1
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.schedule == "zbv" else "loop"
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,18 @@ def _differences(case: Case) -> Iterator[tuple[str, float]]:
     assert spec.loss_fn is not None
     by_name = dict(whole.named_parameters())
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    plan = make_plan(
+        spec.num_layers,
+        num_ranks=case.num_ranks,
+        stages_per_rank=case.stages_per_rank,
+        num_microbatches=NUM_MICROBATCHES,
+        placement=case.placement,
+    )
     with Pipeline(
         spec,
+        plan=plan,
         num_microbatches=NUM_MICROBATCHES,
         schedule=case.schedule,
-        stages_per_rank=case.stages_per_rank,
         recompute=case.mode,
         seed=SEED,
     ) as pipeline:

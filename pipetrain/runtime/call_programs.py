@@ -12,6 +12,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.csv_file import pairs_in_csv
 from pipetrain.schedule.families import Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
@@ -51,6 +52,7 @@ class Programs:
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
             policy=policy,
+            split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,
         )
@@ -58,9 +60,10 @@ class Programs:
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         if self._given is not None:
             _check_fits(self._given, plan)
-        note = idle_places(self.whole().schedule)
-        if note and rank == 0:
-            warnings.warn(note, stacklevel=3)
+        notes = (pairs_in_csv(self._spec.name), idle_places(self.whole().schedule))
+        for note in notes if rank == 0 else ():
+            if note:
+                warnings.warn(note, stacklevel=3)
 
     def describe(self) -> str:
         """For comparing ranks: the same text where the same ops stand in the same order."""

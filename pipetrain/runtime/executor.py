@@ -150,6 +150,7 @@ class Executor:
 
     def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
         op, lane, _, step = turn
+        self._monitor.doing = op
         try:
             with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:
@@ -181,6 +182,7 @@ class Executor:
                     keep=place not in program.recomputed,
                     prove=place in step.proved,
                     has_backward=op.stage >= program.schedule.first_backward,
+                    split=place in program.split,
                 )
             else:
                 output = stage.infer(given, with_loss=step.with_loss)
@@ -202,6 +204,10 @@ class Executor:
             wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
         if op.stage > program.schedule.first_backward:
             self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
+
+    def _backward_weights(self, turn: _Turn) -> None:
+        with self._lanes.timed(turn.lane, turn.op):
+            self._stages[turn.op.stage].backward_weights(turn.microbatch)
 
     def _send(self, turn: _Turn) -> None:
         result = self._results.pop(turn.op)
@@ -271,7 +277,7 @@ class Executor:
         assert not self._results, f"nobody took the results of {', '.join(map(str, self._results))}"
         self._transport.assert_nothing_is_held()
         for stage in self._stages.values():
-            stage.assert_nothing_is_held()
+            stage.end_step()
 
     def _report(self, error: BaseException, turn: _Turn) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
@@ -299,6 +305,8 @@ _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,
+    Kind.I: Executor._backward,
+    Kind.W: Executor._backward_weights,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.group.failure import PipelineError
+from pipetrain.transport.fetch import Fetch
 
 
 class LossNotFinite(PipelineError):
@@ -32,21 +33,23 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SUM = struct.Struct("<dii")  # the sum, its dtype, the first microbatch that is not finite (or -1)
 
 
-def summed(losses: Mapping[int, Tensor]) -> bytes:
+def summed(losses: Mapping[int, Tensor], fetch: Fetch) -> bytes:
     """The weighted losses of the microbatches, added in order, for the other ranks: see `checked`.
 
-    float64 holds a sum of any of the dtypes exactly. On a GPU this waits for the step.
+    float64 holds a sum of any of the dtypes exactly. The sum and what is finite go to the host together: one wait for the step.
     """
     ordered = sorted(losses.items())
     total = ordered[0][1]
     for _, loss in ordered[1:]:
         total = total + loss
-    bad = next((number for number, loss in ordered if not torch.isfinite(loss)), -1)
-    return _SUM.pack(total.item(), _DTYPES.index(total.dtype), bad)
+    finite = torch.stack([torch.isfinite(loss).to(total.device) for _, loss in ordered])
+    said = fetch(torch.cat([total.reshape(1).double(), finite.double()]), "the loss of the step").tolist()
+    bad = next((number for (number, _), is_finite in zip(ordered, said[1:]) if not is_finite), -1)
+    return _SUM.pack(said[0], _DTYPES.index(total.dtype), bad)
 
 
 def checked(data: bytes, step: int) -> Tensor:
-    """The loss, 0-dim, of what `summed` gave.
+    """The loss, 0-dim on the host, of what `summed` gave.
 
     Raises:
         LossNotFinite: the loss of a microbatch is not finite.

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-
-import torch
 
 from pipetrain.group.clocks import Clock
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
 from pipetrain.stage.stage import Stage
 from pipetrain.timeline.step_report import RankReport
+from pipetrain.transport.device import DeviceMemory
+from pipetrain.transport.lanes import Recording
 
 
 def measure_rank(
     rank: int,
     step: int,
-    events: Iterable[OpEvent],
+    recording: Recording,
     clock: Clock,
     stages: Mapping[int, Stage],
     peak_bytes: int,
-    device: torch.device,
+    memory: DeviceMemory,
+    communicator_bytes: int | None,
 ) -> RankReport:
+    """The report of a step. On a GPU this waits for the step to end there."""
     shift = clock.offset_seconds
-    on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in events)
-    never = activation_bytes_of_never(on_clock_0, stages)
-    return RankReport(rank, step, on_clock_0, peak_bytes, never, peak_memory_bytes(device), clock.error_seconds)
+    on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in recording.events())
+    return RankReport(
+        rank,
+        step,
+        on_clock_0,
+        peak_bytes,
+        activation_bytes_of_never(on_clock_0, stages),
+        memory.peak_bytes,
+        clock.error_seconds + recording.error_seconds(),
+        memory.peak_reserved_bytes,
+        communicator_bytes,
+    )
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, Stage]) -> int:
@@ -47,10 +57,3 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, St
         alive += change * size
         peak = max(peak, alive)
     return peak
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory that this process had: of its device, and on the CPU of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +38,7 @@ from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -69,7 +72,7 @@ class Pipeline:
         seed: of dropout and, for callables, of the weights.
         count_fn: what of a microbatch's target counts in the loss, a number; default: its rows. One that counts 0 is not run.
         timeout_seconds: longest wait for another rank.
-        on_event: is given every `OpEvent`, after its step.
+        on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
 
     Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
     that does not hold the last None as targets.
@@ -113,7 +116,7 @@ class Pipeline:
         self._training = True
         self._closed = False
         self._last_report: Callable[[], RankReport] | None = None
-        self._unseen: Recording | None = None  # what on_event was not given yet
+        self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         self._meter = ActivationMeter()
         shares = isinstance(plan, Plan) and plan.edges == PINNED
         self._group = join_group(group, device, timeout_seconds=timeout_seconds, shares_gpus=shares)
@@ -206,7 +209,7 @@ class Pipeline:
     # Training -----------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any = None, targets: Any = None, *, scale: float = 1.0) -> Tensor:
-        """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank.
+        """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank's host.
 
         Args:
             inputs: the batch, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the rank that holds the first stage.
@@ -221,19 +224,36 @@ class Pipeline:
                 `find_not_finite` says where it began.
         """
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
-        self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
+        with self._watching():
+            self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         recording, peak = self._lanes.recording(), self._meter.peak_bytes
         self._last_report = lambda: measure_rank(
-            self.rank, step.index, recording(), self._clock, self._stages, peak, self.device
+            self.rank,
+            step.index,
+            recording,
+            self._clock,
+            self._stages,
+            peak,
+            self._lanes.device.memory(),
+            self._runner.communicator_bytes,
         )
         self.step_index += 1
-        self._unseen = recording
-        if self.device.type == "cpu":
-            self._emit_events()
+        if self._on_event is not None:
+            self._unseen.append(recording)
+        self._emit_events()
         return self._runner.loss_of(step)
 
+    def _watching(self) -> AbstractContextManager[None]:
+        """In the first step on a device that the host should run ahead of: which layers make it wait."""
+        is_first = self._last_report is None
+        return (
+            waits_told(self._stages, self._lanes.device)
+            if is_first and self._lanes.device.runs_ahead
+            else nullcontext()
+        )
+
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The loss of a batch of any size, on every rank; layers in eval mode, no gradients."""
+        """The loss of a batch of any size, on every rank's host; layers in eval mode, no gradients."""
         modes = [(module, module.training) for layer in self._layers().values() for module in layer.modules()]
         training, self._training = self._training, False
         try:
@@ -285,11 +305,11 @@ class Pipeline:
         self._emit_events()
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
 
-    def _emit_events(self) -> None:
-        """Hand over the events of the last step; on a GPU, when the next one starts, so that nothing waits for them."""
-        recording, self._unseen = self._unseen, None
-        if recording is not None and self._on_event is not None:
-            for event in recording():
+    def _emit_events(self, *, of_all: bool = False) -> None:
+        """Hand over the events of the steps that have ended; `of_all`: of the others, too, for which this waits."""
+        while self._unseen and (of_all or self._unseen[0].has_ended()):
+            assert self._on_event is not None
+            for event in self._unseen.popleft().events():
                 self._on_event(event)
 
     # Parameters ---------------------------------------------------------------------------------------------------
@@ -325,7 +345,7 @@ class Pipeline:
         return self.train(False)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before. Collective.
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
         on the split.
@@ -335,7 +355,11 @@ class Pipeline:
             for stage in self._stages.values()
         }
         return clip_grad_norm(
-            parameters_of, max_norm, lambda own: self._group.chain.concatenate(own, "the gradient norms"), self.device
+            parameters_of,
+            max_norm,
+            lambda own: self._group.chain.concatenate(own, "the gradient norms"),
+            self.device,
+            lambda norms: self._runner.fetch(norms, "the norms of the gradients"),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,8 +431,8 @@ class Pipeline:
             return
         self._closed = True
         if self._group.monitor.failure is None:
-            self._emit_events()
-        self._runner.transport.close()
+            self._emit_events(of_all=True)
+        self._runner.close()
         self._group.close()
 
     def __enter__(self) -> Pipeline:

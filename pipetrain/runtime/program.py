@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, Kind, Lane
+from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
@@ -25,8 +25,9 @@ COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first do
 class Program:
     """The ops of one rank, numbered; those that compute first, or all as they are launched. Op n belongs to `lanes[n]`.
 
-    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits for, `followers[n]` the ops that wait for op n. `recomputed` are the
-    (stage, microbatch) with an R: the others keep the set of their F.
+    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits
+    for, `followers[n]` the ops that wait for op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of
+    their F. `split` are those whose backward comes in two halves.
     """
 
     schedule: Schedule
@@ -37,6 +38,7 @@ class Program:
     waits: tuple[tuple[Op, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: frozenset[tuple[int, int | None]]
+    split: frozenset[tuple[int, int | None]]
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -62,6 +64,7 @@ class Program:
             waits,
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
+            frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING),
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
+from pipetrain.group.watchdog import Watchdog
 from pipetrain.model.sharing import SharedState
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
@@ -23,6 +24,7 @@ from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
+from pipetrain.transport.fetch import fetch
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, make_edges
 
@@ -56,6 +58,7 @@ class CallRunner:
         self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
         self._calls = Calls(group.chain, plan, stages)
+        before = lanes.device.memory().other_bytes
         edges = None
         if group.store is not None:
             edges = make_edges(
@@ -68,8 +71,14 @@ class CallRunner:
                 communicators=plan.communicators,
             )
         self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes)
+        after = lanes.device.memory().other_bytes
+        # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
+        self.communicator_bytes = None if before is None or after is None else max(0, after - before)
         self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
-        group.monitor.on_failure = self._abort
+        group.monitor.on_failure = self._break_off
+        self._device = lanes.device
+        # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
+        self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
 
     def run(
         self,
@@ -103,12 +112,25 @@ class CallRunner:
             self._cut(call, step, inputs, targets)
             with shared.unchanged(is_training=is_training):
                 self._execute(call, step)
+            self._raise_what_others_found()
         except BaseException as error:
+            self.executor.drop()
             if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
                 error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
+            broken_off: str | None = self._group.monitor.failure
             self._group.fail(error)
+            if broken_off is not None and not isinstance(error, PipelineError):
+                # What a launch raised because the connections were broken under it.
+                raise PipelineError(f"{broken_off} (rank {self._group.rank} ends)") from error
             raise
+        finally:
+            self._group.monitor.doing = None
         return call
+
+    def _raise_what_others_found(self) -> None:
+        """All has been launched, and another thread has failed the pipeline meanwhile: the device has nothing of worth."""
+        if self._group.monitor.failure is not None:
+            raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""
@@ -151,18 +173,31 @@ class CallRunner:
                 yield from layer.buffers()
 
     def loss_of(self, step: Step) -> Tensor:
-        """The sum of the microbatches' losses, in order, on every rank. Collective.
+        """The sum of the microbatches' losses, in order, on every rank's host. Collective.
 
         Raises:
             LossNotFinite: one of them is not finite.
         """
         root = self._plan.stage_ranks[-1]
-        own = losses.summed(step.outputs) if self._group.rank == root else b""
+        own = losses.summed(step.outputs, self.fetch) if self._group.rank == root else b""
         data = self._group.chain.broadcast(own, root, f"the loss of step {step.index}")
-        return losses.checked(data, step.index).to(self._group.device)
+        return losses.checked(data, step.index)
 
-    def _abort(self) -> None:
-        """Let go of everything that is held or waited for."""
-        self.executor.drop()
+    def fetch(self, tensor: Tensor, what: str) -> Tensor:
+        """A tensor of this rank's device on the host; `what` it is, for who waits too long.
+
+        Raises:
+            PipelineError: another rank failed, or the device did not get there.
+        """
+        return fetch(tensor, what, self._device, self._group.monitor)
+
+    def close(self) -> None:
+        """End the threads and connections between stages."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self.transport.close()
+
+    def _break_off(self) -> None:
+        """Whoever waits in a connection of this rank, on whichever thread or device, stops waiting."""
         self.transport.abort()
         self._group.chain.abort()

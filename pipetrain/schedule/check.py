@@ -54,7 +54,7 @@ def refuse_unknown_kinds(schedule: Schedule) -> None:
         known = kinds_where(lambda row: row.runs)
         raise ValueError(
             f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(kind for kind in Kind if kind in known)}; "
-            "such a schedule can be simulated and drawn: train with one whose backward is B alone"
+            "give a schedule without it"
         )
 
 

@@ -20,6 +20,8 @@ class Costs:
     `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
 
+    `input_share` is what such an input is of a set, where only that is known.
+
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
     Raises:
@@ -35,6 +37,7 @@ class Costs:
     set_bytes: tuple[float, ...] = ()
     input_gradient: tuple[float, ...] = ()
     weight_gradient: tuple[float, ...] = ()
+    input_share: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -73,8 +76,9 @@ class Costs:
         hop: Spread = 0.0,
         input_gradient: Spread | None = None,
         weight_gradient: Spread | None = None,
+        input_share: Spread | None = None,
     ) -> Costs:
-        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B.
+        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B, or unknown.
 
         Raises:
             ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.
@@ -101,6 +105,7 @@ class Costs:
             hop_backward=hops,
             input_gradient=fill("input_gradient_seconds", input_gradient, num_stages, "stage"),
             weight_gradient=fill("weight_gradient_seconds", weight_gradient, num_stages, "stage"),
+            input_share=fill("input_share", input_share, num_stages, "stage"),
         )
 
     def with_links(

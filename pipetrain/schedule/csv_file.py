@@ -7,6 +7,8 @@ Without R, torch's own runtime reads the file. A file with R says itself which s
 one without leaves that to the policy, unless its first line is the word
 
     keep                            all sets are kept
+
+torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time: read as F, then B.
 """
 
 from __future__ import annotations
@@ -14,34 +16,45 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipetrain.schedule.families import ComputeLanes, Shape, fault_of
+from pipetrain.schedule.families import AUTO, ComputeLanes, Shape, fault_of
+from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, with_recompute
 from pipetrain.schedule.schedule import Schedule
 
 _KINDS = kinds_where(lambda row: row.in_csv)
 _ALL_KEPT = "keep"  # the line that says so
+_PAIR = "OVERLAP_F_B"
+_PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file; an R on a lane of its own is written before its B, or I."""
+    """The text of the file; an R on a lane of its own is written before its B, or I, in `auto` where it may start."""
+    if schedule.family == AUTO:
+        return csv_of_order(order_of(schedule))
+    recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
+    compute = (schedule.lane(rank, Lane.COMPUTE) for rank in range(schedule.num_ranks))
+    lanes = [list(with_recompute(ops, lambda op: (op.stage, op.microbatch) in recomputed)) for ops in compute]
+    has_r = any(_recomputes(op) for lane in lanes for op in lane)
+    keeps_all = schedule.kept and schedule.policy.mode is not Mode.NEVER and not has_r
+    return csv_of_order(AllKept(lanes) if keeps_all else lanes)
+
+
+def csv_of_order(order: ComputeLanes) -> str:
+    """The text of a file that holds the ops of each rank as they are."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    if (
-        schedule.kept
-        and schedule.policy.mode is not Mode.NEVER
-        and not any(_recomputes(op) for _, _, op in schedule.ops())
-    ):
+    if isinstance(order, AllKept):
         writer.writerow([_ALL_KEPT])
-    recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
-    for rank in range(schedule.num_ranks):
-        compute = schedule.lane(rank, Lane.COMPUTE)
-        writer.writerow(str(op) for op in with_recompute(compute, lambda op: (op.stage, op.microbatch) in recomputed))
+    for lane in order:
+        writer.writerow(map(str, lane))
     return out.getvalue()
 
 
@@ -51,7 +64,7 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
     Raises:
         ValueError: as `read_csv`.
     """
-    rows, _ = _rows(Path(path))
+    rows, _ = _rows(_text(Path(path)), str(path))
     ops = [op for row in rows for _, op in row]
     if not ops:
         raise ValueError(f"{path}: holds no op; write a line per rank, as in 0F0,0F1,0B0,0B1")
@@ -65,11 +78,21 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
         ValueError: the file is not there, or does not hold a schedule of this shape; the message says line and cell
             (both from 1) and what is allowed.
     """
-    rows, all_kept = _rows(Path(path))
+    return order_of_csv(_text(Path(path)), str(path), shape)
+
+
+def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
+    """The same of what a file at `path` would hold.
+
+    Raises:
+        ValueError: as `read_csv`.
+    """
+    rows, all_kept = _rows(text, path)
     if len(rows) != shape.num_ranks:
         raise ValueError(
             f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
         )
+    _check_placement(path, rows, shape)
     for rank, row in enumerate(rows):
         places: dict[Op, str] = {}
         for place, op in row:
@@ -88,23 +111,65 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
     return AllKept(lanes) if all_kept else lanes
 
 
+def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
+    """A file that is right but for where its stages live is one for another placement."""
+    ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
+    for rank, row in enumerate(rows):
+        for _, op in row:
+            ranks_of.setdefault(op.stage, set()).add(rank)
+    if len(ranks_of) > shape.num_stages or any(len(ranks) != 1 for ranks in ranks_of.values()):
+        return  # some op is wrong, whatever the placement
+    there = [min(ranks) for _, ranks in sorted(ranks_of.items())]
+    if tuple(there) != shape.stage_ranks:
+        wanted = f"pipeline.placement={spelling_of(shape.stage_ranks)} on {list(shape.stage_ranks)}"
+        raise ValueError(
+            f"{path}: has its stages on ranks {there}, {wanted}; set pipeline.placement={spelling_of(there).replace(' ', '')}"
+        )
+
+
+def pairs_in_csv(path: str) -> str | None:
+    """A sentence for the user where a file has pairs of ops that overlap in torch's runtime, and not in this one."""
+    if not path.endswith(".csv") or not Path(path).is_file():
+        return None
+    pairs = len(_PAIRED.findall(_text(Path(path))))
+    if not pairs:
+        return None
+    return (
+        f"{path}: {pairs} cells with {_PAIR} are read as F, then B, one after the other: a rank runs one op at a time"
+    )
+
+
 def _recomputes(op: Op) -> bool:
     return op.kind is RECOMPUTE
 
 
-def _rows(path: Path) -> tuple[list[list[tuple[str, Op]]], bool]:
+def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
     """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []
     for line, cells in lines[1:] if all_kept else lines:
         places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
-        rows.append([(place, _parsed(place, cell)) for place, cell in places if cell.strip()])
+        rows.append([(place, op) for place, cell in places if cell.strip() for op in _ops_of(place, cell)])
     return rows, all_kept
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
+
+
+def _ops_of(place: str, cell: str) -> tuple[Op, ...]:
+    """The op of a cell, or the two of a pair."""
+    pair = _PAIRED.fullmatch(cell.strip())
+    if pair is None:
+        return (_parsed(place, cell),)
+    first, second = (_parsed(place, one) for one in pair.groups())
+    if (first.kind.row.direction, second.kind.row.direction) != (Direction.FORWARD, Direction.BACKWARD):
+        raise ValueError(f"{place}: {cell.strip()!r}: {_PAIR} joins an F and then a B or an I, as in (0F3;3B1){_PAIR}")
+    return first, second
 
 
 def _parsed(place: str, cell: str) -> Op:

@@ -7,11 +7,12 @@ those. To add a family, write its generator and put it into `FAMILIES`.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.schedule.placement import ranks_named_in, spelling_of
+from pipetrain.schedule.placement import ranks_named_in, spelling_of, stage_ranks_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so, up to GPipe's order. More of
     them cover slow hops.
     """
-    _one_stage_per_rank(shape)
+    _one_stage_per_rank(shape, "1f1b")
     in_flight = in_flight_of(shape)
     return [
         _in_turns(stage, in_flight[stage], shape) for rank in range(shape.num_ranks) for stage in shape.stages_of(rank)
@@ -179,11 +180,11 @@ def in_flight_of(shape: Shape) -> tuple[int, ...]:
     return counts
 
 
-def _one_stage_per_rank(shape: Shape) -> None:
+def _one_stage_per_rank(shape: Shape, family: str) -> None:
     if shape.num_ranks != shape.num_stages:
         other = "interleaved" if spelling_of(shape.stage_ranks) == "loop" else "gpipe"
         raise ValueError(
-            f"pipeline.schedule='1f1b' holds one stage per rank, not {shape.num_stages} stages on {shape.num_ranks} ranks; "
+            f"pipeline.schedule={family!r} holds one stage per rank, not {shape.num_stages} stages on {shape.num_ranks} ranks; "
             f"set pipeline.schedule={other}"
         )
 
@@ -228,13 +229,83 @@ def _in_groups(stages: Sequence[int], shape: Shape) -> list[tuple[int, int]]:
     return [(stage, start + offset) for start in starts for stage in stages for offset in range(size)]
 
 
+def zero_bubble_h1(shape: Shape) -> ComputeLanes:
+    """1F1B in which each W is put off, as far as stage 0's memory allows on every stage (Qi et al. 2023, ZB-H1, section 2.1).
+
+        rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    Stage s of p has min(m, p - s) forwards in flight and runs the W of a microbatch after the I of the one s later, so no stage
+    holds more than p sets.
+    """
+    _one_stage_per_rank(shape, "zb-h1")
+    lanes = []
+    for stage in map(shape.stage_ranks.index, range(shape.num_ranks)):
+        microbatches, in_flight = range(shape.num_microbatches), shape.num_stages - stage
+        order = [(Kind.F, i) for i in microbatches[:in_flight]]
+        for i in microbatches:
+            order.append((Kind.I, i))
+            order += [(Kind.W, i - stage)] if i >= stage else []
+            order += [(Kind.F, i + in_flight)] if i + in_flight in microbatches else []
+        order += [(Kind.W, i) for i in microbatches[-stage:] if stage]
+        lanes.append([Op(stage, kind, i) for kind, i in order])
+    return lanes
+
+
+def zero_bubble_v(shape: Shape) -> ComputeLanes:
+    """Two stages per rank, there and back, and no bubble but the fill where f = i = w (Qi et al. 2023, ZB-V, section 6).
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 2I3 1I2 1I3 1W2 2W3 1W3
+
+    Rank r of p runs 2 (p - r) - 1 forwards of its first stage, then of both stages in turns, then it goes back with the
+    microbatches of its second stage; after that one forward, one I and one W of either stage in turns, until nothing goes
+    forward. At the end r W of each stage are put off. It takes m = 2p microbatches for all of that; for fewer it is the
+    order of 2p without those beyond. A rank holds 2p sets of half its layers.
+    """
+    ranks = shape.num_ranks
+    if shape.stage_ranks != stage_ranks_of("v", 2 * ranks, ranks):
+        raise ValueError(
+            f"pipeline.placement={spelling_of(shape.stage_ranks)} with {shape.num_stages} stages on {ranks} ranks: "
+            "pipeline.schedule='zbv' has two stages per rank, there and back; set pipeline.stages_per_rank=2 and pipeline.placement=v"
+        )
+    turns = max(shape.num_microbatches, 2 * ranks) - ranks
+    lanes = []
+    for rank in range(ranks):
+        there, back = shape.stages_of(rank)
+        forth, round_trip = (there, Kind.F), [(back, kind) for kind in (Kind.F, Kind.I, Kind.W)]
+        home = [(there, Kind.I), (there, Kind.W)]
+        phases = [
+            (2 * (ranks - rank) - 1, [forth]),
+            (rank, [(back, Kind.F), forth]),
+            (ranks - rank, round_trip),
+            (turns, [forth, *home, *round_trip]),
+            (rank, [(back, Kind.I), (there, Kind.I)]),
+            (ranks - rank, home),
+            (rank, [(back, Kind.W), (there, Kind.W)]),
+        ]
+        done: Counter[tuple[int, Kind]] = Counter()
+        lane = []
+        for times, pattern in phases:
+            for stage, kind in pattern * times:
+                lane.append(Op(stage, kind, done[stage, kind]))
+                done[stage, kind] += 1
+        lanes.append([op for op in lane if (op.microbatch or 0) < shape.num_microbatches])
+    return lanes
+
+
 FAMILIES: dict[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zbv": zero_bubble_v,
     "inference": inference,
 }
 WITH_WARMUP = ("1f1b",)
+ALWAYS_SPLIT = ("zb-h1", "zbv")  # their backwards are I and W
+AUTO = "auto"  # no family: the order is sought for the costs (`list_order.py`, `plan/search.py`)
 
 
 def generator_of(family: str) -> Generator:
@@ -245,8 +316,9 @@ def generator_of(family: str) -> Generator:
     """
     if family in FAMILIES:
         return FAMILIES[family]
-    nearest = difflib.get_close_matches(family, list(FAMILIES), n=1, cutoff=0.0)[0]
+    names = [*FAMILIES, AUTO]
+    nearest = difflib.get_close_matches(family, names, n=1, cutoff=0.0)[0]
     raise ValueError(
-        f"pipeline.schedule={family!r}: allowed are {', '.join(FAMILIES)} or a path ending in .csv; "
+        f"pipeline.schedule={family!r}: allowed are {', '.join(names)} or a path ending in .csv; "
         f"did you mean {nearest!r}?"
     )

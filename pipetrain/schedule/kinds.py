@@ -144,7 +144,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         cost="input_gradient",
         looks="input gradient",
         in_csv=True,
-        runs=False,
     ),
     Kind.W: KindRow(
         Lane.COMPUTE,
@@ -154,7 +153,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         cost="weight_gradient",
         looks="weight gradient",
         in_csv=True,
-        runs=False,
     ),
     Kind.SEND_F: KindRow(
         Lane.SEND, direction=Direction.FORWARD, meets=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
@@ -183,3 +181,6 @@ def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
 
 
 (RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
+
+# What only finishes a backward: nobody waits for it, and the gradient of the input has gone before.
+FINISHING = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way[1:])

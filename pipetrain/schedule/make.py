@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, fault_of, generator_of
 from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
+from pipetrain.schedule.hold_back import hold_back
 from pipetrain.schedule.keep import with_best_kept
-from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
@@ -21,7 +24,10 @@ from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_i
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.split import closed_up, is_split, orders_of_w
 from pipetrain.schedule.waits import add_waits
+
+OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]
 
 
 def make_schedule(
@@ -36,6 +42,7 @@ def make_schedule(
     costs: Costs | None = None,
     first_backward: int = 0,
     transport_ahead: int = 2,
+    split_backward: bool = False,
 ) -> Schedule:
     """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
@@ -55,6 +62,7 @@ def make_schedule(
             costs=costs,
             first_backward=first_backward,
             transport_ahead=transport_ahead,
+            split_backward=split_backward,
         )
     )
 
@@ -65,10 +73,61 @@ def make(spec: ScheduleSpec) -> Schedule:
     Raises:
         ValueError: as `make_schedule`.
     """
-    draft = draft_of(spec, _ordered(spec))
+    if spec.family == AUTO:
+        return _in_order(spec)
+    ordered = draft_of(spec, _ordered(spec))
+    draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs))
+    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs, orders))
+
+
+def _in_order(spec: ScheduleSpec) -> Schedule:
+    """An order in which R has its place, too: one that was found before, or else that of the rule."""
+    if spec.order is not None:
+        return held_to(spec, spec.order)
+    costs = spec.costs or Costs.spread(spec.num_stages)
+    order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
+    # R may also start as soon as a place is free, where that is no slower: on a device nothing takes exactly its cost.
+    return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
+
+
+def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
+    """The schedule in which each R starts no earlier than where `order` has it.
+
+    Raises:
+        ValueError: an op that is none of its rank's.
+    """
+    return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
+
+
+def _as_ordered(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
+    return with_waits(add_recompute(draft_of(spec, order)))
+
+
+def problem_of(spec: ScheduleSpec, costs: Costs) -> OrderProblem:
+    """What there is to find for the family `auto`."""
+    return OrderProblem(costs, spec.num_microbatches, spec.policy, spec.first_backward, spec.split_backward)
+
+
+def lanes_of_ranks(spec: ScheduleSpec, found: ListedOrder) -> ComputeLanes:
+    """The lanes of stages by the ranks that hold them."""
+    lanes = [list(found.lanes[stage]) for rank in range(spec.num_stages) for stage in spec.shape.stages_of(rank)]
+    return lanes if any(op.kind is RECOMPUTE for lane in lanes for op in lane) else AllKept(lanes)
+
+
+def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW | None]:
+    """The order with each W right behind its I, and what finds the places of the W; or the order as it is."""
+    if spec.family in ALWAYS_SPLIT:
+        return closed_up(ordered), functools.partial(orders_of_w, given=ordered)
+    if not spec.split_backward:
+        return ordered, None
+    if is_split(ordered):
+        raise ValueError(
+            f"pipeline.split_backward=true: pipeline.schedule={spec.name} says itself where I and W are; leave out "
+            "pipeline.split_backward"
+        )
+    return closed_up(ordered), orders_of_w
 
 
 def _check_stash(draft: Schedule) -> None:
@@ -125,13 +184,23 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
     return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
 
 
-def lower(draft: Schedule, chosen: Sets, costs: Costs) -> Schedule:
-    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once."""
-    usual = with_waits(add_recompute(draft, chosen))
+def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:
+    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once.
+
+    `orders` gives those to choose from, of a draft in which each W stands behind its I.
+    """
+    recomputed = add_recompute(draft, chosen)
+    usual = _fastest([with_waits(order) for order in (orders(recomputed, costs) if orders else (recomputed,))], costs)
     if decides_itself(draft) or not has_gaps_for_r(usual):
         return usual
-    early = with_waits(into_gaps(usual, costs))
-    return min(early, usual, key=lambda schedule: simulate(schedule, costs).step_seconds)
+    return _fastest([with_waits(into_gaps(usual, costs)), usual], costs)
+
+
+def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:
+    """Of equal ones the first."""
+    if len(schedules) == 1:
+        return schedules[0]
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).step_seconds)
 
 
 def with_waits(ordered: Schedule) -> Schedule:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.families import WITH_WARMUP, Generator, Shape
+from pipetrain.schedule.families import AUTO, WITH_WARMUP, ComputeLanes, Generator, Shape
 from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
 
@@ -23,6 +23,8 @@ class ScheduleSpec:
     `warmup` is for `1f1b`: forwards in flight, a number or one per stage. `costs` help to choose which sets to keep,
     where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
     gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
+    `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: that of
+    the rule.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.
@@ -36,6 +38,8 @@ class ScheduleSpec:
     costs: Costs | None = None
     first_backward: int = 0
     transport_ahead: int = 2
+    split_backward: bool = False
+    order: ComputeLanes | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.family, os.PathLike):
@@ -74,6 +78,22 @@ class ScheduleSpec:
         if self.warmup is not None and isinstance(self.family, str) and self.family not in WITH_WARMUP:
             raise ValueError(
                 f"pipeline.warmup={self.warmup} is for pipeline.schedule={WITH_WARMUP[0]}, not for {self.family!r}; leave it out"
+            )
+        if self.family == AUTO:
+            self._check_auto()
+        assert self.order is None or self.family == AUTO
+
+    def _check_auto(self) -> None:
+        ranks = ranks_named_in(self.stage_ranks)
+        if ranks != self.num_stages:
+            raise ValueError(
+                f"pipeline.schedule=auto orders one stage per rank, not {self.num_stages} stages on {ranks} ranks; use "
+                "pipeline.schedule=interleaved or gpipe, or pipeline.stages_per_rank=1"
+            )
+        if self.policy.last_stage is LastStage.ALWAYS:
+            raise ValueError(
+                "recompute.last_stage=always: pipeline.schedule=auto decides which sets are kept, those of the last stage too; "
+                "use recompute.last_stage=auto, or a named family"
             )
 
     def _check_numbers(self) -> None:

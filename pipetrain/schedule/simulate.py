@@ -3,7 +3,8 @@
 The model, which is also what the runtime does:
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
-  this op waits for has ended, otherwise the head of its recompute lane if that one may run.
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run. (Then of what a draft has in the
+  reduce lane: `split.py` asks so where a W would fill a wait.)
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. Sends and receives do not occupy the rank.
 """
@@ -20,6 +21,8 @@ from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
+
+_LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE)  # in the order of their turns on the device
 
 # Two ends this close (relative to the clock) are one moment. Without it, rounding in the last digit of an arrival would
 # let an R slip in before the B that is ready at the same time.
@@ -50,8 +53,8 @@ class _Run:
         self.start = [-1.0] * len(graph.ops)  # of a send or receive: when it was ready for its partner
         self.end = [-1.0] * len(graph.ops)
         self.ends: list[tuple[float, int]] = []
-        self.heads = [[lanes[Lane.COMPUTE].start, lanes[Lane.RECOMPUTE].start] for lanes in graph.lanes]
-        self.stops = [[lanes[Lane.COMPUTE].stop, lanes[Lane.RECOMPUTE].stop] for lanes in graph.lanes]
+        self.heads = [[lanes[lane].start for lane in _LANES] for lanes in graph.lanes]
+        self.stops = [[lanes[lane].stop for lane in _LANES] for lanes in graph.lanes]
         self.busy = [False] * len(graph.lanes)
 
     def to_end(self) -> None:
@@ -106,7 +109,7 @@ class _Run:
         if self.busy[rank]:
             return
         heads, stops = self.heads[rank], self.stops[rank]
-        for lane in (0, 1):
+        for lane in range(len(_LANES)):
             place = heads[lane]
             if place < stops[lane] and self.pending[place] == 0:
                 heads[lane] = place + 1

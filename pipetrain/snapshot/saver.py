@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipetrain.snapshot import files as folders
@@ -105,6 +106,7 @@ class Saver:
         self._keep_multiples_of = keep_multiples_of
         self._say = say
         self._images: dict[Part, Image] = {}
+        self._streams: dict[torch.device, tuple[Device, Stream]] = {}  # for copies, one for each device; torch has few
         self._save: _Save | None = None
         if rank == 0:
             folders.remove_left_overs(folder)
@@ -119,7 +121,7 @@ class Saver:
         if token == 0:
             return
         draft = folders.draft_path(self._folder, state.step, token)
-        copied, streams = threading.Event(), _copy_streams(tensors)
+        copied, streams = threading.Event(), self._copy_streams(tensors)
 
         def write() -> None:
             try:
@@ -165,6 +167,18 @@ class Saver:
         for device, stream in streams:
             device.finish(stream)
 
+    def _copy_streams(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[Device, Stream]]:
+        """One for each device that holds some of `tensors`, which begins when the work before it has made them."""
+        found = []
+        for one in {tensor.device for mapping in tensors.values() for tensor in mapping.values()}:
+            if one not in self._streams:
+                device = device_of(one)
+                self._streams[one] = device, device.stream()
+            device, stream = self._streams[one]
+            device.follow(stream, device.current())
+            found.append((device, stream))
+        return found
+
     def _open_draft(self, step: int) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
         token = secrets.randbits(31) | 1
@@ -198,17 +212,6 @@ class Saver:
         )
         reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
         return f"rank {self._rank} could not write the snapshot of step {step} ({reason}): training goes on; {older}"
-
-
-def _copy_streams(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[Device, Stream]]:
-    """One for each device that holds some of `tensors`, which begins when the work before it has made them."""
-    found = []
-    for one in {tensor.device for mapping in tensors.values() for tensor in mapping.values()}:
-        device = device_of(one)
-        stream = device.stream()
-        device.follow(stream, device.current())
-        found.append((device, stream))
-    return found
 
 
 def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:

@@ -1,7 +1,7 @@
 """The activation meter: bytes of distinct storages that a rank holds for a later B.
 
 A storage counts once however many tensors look into it, by its identity and not by its address, which the allocator
-gives away again. Parameters and buffers do not count.
+gives away again. Parameters and buffers do not count, nor do casts of parameters that all sets share.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ActivationMeter:
         self._holders: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
+        self._left_out: dict[int, int] = {}  # storages of casts of weights, and who says so
         self.message_storages: set[int] = set()  # of what comes from other ranks in this step; other threads make them
         self.current_bytes = 0
         self.peak_bytes = 0
@@ -39,11 +40,22 @@ class ActivationMeter:
         """Do not count the storages of these: the parameters and buffers of the rank."""
         self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
+    def leave_out(self, storage: int) -> None:
+        """Do not count this storage from now on, until `count_again`: it stays in any case."""
+        with self._lock:
+            self._left_out[storage] = self._left_out.get(storage, 0) + 1
+
+    def count_again(self, storage: int) -> None:
+        with self._lock:
+            self._left_out[storage] -= 1
+            if not self._left_out[storage]:
+                del self._left_out[storage]
+
     def hold(self, tensor: Tensor) -> int:
         """Count the storage of `tensor`; returns the key to release it by (0: it does not count)."""
         storages = storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
-        if not key or key in self._weights:
+        if not key or key in self._weights or key in self._left_out:
             return 0
         with self._lock:
             holders = self._holders.get(key, 0)

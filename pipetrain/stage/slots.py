@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
@@ -110,9 +111,8 @@ class _Phase(enum.Enum):
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. `share(tensor)`
-    is called for what R brings where another stream will read it while R's own goes on. Where there is a `proof`, F fills the
-    slots, and R's tensors are compared with them.
+    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
+    `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LateBoundSet:
         *,
         keep: bool,
         proof: Proof | None = None,
-        share: Callable[[Tensor], None] | None = None,
+        casts: WeightCasts | None = None,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -131,7 +131,7 @@ class LateBoundSet:
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
         self.before_read: Callable[[], None] = _nothing  # called before a layer reads its first slot in F
         self._fills = keep or proof is not None
-        self._share = share
+        self._casts = casts
         self._name_of = name_of
         self._meter = meter
         self._phase = _Phase.FORWARD
@@ -182,16 +182,17 @@ class LateBoundSet:
     def listening_to_functorch(self) -> Iterator[None]:
         """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
 
-        def refuse(_: str) -> NoReturn:
-            self.hooks_refused = True
-            raise NeedsGradientInside
-
         switch_off = graph.disable_saved_tensors_hooks
-        graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]
+        graph.disable_saved_tensors_hooks = self.refuse_hooks  # type: ignore[assignment]
         try:
             yield
         finally:
             graph.disable_saved_tensors_hooks = switch_off
+
+    def refuse_hooks(self, _: str = "") -> NoReturn:
+        """The layer that F is in cannot go on with hooks: it is to start again without."""
+        self.hooks_refused = True
+        raise NeedsGradientInside
 
     def is_whole(self, layer: int) -> bool:
         """Whether this layer's saved tensors stay in the graph of F, so that it runs without hooks in R as well."""
@@ -216,6 +217,8 @@ class LateBoundSet:
         slot = Slot(self._where, self._meter, self._layer, len(self._slots))
         self._slots.append(slot)
         self._signatures.append(_signature(tensor))
+        if self._casts is not None:
+            self._casts.see(tensor)
         if self._fills:
             slot.fill(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
@@ -285,12 +288,12 @@ class LateBoundSet:
 
     def _bring(self, number: int, tensor: Tensor) -> None:
         slot = self._slots[number]
+        if self._casts is not None:
+            self._casts.see_again(tensor)
         if self.proof is not None:
             self.proof.bring(slot, tensor)
             return
         slot.fill(tensor)
-        if self._share is not None:
-            self._share(tensor)
         self._witnesses.append((number, tensor._version, slot.tensor))  # type: ignore[arg-type]
 
     def _at_last_slot(self) -> None:

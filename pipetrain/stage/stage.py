@@ -1,4 +1,4 @@
-"""One stage on one rank: F, R and B of ONE microbatch. Knows nothing of other ranks, of order or of streams."""
+"""One stage on one rank: F, R and B, or I and W, of ONE microbatch. Knows nothing of other ranks, of order or of streams."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.casts import WeightCasts
+from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entered import Entered, entered_targets
 from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
@@ -23,6 +25,7 @@ from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
+from pipetrain.stage.split_function import Deferral
 
 LossFn = Callable[[Any, Any], Tensor]
 _Layer = Callable[[Any], Any]
@@ -97,6 +100,7 @@ class _Held:
     late: LateBoundSet
     parameter_versions: list[int]
     num_inputs: int
+    deferral: Deferral | None  # None: B will run, and not I and W
     seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
@@ -116,7 +120,6 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        share: Callable[[Tensor], None] | None = None,
         name_of: NameOf = no_names,
     ) -> None:
         self.index = index
@@ -127,8 +130,8 @@ class Stage:
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self._device = device
         self._meter = meter
-        self._share = share
         self._held: dict[int, _Held] = {}
+        self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         # What takes gradients inside its forward -> the first layer that they go through.
         self._inside: dict[int, int] = {}
@@ -139,6 +142,7 @@ class Stage:
         self._clones_inputs = False
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
+        self._casts = WeightCasts(self.layers, device, meter)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
@@ -158,12 +162,20 @@ class Stage:
     # F ------------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, microbatch: int, given: StageInput, *, keep: bool, prove: bool = False, has_backward: bool = True
+        self,
+        microbatch: int,
+        given: StageInput,
+        *,
+        keep: bool,
+        prove: bool = False,
+        has_backward: bool = True,
+        split: bool = False,
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
         With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
         compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
+        `split`: as I and W.
 
         Raises:
             SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
@@ -173,13 +185,15 @@ class Stage:
         before = self._meter.current_bytes
         with self._leaves.over(given.leaves, given.on_layer) as on_layer:
             watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
-            held, outputs = self._forward(watched, keep=keep, prove=prove)
+            held, outputs = self._forward(watched, keep=keep, prove=prove, split=split)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss_fn is not None and has_backward and not any(wants):
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
+        if held.deferral is not None:
+            self._weights.end_forward(held.deferral, held.roots)
         # A later F may go on changing what a filled set has of these.
         changing = self._state.live_storages() if held.late.is_filled else frozenset()
         held.late.end_forward(changing, needed=any(wants))
@@ -198,8 +212,8 @@ class Stage:
             held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
-    def _forward(self, given: StageInput, *, keep: bool, prove: bool) -> tuple[_Held, Any]:
-        held = self._start(given, keep=keep, prove=prove)
+    def _forward(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> tuple[_Held, Any]:
+        held = self._start(given, keep=keep, prove=prove, split=split)
         if prove:
             self._state.relearn()
         before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
@@ -220,15 +234,23 @@ class Stage:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
 
-    def _start(self, given: StageInput, *, keep: bool, prove: bool) -> _Held:
+    def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> _Held:
         proof = Proof() if prove and not keep else None
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, share=self._share)
+        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, casts=self._casts_in_force())
         late.keep_whole(self._refuses_hooks)
         if not keep:
             late.keep_whole(self._layers_inside())
         self._gradients.clear()
         late.before_read = self._gradients.start
-        return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves))
+        deferral = self._weights.begin(late.refuse_hooks) if split else None
+        return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), deferral)
+
+    @functools.cached_property
+    def _weights(self) -> DeferredWeights:
+        return DeferredWeights(self.layers, self._name_of, self._meter)
+
+    def _casts_in_force(self) -> WeightCasts | None:
+        return self._casts if self._casts.is_active() else None
 
     def _run(
         self,
@@ -239,11 +261,15 @@ class Stage:
         clone: bool,
         probe: HeldOutsideProbe | None = None,
         on_layer: Callable[[int, Any], None] | None = None,
+        is_forward: bool = True,
     ) -> Any:
         """All layers, and the loss."""
         clone = clone or (given.is_shared and (self._clones_inputs or not self._has_entered))
         value, entered = self._enter(given, held.sink, clone=clone, is_late=held.given is not None)
-        for number, layer in enumerate(self.layers):
+        layers: Sequence[_Layer] = self.layers
+        if held.deferral is not None:
+            layers = self._weights.layers_for(held.deferral, is_forward=is_forward)
+        for number, layer in enumerate(layers):
             value = run_layer(number, layer, value)
             if probe:
                 probe.after_layer(number)
@@ -298,6 +324,8 @@ class Stage:
         look: bool,
     ) -> Any:
         late.start_layer()
+        if self._casts.is_active():
+            call = self._casts.once(number, call, make=True)
         self._seed(number, given)
         if look or late.is_whole(number):
             self._gradients.start()
@@ -442,16 +470,14 @@ class Stage:
             return
         before = self._meter.current_bytes
         late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
-        # F would reuse the casts that R makes here, and with them R's graph.
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
             with self._state.as_seen(held.seen):
-                self._run(given, held, functools.partial(self._recompute_layer, late, given), clone=self._clones_inputs)
+                run_layer = functools.partial(self._recompute_layer, late, given)
+                self._run(given, held, run_layer, clone=self._clones_inputs, is_forward=False)
         except SetComplete:
             pass
         finally:
-            torch.set_autocast_cache_enabled(cached)
+            self._casts.end_recompute()
         late.end_recompute(held.seen.storages())
         if late.proof is None:
             self.set_bytes[microbatch] = self._meter.current_bytes - before
@@ -460,6 +486,8 @@ class Stage:
 
     def _recompute_layer(self, late: LateBoundSet, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
         late.start_layer()
+        if self._casts.is_active():
+            call = self._casts.once(number, call, make=False)
         self._seed(number, given)
         try:
             with nullcontext() if late.is_whole(number) else late.hooks():
@@ -478,6 +506,7 @@ class Stage:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
         `gradients` belong to the output leaves in order. With a loss they are ignored and the root is `scale`.
+        Where F was told that B is split, this is I: what may wait does, until `backward_weights`.
         """
         held = self._held.pop(microbatch)
         shapes = iter(held.kinds)
@@ -491,21 +520,38 @@ class Stage:
                 seeds.append(seed)
         del root
         held.roots.clear()
+        if held.deferral is not None:
+            self._deferred[microbatch] = held.deferral
         if roots:
-            torch.autograd.backward(roots, seeds)
+            with nullcontext() if held.deferral is None else held.deferral.open():
+                torch.autograd.backward(roots, seeds)
+        if held.deferral is not None:  # its place must have room for either
+            self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), held.deferral.num_bytes)
         for key in held.keys:
             self._meter.release(key)
         held.late.assert_closed()
         return [held.sink.pop(leaf, None) for leaf in range(held.num_inputs)]
+
+    def backward_weights(self, microbatch: int) -> None:
+        """W: adds to `.grad` of the weights what I has put off.
+
+        Raises:
+            SavedTensorChanged: what waited was changed in place.
+        """
+        self._deferred.pop(microbatch).run()
 
     def _loss_gradient(self, kind: tuple[torch.Size, torch.dtype], scale: float) -> Tensor:
         """What is back-propagated from the loss."""
         shape, dtype = kind
         return torch.full(shape, scale, dtype=dtype, device=self._device)
 
-    def assert_nothing_is_held(self) -> None:
-        """The end of a step: each input and each set that F or R brought has had its B."""
+    def end_step(self) -> None:
+        """All ops of a step have run: each input and each set that F or R brought has had its B."""
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
+        assert not self._deferred, (
+            f"stage {self.index} has had no W of microbatches {', '.join(map(str, self._deferred))}"
+        )
+        self._casts.end_step()
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""
@@ -513,7 +559,11 @@ class Stage:
             for key in held.keys:
                 self._meter.release(key)
             held.late.drop()
+        for deferral in self._deferred.values():
+            deferral.drop()
         self._held.clear()
+        self._deferred.clear()
+        self._casts.end_step()
 
     # Without a graph ----------------------------------------------------------------------------------------------
 

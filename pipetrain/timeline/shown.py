@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
 
+_NO_GAP = 1e-9  # a smaller one is rounding
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -26,6 +29,12 @@ class Shown:
     timeline: Timeline
     bound_seconds: float
     breakdown: tuple[RankBreakdown, ...]
+    least_seconds: float | None = None  # of an order that was sought: what no order can beat, as far as proven
+
+    @property
+    def proof(self) -> str | None:
+        """As `proof_of` says it; None: no order was sought."""
+        return None if self.least_seconds is None else proof_of(self.step_seconds, self.least_seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -55,6 +64,15 @@ class Shown:
         curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
+    def peak_sets_with_inputs(self) -> tuple[float, ...] | None:
+        """Per rank the most sets at once, with what stashed inputs are of sets, if the costs say that (`input_share`)."""
+        if not self.costs.input_share:
+            return None
+        in_sets = dataclasses.replace(
+            self.costs, input_bytes=self.costs.input_share, set_bytes=(1.0,) * self.costs.num_stages
+        )
+        return dataclasses.replace(self, costs=in_sets).peak_bytes()
+
     def peak_stash(self) -> list[int]:
         """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
         ranks = range(self.schedule.num_ranks)
@@ -67,14 +85,18 @@ class Shown:
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists and numbers, under the names that scripts rely on; per rank means a list in rank order."""
+        with_inputs = self.peak_sets_with_inputs()
+        least = self.least_seconds
         return {
             "step_seconds": self.step_seconds,
             "bound_seconds": self.bound_seconds,
+            **({} if least is None else {"proven_gap": proven_gap(self.step_seconds, least)}),
             "bubble_fraction": self.bubble_fraction,
             "recompute_hidden_seconds": [rank.recompute_hidden_seconds for rank in self.breakdown],
             "recompute_exposed_seconds": [rank.recompute_exposed_seconds for rank in self.breakdown],
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
             "peak_stash": self.peak_stash(),
+            **({} if with_inputs is None else {"peak_sets_with_inputs": list(with_inputs)}),
             "ops": [
                 {
                     "rank": event.rank,
@@ -107,8 +129,20 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def show_schedule(schedule: Schedule, costs: Costs | None = None) -> Shown:
-    """Checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop.
+def proven_gap(step_seconds: float, least_seconds: float) -> float:
+    """What a step takes more than any order must, as a part of that; 0: no order is faster."""
+    gap = step_seconds / least_seconds - 1 if least_seconds > 0 else 0.0
+    return gap if gap > _NO_GAP else 0.0
+
+
+def proof_of(step_seconds: float, least_seconds: float) -> str:
+    """For example `61, proven optimal` or `73, at least 69`."""
+    optimal = proven_gap(step_seconds, least_seconds) == 0.0
+    return f"{step_seconds:.6g}, {'proven optimal' if optimal else f'at least {least_seconds:.6g}'}"
+
+
+def show_schedule(schedule: Schedule, costs: Costs | None = None, least_seconds: float | None = None) -> Shown:
+    """Checks and simulates a schedule; `costs` default to F 1, B 2, R 1 and no hop. `least_seconds`: proven of any order.
 
     Raises:
         ValueError: as `check` and `simulate` do.
@@ -116,4 +150,4 @@ def show_schedule(schedule: Schedule, costs: Costs | None = None) -> Shown:
     check(schedule)
     known = costs or Costs.spread(schedule.num_stages)
     timeline = simulate(schedule, known)
-    return Shown(schedule, known, timeline, bound_of(schedule, known), break_down(schedule, timeline))
+    return Shown(schedule, known, timeline, bound_of(schedule, known), break_down(schedule, timeline), least_seconds)

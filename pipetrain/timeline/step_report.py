@@ -14,8 +14,12 @@ from pipetrain.timeline.breakdown import RankBreakdown, break_down
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, which this
-    rank knows to within `clock_error_seconds`."""
+    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, wrong by
+    `clock_error_seconds` at most: of the ranks' clocks, and of the device's beside its host's.
+
+    `peak_memory_bytes` are in use by tensors, `peak_reserved_bytes` taken from the device for them, `communicator_bytes` what
+    connecting to the neighbouring stages took besides; None where a device does not tell.
+    """
 
     rank: int
     step: int
@@ -24,6 +28,8 @@ class RankReport:
     peak_activation_bytes_never: int
     peak_memory_bytes: int | None
     clock_error_seconds: float = 0.0
+    peak_reserved_bytes: int | None = None
+    communicator_bytes: int | None = None
 
     def to_json(self) -> bytes:
         events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
@@ -48,6 +54,8 @@ class Report:
     peak_activation_bytes: tuple[int, ...]
     peak_activation_bytes_never: tuple[int, ...]
     peak_memory_bytes: tuple[int | None, ...]
+    peak_reserved_bytes: tuple[int | None, ...]
+    communicator_bytes: tuple[int | None, ...]
     clock_error_seconds: float
 
     @property
@@ -67,6 +75,8 @@ class Report:
             peak_activation_bytes=tuple(report.peak_activation_bytes for report in ranks),
             peak_activation_bytes_never=tuple(report.peak_activation_bytes_never for report in ranks),
             peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
+            peak_reserved_bytes=tuple(report.peak_reserved_bytes for report in ranks),
+            communicator_bytes=tuple(report.communicator_bytes for report in ranks),
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
         )
 

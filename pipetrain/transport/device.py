@@ -7,9 +7,11 @@ Who must know the difference asks `runs_ahead`, and not what the device is calle
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,12 +19,22 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from pipetrain.transport.device_clock import AnchoredClock, StepClock
+from pipetrain.transport.host_waits import OnWait, waits_seen
+
 Stream = Any  # of the device that made it
 Event = Any
-# When an event happened, in seconds of `time.perf_counter`. On a GPU it waits for the event: not for the hot path.
-Clock = Callable[[Event], float]
 
 HIGH, LOW = -1, 0  # priorities of streams: where both have work, the first goes before
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a rank has of its device's memory, in bytes. On a CPU: of the process, and only the most that it had."""
+
+    peak_bytes: int | None  # in use by tensors
+    peak_reserved_bytes: int | None = None  # taken from the device for them: with what is free, but not given back
+    other_bytes: int | None = None  # in use otherwise, by any process: contexts, kernels, communicators
 
 
 class Device(Protocol):
@@ -74,11 +86,17 @@ class Device(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Give the current stream a copy between the host's memory and the device's; whoever calls holds both until it has ended."""
 
-    def clock(self, stream: Stream) -> Clock:
-        """Reads events that are recorded from now on; `stream` is idle or gets its next work after this."""
+    def clock(self) -> StepClock:
+        """Reads events that are recorded from now on, in seconds of `time.perf_counter`.
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
-        """Within it there is a warning for each time the host waits for the device, as far as that is known."""
+        Reading one waits for it: not for the hot path.
+        """
+
+    def memory(self) -> DeviceMemory:
+        """What this process has used up to now."""
+
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:
+        """Within it `on_wait(file, line)` is called where the host waits for the device, as far as that can be seen."""
 
 
 class CudaDevice:
@@ -90,6 +108,7 @@ class CudaDevice:
         self._device = device
         # torch hands out 32 streams of a priority in turn, and then the first again: of these somebody holds.
         self._taken: MutableMapping[int, torch.cuda.Stream] = WeakValueDictionary()
+        self._clock: AnchoredClock | None = None
 
     def stream(self, *, priority: int = LOW) -> torch.cuda.Stream:
         for _ in range(_STREAMS_OF_A_PRIORITY):
@@ -142,24 +161,34 @@ class CudaDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def clock(self, stream: torch.cuda.Stream) -> Clock:
-        zero, offset = self.record(stream), time.perf_counter()
+    def clock(self) -> StepClock:
+        if self._clock is None:
+            idle = self.stream()
+            self._clock = AnchoredClock(
+                lambda: self.record(idle),
+                self.has_ended,
+                lambda event: event.synchronize(),
+                lambda one, other: one.elapsed_time(other) / 1e3,
+            )
+        return self._clock.of_step()
 
-        def seconds(event: torch.cuda.Event) -> float:
-            event.synchronize()
-            milliseconds: float = zero.elapsed_time(event)
-            return offset + milliseconds / 1e3
-
-        return seconds
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+            total - free - torch.cuda.memory_reserved(self._device),
+        )
 
     @contextmanager
-    def tells_waits(self) -> Iterator[None]:
+    def watch_waits(self, on_wait: OnWait) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        with waits_seen(on_wait):
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
 
 _STREAMS_OF_A_PRIORITY = 32
@@ -206,10 +235,13 @@ class CpuDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def clock(self, stream: Stream) -> Clock:  # noqa: ARG002
-        return float
+    def clock(self) -> StepClock:
+        return StepClock(float, lambda: 0.0)
 
-    def tells_waits(self) -> AbstractContextManager[Any]:
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[Any]:  # noqa: ARG002
         return _HERE
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,23 @@ from torch.profiler import record_function
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.transport.ahead import Ahead, Line, Moment
-from pipetrain.transport.device import HIGH, LOW, Clock, Device, Event, Stream, device_of
+from pipetrain.transport.device import HIGH, LOW, Device, Event, Stream, device_of
+from pipetrain.transport.device_clock import StepClock
 
-# The events of a step, by start. On a GPU a call waits for the step to end on the device: not for the hot path.
-Recording = Callable[[], tuple[OpEvent, ...]]
 _Span = tuple[Lane, Op, Event, Event]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When the ops of a step ran.
+
+    `events` gives them by start: on a GPU it waits for the step to end on the device, which is not for the hot path.
+    `has_ended` says whether there is nothing to wait for any more; `error_seconds`, how wrong a time of `events` may be.
+    """
+
+    events: Callable[[], tuple[OpEvent, ...]]
+    has_ended: Callable[[], bool]
+    error_seconds: Callable[[], float]
 
 
 class Lanes:
@@ -45,7 +58,7 @@ class Lanes:
         self._spare: list[Event] = []
         self._spans: list[_Span] = []
         self._host: list[OpEvent] = []
-        self._clock: Clock | None = None
+        self._clock: StepClock | None = None
 
     def start_step(self) -> None:
         self._ended.clear()
@@ -54,7 +67,7 @@ class Lanes:
         caller = self.device.current()
         for stream in self._streams():
             self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
-        self._clock = self.device.clock(self._compute)
+        self._clock = self.device.clock()
 
     def end_step(self) -> None:
         caller = self.device.current()
@@ -127,7 +140,10 @@ class Lanes:
             found = [OpEvent(self._rank, lane, op, clock(start), clock(end)) for lane, op, start, end in spans]
             return _by_start([*host, *found])
 
-        return resolve
+        def has_ended() -> bool:
+            return all(self.device.has_ended(end) for _, _, _, end in spans)
+
+        return Recording(resolve, has_ended, clock.error_seconds)
 
     def _streams(self) -> Iterator[Stream]:
         yield self._compute

@@ -5,8 +5,9 @@ Not yet run on a machine with two GPUs.
 Each stage edge and direction has a stream of its own, and a communicator of its own or, with `transport.communicators=pair`,
 that of its two ranks and direction: then messages of several edges are sent and received in one order, which is the same
 on both ranks because each launches its part of one order of all ops. Nothing waits on the host: F and B wait for the event
-that ends their RECV. Only the form of a message that is not known yet has to reach the host. It travels over gloo, and when it has,
-the SEND has been launched already: so the RECV, launched then, cannot wait for what this rank has still to launch.
+that ends their RECV. Only the form of a message that is not known yet has to reach the host, which waits for it at the turn of
+the RECV: so ops are launched in the same order in every step. It travels over gloo when the SEND has been launched, and the
+sender's host comes to that without anything that stands behind the RECV in its own rank's order.
 """
 
 from __future__ import annotations
@@ -136,14 +137,21 @@ class Communicator:
 
         self._courier.submit(str(op), job)
 
-    def hear(self, op: Op, then: Callable[[Form], None]) -> None:
-        """Call `then`, on another thread, with the next form that the other rank tells."""
+    def hear(self, op: Op) -> Form:
+        """The next form that the other rank tells.
+
+        Raises:
+            PipelineError: it does not, or another rank has failed.
+        """
+        came: list[Form] = []
 
         def job() -> Callable[[], None]:
             form = receive_form(self._forms, self._other)
-            return lambda: then(form)
+            return lambda: came.append(form)
 
         self._courier.submit(str(op), job)
+        self._monitor.wait(lambda: bool(came), lambda: f"rank {self._monitor.rank} waits in {op} from {self.peer}")
+        return came[0]
 
     def close(self) -> None:
         """Everything has been sent and received, or is on its way."""
@@ -181,19 +189,11 @@ class NcclInbound:
         make_buffers: Callable[[Form], list[Tensor]],
         arrived: Callable[..., None],
     ) -> None:
-        tensors: list[Tensor] = []
-
-        def land(known: Form) -> None:
-            """Give the receive to the queue's own stream. [1] is the executor's [2] receive [3] record the arrival."""
-            with self._lanes.on(Lane.RECV, (), op), self._lanes.timed(Lane.RECV, op):
-                tensors.extend(make_buffers(known))
-                self._communicator.receive(tensors)
-
-        if form is not None:
-            land(form)
-            arrived(form, lambda: tensors)
-        else:
-            self._communicator.hear(op, lambda found: arrived(found, lambda: tensors, lambda: land(found)))
+        known = self._communicator.hear(op) if form is None else form
+        with self._lanes.timed(Lane.RECV, op):  # on the queue's own stream: the executor's `on`
+            tensors = make_buffers(known)
+            self._communicator.receive(tensors)
+        arrived(known, lambda: tensors)
 
 
 class NcclOutbound:

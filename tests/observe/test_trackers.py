@@ -43,6 +43,8 @@ METRICS = StepMetrics(
     unexplained_seconds=(0.0, 0.0),
     peak_activation_bytes=(10, 20),
     peak_memory_bytes=(None, 30),
+    peak_reserved_bytes=(None, 40),
+    communicator_bytes=(None, None),
 )
 PICTURE = show("gpipe", num_stages=2, num_microbatches=2, recompute="inline")
 REPORT: Any = dataclasses.make_dataclass("Report", ["steps", "heldout_loss"])(6, 0.5)

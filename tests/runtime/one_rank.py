@@ -40,8 +40,11 @@ def run_step(
     prove: Callable[[int], bool] = lambda microbatch: False,
     before_recompute: Callable[[int, int], None] = lambda stage, microbatch: None,
     step: int = 0,
+    has_backward: bool = True,
+    waiting: int | None = None,
 ) -> Tensor:
-    """All F, then R and B of each microbatch, last stage first."""
+    """All F, then R and B of each microbatch, last stage first; `has_backward`: R and B, too. `waiting`: in the place of B come I
+    and, so many microbatches later or at the end, W."""
     microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
     weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
     total = torch.zeros(())
@@ -59,11 +62,11 @@ def run_step(
                     labels[i],
                     weights[i],
                 )
-                output = stage.forward(i, given, keep=keep(i), prove=prove(i))
+                output = stage.forward(i, given, keep=keep(i), prove=prove(i), split=waiting is not None)
                 value = pytree.tree_unflatten(output.leaves, output.spec)
                 wants = frozenset(n for n, wanted in enumerate(output.wants_gradient) if wanted)
             total = total + value
-        for i in range(m):
+        for i in range(m) if has_backward else ():
             gradients: Sequence[Tensor | None] = ()
             for stage in reversed(stages):
                 if i not in stage._held:
@@ -72,7 +75,20 @@ def run_step(
                     before_recompute(stage.index, i)
                     stage.recompute(i)
                 gradients = stage.backward(i, gradients)
+            if waiting is not None and i >= waiting:
+                run_w(stages, i - waiting)
+        for i in range(max(0, m - waiting), m) if waiting is not None else ():
+            run_w(stages, i)
+    for stage in stages:
+        if has_backward:
+            stage.end_step()
     return total
+
+
+def run_w(stages: Sequence[Stage], microbatch: int) -> None:
+    for stage in stages:
+        if microbatch in stage._deferred:
+            stage.backward_weights(microbatch)
 
 
 def twins(layers: Sequence[nn.Module]) -> tuple[nn.Sequential, nn.Sequential]:

@@ -27,6 +27,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device_clock import StepClock
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.structures import spec_text
@@ -87,8 +88,8 @@ class Recorder(CpuDevice):
     def follow(self, stream: _Stream, other: _Stream) -> None:
         self.wait(stream, self.record(other))
 
-    def clock(self, stream: _Stream) -> Callable[[Any], float]:  # noqa: ARG002
-        return lambda event: float(event.count)
+    def clock(self) -> StepClock:
+        return StepClock(lambda event: float(event.count), lambda: 0.0)
 
 
 @dataclass

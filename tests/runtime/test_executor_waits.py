@@ -15,10 +15,10 @@ from torch import nn
 from pipetrain.runtime.executor import _TABLE
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.check import check, refuse_unknown_kinds
-from pipetrain.schedule.families import ComputeLanes, Shape
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.without import without_microbatches
 
@@ -55,26 +55,13 @@ def test_waits_of_every_kind(waits: dict[str, str], mode: str) -> None:
         run_two_steps(schedule, random.Random(seed), buffered=seed % 2 == 1)
 
 
-def split(shape: Shape) -> ComputeLanes:
-    """A family with the backward in two halves."""
-    microbatches = range(shape.num_microbatches)
-    return [
-        [
-            *(Op(rank, Kind.F, m) for m in microbatches),
-            *(Op(rank, kind, m) for m in microbatches for kind in (Kind.I, Kind.W)),
-        ]
-        for rank in range(shape.num_ranks)
-    ]
-
-
-def test_kinds_that_do_not_run_are_refused_by_every_rank() -> None:
-    schedule = make_schedule(split, num_stages=1, num_microbatches=2)
-    with pytest.raises(ValueError, match="0I0: the runtime does not run I yet, only F, R, B, SEND_F"):
+def test_kinds_that_do_not_run_are_refused_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(Kind.R), "row", dataclasses.replace(Kind.R.row, runs=False))
+    schedule = make_schedule(num_stages=1, num_microbatches=2, recompute=RecomputePolicy("inline", last_stage="always"))
+    with pytest.raises(ValueError, match="0R0: the runtime does not run R yet, only F, B, I, W, SEND_F"):
         Pipeline([nn.Linear(2, 2)], mean_square, num_microbatches=2, schedule=schedule)
-    half = make_schedule(num_stages=2, num_microbatches=2)
-    lanes = ({**half.lanes[0], Lane.COMPUTE: (*half.lane(0, Lane.COMPUTE), Op.parse("0W1"))}, half.lanes[1])
-    with pytest.raises(ValueError, match="0W1: the runtime does not run W yet"):
-        refuse_unknown_kinds(dataclasses.replace(half, lanes=lanes))
+    with pytest.raises(ValueError, match="0R0: the runtime does not run R yet"):
+        refuse_unknown_kinds(schedule)
 
 
 def test_the_rows_say_which_kinds_run() -> None:

@@ -226,6 +226,7 @@ def test_a_rank_that_hangs(at_rank: int, when: dict[str, int], waits: str, tmp_p
 def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, when: dict[str, int]) -> None:
     """As under torchrun without an agent: the store goes down with rank 0."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that left now would close the connections that a slower one is still making
     dist.destroy_process_group()
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_SECONDS)

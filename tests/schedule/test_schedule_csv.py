@@ -2,15 +2,16 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from random_schedules import split
 from shows import show
 
+from pipetrain.observe.drawing import draw
 from pipetrain.schedule.check import ScheduleError, check
-from pipetrain.schedule.csv_file import size_of_csv, write_csv
+from pipetrain.schedule.csv_file import pairs_in_csv, size_of_csv, write_csv
 from pipetrain.schedule.families import ComputeLanes, Shape, gpipe
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane
@@ -87,6 +88,55 @@ def test_keeping_all_stays_within_the_policy() -> None:
     assert frozen.kept == {(2, 0), (2, 1)}
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 5), (8, 16)])
+def test_torchs_own_zero_bubble_v(ranks: int, microbatches: int, tmp_path: Path, torch_stages: Callable) -> None:
+    """Its file is read as it is, and takes as long and holds as much as the family `zbv`, or more."""
+    from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+    stages = torch_stages(2 * ranks, ranks, (0, 2 * ranks - 1))
+    theirs = ScheduleZBVZeroBubble(stages, n_microbatches=microbatches, loss_fn=lambda output, _: output.sum())
+    path = tmp_path / "torch.csv"
+    theirs._dump_csv(str(path), format="compute_only")
+    numbers = {"num_stages": 2 * ranks, "num_ranks": ranks, "placement": "v", "num_microbatches": microbatches}
+    assert size_of_csv(path) == (2 * ranks, ranks, microbatches)
+    read = show(str(path), **numbers, recompute="never")
+    for rank in range(ranks):
+        actions = [str(action) for action in theirs.pipeline_order[rank] if action is not None]
+        assert actions == list(map(str, read.schedule.lane(rank, Lane.COMPUTE)))
+    ours = show("zbv", **numbers, recompute="never")
+    assert ours.step_seconds <= read.step_seconds
+    if microbatches >= 2 * ranks:
+        assert ours.step_seconds == read.step_seconds == 6 * microbatches + ranks - 1
+        assert [rank.peak_sets for rank in ours.breakdown] == [rank.peak_sets for rank in read.breakdown]
+
+
+def test_pairs_of_torchs_dual_pipe_are_read_one_after_the_other(tmp_path: Path, torch_stages: Callable) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+    theirs = ScheduleDualPipeV(torch_stages(4, 2, (0, 3)), n_microbatches=4, loss_fn=lambda output, _: output.sum())
+    path = tmp_path / "dual.csv"
+    theirs._dump_csv(str(path), format="compute_only")
+    assert "(0F3;3B1)OVERLAP_F_B" in path.read_text()
+    shown = show(str(path), num_stages=4, num_ranks=2, placement="v", num_microbatches=4, recompute="never")
+    assert "3F1 0F3 3B1 3F2 0B0" in " ".join(map(str, shown.schedule.lane(0, Lane.COMPUTE)))
+    note = pairs_in_csv(str(path))
+    assert note == (
+        f"{path}: 6 cells with OVERLAP_F_B are read as F, then B, one after the other: a rank runs one op at a time"
+    )
+    assert draw([shown]).count(note) == 1
+    assert pairs_in_csv("gpipe") is pairs_in_csv(str(tmp_path / "none.csv")) is None
+
+
+def test_a_file_for_another_placement_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "v.csv"
+    path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    with pytest.raises(ValueError, match=r"v\.csv: has its stages on ranks \[0, 1, 1, 0\], pipeline.placement=loop on"):
+        make_schedule(str(path), num_stages=4, num_ranks=2, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"set pipeline\.placement=v$"):
+        make_schedule(str(path), num_stages=4, num_ranks=2, num_microbatches=1)
+    check(make_schedule(str(path), num_stages=4, num_ranks=2, num_microbatches=1, placement="v"))
+
+
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 BAD = {
     "unknown op": (GOOD.replace("1B0", "1X0"), "line 2, cell 2: '1X0' is no op of a schedule file; allowed are"),
@@ -106,6 +156,18 @@ BAD = {
         "line 2, cell 4: 0R1 recomputes a set, but the first line says",
     ),
     "keep later": (GOOD + "keep\n", "line 3, cell 1: 'keep' is no op of a schedule file"),
+    "pair of nothing": (
+        GOOD.replace("0B0", "()OVERLAP_F_B"),
+        "line 1, cell 3: '()OVERLAP_F_B' is no op of a schedule file",
+    ),
+    "pair of forwards": (
+        GOOD.replace("0F1", "(0F1;0F1)OVERLAP_F_B"),
+        "line 1, cell 2: '(0F1;0F1)OVERLAP_F_B': OVERLAP_F_B joins an F and then a B or an I",
+    ),
+    "pair with a word": (
+        GOOD.replace("0B0", "(0F1;0X0)OVERLAP_F_B"),
+        "line 1, cell 3: '0X0' is no op of a schedule file",
+    ),
     "empty": ("", "has 0 lines of ops"),
 }
 
@@ -135,10 +197,10 @@ def torch_stages() -> Iterator[Callable[[int, int], list]]:
     from torch.distributed.pipelining import PipelineStage
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def make(num_stages: int, num_ranks: int) -> list:
+    def make(num_stages: int, num_ranks: int, own: Sequence[int] | None = None) -> list:
         torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-        cpu = torch.device("cpu")
-        return [PipelineStage(torch.nn.Linear(2, 2), i, num_stages, cpu) for i in range(0, num_stages, num_ranks)]
+        cpu, stages = torch.device("cpu"), range(0, num_stages, num_ranks) if own is None else own
+        return [PipelineStage(torch.nn.Linear(2, 2), stage, num_stages, cpu) for stage in stages]
 
     yield make
     torch.distributed.destroy_process_group()

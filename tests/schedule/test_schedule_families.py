@@ -4,16 +4,17 @@ import pytest
 from shows import show
 
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.timeline.draw.terminal import staircase
 
 
 def drawn(family: str, stages: int, microbatches: int, recompute: str | RecomputePolicy = "never", **more: int) -> str:
-    even = Costs.spread(stages, forward=1, backward=1, recompute=1)
+    even = Costs.spread(stages, forward=1, backward=1, recompute=1, input_gradient=1, weight_gradient=1)
     shown = show(family, num_stages=stages, num_microbatches=microbatches, recompute=recompute, costs=even, **more)
     return "\n" + staircase(shown.timeline) + "\n"
 
@@ -43,6 +44,15 @@ rank 2 ......F0-B0-F1-B1-F2-B2-F3-B3-......
 rank 0 0F00F12F02F10F22B00F32B12F20B02F30B1...2B2...2B30B20B3
 rank 1 ...1F01F13F03B03F13B11F21B01F31B13F23B23F33B31B21B3...
 """,
+    ("zb-h1", 3, 4, "never"): """
+rank 0 F0-F1-F2-......I0<W0+F3-I1<W1+I2<W2+I3<W3+
+rank 1 ...F0-F1-...I0<F2-I1<W0+F3-I2<W1+I3<W2+W3+
+rank 2 ......F0-I0<F1-I1<F2-I2<W0+F3-I3<W1+W2+W3+
+""",
+    ("zbv", 4, 4, "never", 2): """
+rank 0 0F00F10F23F03I03W0F-3I13W10F30I00W03F23I23W20I10W13F3I<3W3...0I20W20I30W3
+rank 1 ...1F02F01F12F12I0W+1F21I01W02F22I12W11F31I11W12F32I2W+2I31I21I31W22W31W3
+""",
     ("inference", 3, 3, "overlap"): """
 rank 0 F0-F1-F2-......
 rank 1 ...F0-F1-F2-...
@@ -54,7 +64,7 @@ rank 2 ......F0-F1-F2-
 @pytest.mark.parametrize("case", STAIRCASES, ids=lambda case: "-".join(map(str, case)))
 def test_staircase(case: tuple) -> None:
     family, stages, microbatches, mode, *ranks = case
-    more = {"num_ranks": ranks[0]} if ranks else {}
+    more = {"num_ranks": ranks[0], "placement": "v" if family == "zbv" else "loop"} if ranks else {}
     assert drawn(family, stages, microbatches, mode, **more).replace("=", "-") == STAIRCASES[case]
 
 
@@ -84,6 +94,36 @@ def test_1f1b_with_all_forwards_in_flight_is_gpipe() -> None:
 def test_warmup_is_the_forwards_in_flight(warmup: int | list[int] | None, stash: tuple[int, ...]) -> None:
     schedule = make_schedule("1f1b", num_stages=4, num_microbatches=6, warmup=warmup)
     assert peak_stash(schedule) == stash
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (4, 8), (8, 16), (8, 40)])
+def test_zero_bubble_leaves_the_fill_alone(ranks: int, microbatches: int) -> None:
+    """Where f = i = w: (p - 1) f of a stage, in p sets: of ZB-H1's stages, and of ranks with two halves of them each."""
+    shown = show("zb-h1", num_stages=ranks, num_microbatches=microbatches, recompute="never")
+    assert shown.step_seconds == shown.bound_seconds == 3 * microbatches + ranks - 1
+    assert [rank.peak_sets for rank in shown.breakdown] == [ranks] * ranks
+    numbers = {"num_stages": 2 * ranks, "num_ranks": ranks, "placement": "v", "num_microbatches": microbatches}
+    half = Costs.spread(2 * ranks, forward=0.5, backward=1, recompute=0.5)
+    shown = show("zbv", **numbers, recompute="never", costs=half)
+    assert shown.step_seconds == shown.bound_seconds == 3 * microbatches + (ranks - 1) / 2
+    assert [rank.peak_sets for rank in shown.breakdown] == [2 * ranks] * ranks  # of half its layers each
+
+
+@pytest.mark.parametrize(("sets", "step"), [(1, 70.5), (2, 66.5), (3, 63.5)])
+def test_zero_bubble_v_in_a_few_places(sets: int, step: float) -> None:
+    """In two of eight sets faster than 1F1B with all of them, which takes 69."""
+    numbers = {"num_stages": 16, "num_ranks": 8, "placement": "v", "num_microbatches": 16}
+    half = Costs.spread(16, forward=0.5, backward=1, recompute=0.5)
+    shown = show("zbv", **numbers, recompute=RecomputePolicy(sets=sets), costs=half)
+    assert shown.step_seconds == step
+    assert max(rank.peak_sets for rank in shown.breakdown) <= 2 * sets
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_zero_bubble_v_of_few_microbatches(microbatches: int) -> None:
+    numbers = {"num_stages": 8, "num_ranks": 4, "placement": "v", "num_microbatches": microbatches}
+    for mode in Mode:
+        check(make_schedule("zbv", **numbers, recompute=mode.value))
 
 
 def depth_first(shape: Shape) -> list[list[Op]]:
@@ -162,6 +202,16 @@ BAD = [
     ({"family": "1f1b", "warmup": [4, 2, 2, 1]}, "stage 1 may have 3 to 8"),
     ({"family": "1f1b", "warmup": [4, 5, 2, 1]}, "stage 1 may have at most as many as stage 0"),
     ({"family": "1f1b", "num_ranks": 2}, "set pipeline.schedule=interleaved"),
+    (
+        {"family": "zb-h1", "num_ranks": 2},
+        "pipeline.schedule='zb-h1' holds one stage per rank, not 4 stages on 2 ranks",
+    ),
+    ({"family": "zbv"}, "two stages per rank, there and back; set pipeline.stages_per_rank=2 and pipeline.placement=v"),
+    ({"family": "zbv", "num_ranks": 2}, "pipeline.placement=loop with 4 stages on 2 ranks"),
+    (
+        {"family": "zbv", "num_ranks": 2, "placement": "v", "warmup": 3},
+        "pipeline.warmup=3 is for pipeline.schedule=1f1b",
+    ),
     ({"family": "interleaved", "num_ranks": 3}, "4 stages do not fit 3 ranks; use 3 or 6 stages"),
     ({"recompute": RecomputePolicy(sets=(2, 1))}, "recompute.sets=[2, 1] has 2 numbers for 4 stages"),
     (

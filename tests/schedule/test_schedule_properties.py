@@ -31,7 +31,7 @@ def holds(case: Case) -> None:
     rounding = 1e-9 * (1 + timeline.step_seconds)
     assert timeline.step_seconds >= bound_of(schedule, case.costs) - rounding
     arguments = {key: case.arguments[key] for key in ("num_ranks", "placement", "first_backward")}
-    arguments["split_backward"] = callable(case.arguments["family"])
+    arguments["split_backward"] = case.is_split
     if case.arguments["family"] != "inference":
         assert (
             timeline.step_seconds >= bound(case.costs, schedule.num_microbatches, policy=policy, **arguments) - rounding

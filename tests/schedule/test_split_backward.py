@@ -1,8 +1,7 @@
-"""Backward split into I (the gradient of the input) and W (those of the weights): a family of one's own, all the way."""
+"""Backward split into I (the gradient of the input) and W (those of the weights): an order that says so itself, all the way."""
 
 import dataclasses
 import re
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
-from pipetrain.schedule.families import ComputeLanes, Shape
+from pipetrain.schedule.families import ComputeLanes, Shape, zero_bubble_h1
 from pipetrain.schedule.kinds import Holding
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -31,31 +30,9 @@ from pipetrain.timeline.shown import Shown
 EQUAL = {"forward": 1, "backward": 2, "recompute": 1}
 
 
-def handy_zero_bubble(shape: Shape) -> ComputeLanes:
-    """1F1B in which each W is put off, to run where a rank would wait for its next gradient (Qi et al. 2023, ZB-H1).
-
-    rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
-    rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-    rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-    """
-    lanes = []
-    for stage in range(shape.num_stages):
-        ahead, put_off = shape.num_stages - stage, stage
-        order, late = [(Kind.F, i) for i in range(min(ahead, shape.num_microbatches))], deque[tuple[Kind, int]]()
-        for microbatch in range(shape.num_microbatches):
-            order.append((Kind.I, microbatch))
-            late.append((Kind.W, microbatch))
-            if len(late) > put_off:
-                order.append(late.popleft())
-            if microbatch + ahead < shape.num_microbatches:
-                order.append((Kind.F, microbatch + ahead))
-        lanes.append([Op(stage, kind, microbatch) for kind, microbatch in [*order, *late]])
-    return lanes
-
-
 def three_by_four(mode: str = "never") -> Shown:
     policy, costs = RecomputePolicy(mode, sets=3, keep="none"), Costs.spread(3, **EQUAL)  # type: ignore[arg-type]
-    return show(handy_zero_bubble, num_stages=3, num_microbatches=4, recompute=policy, costs=costs)
+    return show(zero_bubble_h1, num_stages=3, num_microbatches=4, recompute=policy, costs=costs)
 
 
 STAIRCASES = {
@@ -106,7 +83,7 @@ def test_i_takes_and_gives_the_gradients() -> None:
 
 def test_a_set_is_held_to_the_end_of_w() -> None:
     ahead = make_schedule(
-        handy_zero_bubble, num_stages=3, num_microbatches=6, recompute=RecomputePolicy(sets=3, keep="none")
+        zero_bubble_h1, num_stages=3, num_microbatches=6, recompute=RecomputePolicy(sets=3, keep="none")
     )
     assert waits(ahead, "1R4") == {"1F4", "1W1"}
     kept = three_by_four()
@@ -132,7 +109,7 @@ def test_the_places_of_w_that_come_out_of_order_are_free_when_they_are() -> None
 
 def test_a_place_too_few_is_named() -> None:
     with pytest.raises(ScheduleError, match="1R1: stage 1 may have 2 sets alive, its places are 1"):
-        check(make_schedule(handy_zero_bubble, num_stages=3, num_microbatches=4, recompute="overlap"))
+        check(make_schedule(zero_bubble_h1, num_stages=3, num_microbatches=4, recompute="overlap"))
 
 
 def test_breakdown() -> None:
@@ -167,7 +144,7 @@ def test_bound() -> None:
     # One place: of the last stage's W only the last may follow its last I, which still has to go back to stage 0.
     one = RecomputePolicy("inline", last_stage="always")  # type: ignore[arg-type]
     assert bound(unequal, 4, policy=one, split_backward=True) == 2 + 4 * (1 + 1 + 1) + 3 * 3 + 2 + 3
-    schedule = make_schedule(handy_zero_bubble, num_stages=3, num_microbatches=4, recompute="never")
+    schedule = make_schedule(zero_bubble_h1, num_stages=3, num_microbatches=4, recompute="never")
     assert bound_of(schedule, unequal) == 2 + 4 * 5 <= simulate(schedule, unequal).step_seconds
 
 
@@ -189,7 +166,7 @@ def test_drawings_show_both_halves() -> None:
     )
 
 
-SOUND = make_schedule(handy_zero_bubble, num_stages=3, num_microbatches=4, recompute="never")
+SOUND = make_schedule(zero_bubble_h1, num_stages=3, num_microbatches=4, recompute="never")
 COMPUTE = lane(SOUND, 1, Lane.COMPUTE)
 BROKEN = {
     "w without i": (("1I2", ""), "1I2: is missing: 1W2 needs it"),

@@ -20,7 +20,8 @@ TINY = ["experiment=smoke", "data=text"]
 METRICS = (
     "step loss lr grad_norm tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
     "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
-    "unexplained_seconds peak_activation_bytes peak_memory_bytes skipped"
+    "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
+    "communicator_bytes skipped"
 )
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "

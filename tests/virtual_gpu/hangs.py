@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipetrain.schedule.op import Op
-from virtual_gpu.recorded import Entry, EventRecord, EventWait, HostMessage, HostWait, Launch, Message, Recording
+from virtual_gpu.recorded import (
+    Entry,
+    EventRecord,
+    EventWait,
+    HostJoin,
+    HostMessage,
+    HostWait,
+    Launch,
+    Message,
+    Recording,
+)
 
 Fold = Callable[[int], int]  # the hardware queue of a rank's stream
 
@@ -65,6 +75,7 @@ class _Host:
     queues: dict[int, deque[_Item]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)  # event -> how often it was recorded
     waits_for: Any = None  # a key that must be done before the host goes on
+    helper_waits_for: Any = None
     marks: int = 0
 
 
@@ -124,15 +135,21 @@ class _Machine:
                     self._end(key)
                 else:
                     host.waits_for = key
-            case HostWait(_, event, stream):
-                host.waits_for = self._mark(host, event, stream)
+            case HostWait(_, event, stream, helper):
+                mark = self._mark(host, event, stream)
+                if helper:
+                    host.helper_waits_for = mark
+                else:
+                    host.waits_for = mark
+            case HostJoin():
+                host.waits_for = host.helper_waits_for
 
     def _mark(self, host: _Host, event: int | None, stream: int | None) -> Any:
         """The key of what the host waits for."""
         if event is not None:
             version = host.versions.get(event, 0)
             return (host.rank, event, version) if version else None
-        assert stream is not None, "no verb waits for the whole device"
+        assert stream is not None, "no verb waits for a whole device"
         host.marks += 1
         key = host.rank, "mark", host.marks
         self._put(host, stream, _Item(key, "record", ""))
@@ -191,7 +208,7 @@ class _Machine:
         moved = True
         while moved:
             self.run()
-            moved = any([self.launch(host) for host in hosts])
+            moved = sum(self.launch(host) for host in hosts) > 0
 
 
 def find_hangs(recording: Recording, fold: Fold = unfolded) -> list[Hang]:
@@ -227,7 +244,7 @@ def find_hangs_of_all(recording: Recording, fold: Fold = unfolded) -> list[Hang]
     moved = True
     while moved:
         machine.run()
-        moved = any([_launch_one(machine, host) for host in machine.hosts])
+        moved = sum(_launch_one(machine, host) for host in machine.hosts) > 0
     return [
         Hang(host.rank, machine.at_launch_of(host), machine.stuck(host))
         for host in machine.hosts
@@ -240,5 +257,5 @@ def _launch_one(machine: _Machine, host: _Host) -> bool:
 
 
 def _without_kernels(entries: Sequence[Entry]) -> list[Entry]:
-    kinds = (Launch, EventRecord, EventWait, Message, HostMessage, HostWait)
+    kinds = (Launch, EventRecord, EventWait, Message, HostMessage, HostWait, HostJoin)
     return [entry for entry in entries if isinstance(entry, kinds)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -35,14 +35,18 @@ class Blocks:
     def __init__(self, recording: RankRecording) -> None:
         self._recording = recording
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # identity of a storage -> its block
+        self._lent: dict[int, tuple[int, weakref.ref[Any]]] = {}  # second storages of the same memory
         self._count = 0
-        self._unfilled: dict[int, list[Callable[[UntypedStorage], None]]] = {}  # block -> bring what messages have for it
+        self._of_host: dict[int, weakref.ref[Any]] = {}
+        self._unfilled: dict[
+            int, list[Callable[[UntypedStorage], None]]
+        ] = {}  # block -> bring what messages have for it
 
     def of(self, tensor: Tensor, stream: int) -> int:
         """The block of a tensor, which is allocated on `stream` if it was not seen before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._alive.get(key)
+        known = self._alive.get(key) or self._lent.get(key)
         if known is not None:
             return known[0]
         block = self._count
@@ -51,19 +55,39 @@ class Blocks:
         self._recording.entries.append(Allocation(block, stream, storage.nbytes()))
         return block
 
-    def knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._alive
+    def lend(self, alias: Tensor, block: int) -> None:
+        """`alias` is a second storage with the memory of `block`, and keeps that alive."""
+        storage = alias.untyped_storage()
+        key = storage._cdata
+        self._lent[key] = block, weakref.ref(storage, lambda _: self._lent.pop(key))
 
-    def fill_later(self, tensor: Tensor, bring: Callable[[], Tensor]) -> None:
-        """`bring()` gives the values of `tensor`, which is dense; it is called when somebody first reads the block."""
-        place = tensor.dtype, tensor.storage_offset(), tensor.numel()
+    def is_lent(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._lent
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """The memory of `tensor` is the host's: what reads and writes nothing else is no work of the device."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._of_host:
+            self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key))
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of_host
+
+    def knows(self, tensor: Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return key in self._alive or key in self._lent or key in self._of_host
+
+    def fill_later(self, block: int, tensor: Tensor, bring: Callable[[], Tensor]) -> None:
+        """`bring()` gives the values of `tensor`, which is dense and of `block`; it is called when somebody first reads that."""
+        dtype, address, size = tensor.dtype, tensor.data_ptr(), tensor.numel()
 
         def fill(storage: UntypedStorage) -> None:
-            dtype, offset, size = place
+            offset = (address - storage.data_ptr()) // dtype.itemsize
             # A version counter of its own: on a GPU a transfer does not count as a change, either.
             torch.empty(0, dtype=dtype).set_(storage, offset, (size,), (1,)).copy_(bring())
 
-        self._unfilled.setdefault(self._alive[tensor.untyped_storage()._cdata][0], []).append(fill)
+        self._unfilled.setdefault(block, []).append(fill)
 
     def fill(self, block: int, tensor: Tensor) -> None:
         """Bring what messages have for the block of `tensor`, if nobody has read it so far."""
@@ -93,29 +117,54 @@ class KernelMode(TorchDispatchMode):
         stream = self._stream()
         if stream is None:
             return func(*args, **kwargs)
-        launches, written_places, host_waits = _facts(func)
+        arguments = [
+            (place, tensor) for place, value in (*enumerate(args), *kwargs.items()) for tensor in _tensors(value)
+        ]
+        on_device = [(place, tensor) for place, tensor in arguments if not self._blocks.is_on_host(tensor)]
+        if arguments and not on_device:
+            result = func(*args, **kwargs)
+            for tensor in _tensors(result):
+                self._blocks.put_on_host(tensor)
+            return result
+        return self._on_device(func, args, kwargs, stream, on_device)
+
+    def _on_device(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: int,
+        tensors: Sequence[tuple[int | str, Tensor]],
+    ) -> Any:
+        facts = _facts(func)
         reads: list[int] = []
         writes: list[int] = []
-        for place, argument in (*enumerate(args), *kwargs.items()):
-            for tensor in _tensors(argument):
-                block = self._blocks.of(tensor, stream)
-                self._blocks.fill(block, tensor)
-                (writes if place in written_places else reads).append(block)
+        for place, tensor in tensors:
+            block = self._blocks.of(tensor, stream)
+            self._blocks.fill(block, tensor)
+            (writes if place in facts.written else reads).append(block)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if not self._blocks.knows(tensor):
                 writes.append(self._blocks.of(tensor, stream))
-        if launches:
-            kernel = Kernel(stream, func._schema.name.partition("::")[2], tuple(reads), tuple(writes))
-            self._recording.entries.append(kernel)
-        if host_waits:
-            self._recording.entries.append(HostWait(func._schema.name.partition("::")[2], stream=stream))
+        if facts.launches:
+            self._recording.entries.append(Kernel(stream, facts.name, tuple(reads), tuple(writes)))
+        if facts.host_waits:
+            self._recording.entries.append(HostWait(facts.name, stream=stream))
         return result
 
 
+class _Facts(NamedTuple):
+    """Of an op of aten: `written` are the arguments that it writes, by place and by name."""
+
+    name: str
+    launches: bool
+    written: frozenset[int | str]
+    host_waits: bool
+
+
 @functools.cache
-def _facts(func: Any) -> tuple[bool, frozenset[int | str], bool]:
-    """Of an op: whether it launches a kernel, which arguments it writes (by place and by name), whether the host waits."""
+def _facts(func: Any) -> _Facts:
     schema = func._schema
     name = schema.name.partition("::")[2]
     written: set[int | str] = set()
@@ -124,7 +173,7 @@ def _facts(func: Any) -> tuple[bool, frozenset[int | str], bool]:
         if is_written or argument.name in _WRITES_BESIDES.get(name, ()):
             written |= {place, argument.name}
     launches = not (func.is_view or name in _NO_KERNEL)
-    return launches, frozenset(written), name in _HOST_WAITS
+    return _Facts(name, launches, frozenset(written), name in _HOST_WAITS)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

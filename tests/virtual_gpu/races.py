@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipetrain.schedule.op import Op
 from virtual_gpu.recorded import (
     Allocation,
     Entry,
     EventRecord,
     EventWait,
     Free,
+    HostJoin,
     HostWait,
     Keep,
     Kernel,
@@ -29,6 +29,8 @@ from virtual_gpu.recorded import (
     Message,
     Recording,
 )
+
+from pipetrain.schedule.op import Op
 
 Clock = list[int]  # by stream of all ranks, how many of its uses have happened
 
@@ -77,7 +79,9 @@ class _Block:
 class _Rank:
     """One rank's device, as far as it has come in its recording."""
 
-    def __init__(self, number: int, names: list[str], first_stream: int, num_streams: int, entries: list[Entry]) -> None:
+    def __init__(
+        self, number: int, names: list[str], first_stream: int, num_streams: int, entries: list[Entry]
+    ) -> None:
         self.number = number
         self.names = names
         self.first = first_stream
@@ -87,7 +91,13 @@ class _Rank:
         self.clocks: list[Clock] = [[0] * num_streams for _ in names]
         self.events: dict[int, Clock] = {}
         self.blocks: dict[int, _Block] = {}
+        self.helpers: Clock = [0] * num_streams  # what threads of the host beside its own have waited for
         self.freed: list[dict[int, Use]] = [{} for _ in names]  # by allocating stream: the last uses of what was freed
+
+    def come_after(self, clock: Clock) -> None:
+        """What is launched from now on comes after `clock`."""
+        for own in self.clocks:
+            _join(own, clock)
 
 
 class RaceFinder:
@@ -111,6 +121,7 @@ class RaceFinder:
             Free: self._free,
             Keep: self._keep,
             HostWait: self._host_wait,
+            HostJoin: self._host_join,
             Launch: self._launch,
         }
 
@@ -169,10 +180,17 @@ class RaceFinder:
         if wait.event is not None:
             ended = [rank.events[wait.event]] if wait.event in rank.events else []
         else:
-            ended = [list(clock) for clock in rank.clocks] if wait.stream is None else [rank.clocks[wait.stream]]
+            assert wait.stream is not None
+            ended = [rank.clocks[wait.stream]]
         for before in [list(clock) for clock in ended]:
-            for clock in rank.clocks:
-                _join(clock, before)
+            if wait.helper:
+                _join(rank.helpers, before)
+            else:
+                rank.come_after(before)
+        return True
+
+    def _host_join(self, rank: _Rank, _: HostJoin) -> bool:
+        rank.come_after(rank.helpers)
         return True
 
     def _allocate(self, rank: _Rank, allocation: Allocation) -> bool:

@@ -60,11 +60,16 @@ class Keep(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waits for an event, for a stream, or (neither) for the whole device."""
+    """The host waits for an event or for a stream; with `helper` a thread beside the one that launches ops does."""
 
     what: str
     event: int | None = None
     stream: int | None = None
+    helper: bool = False
+
+
+class HostJoin(NamedTuple):
+    """The host waits for what its helpers have waited for."""
 
 
 class Launch(NamedTuple):
@@ -90,7 +95,18 @@ class CallMark(NamedTuple):
 
 
 Entry = (
-    Kernel | Message | EventRecord | EventWait | Allocation | Free | Keep | HostWait | Launch | HostMessage | CallMark
+    Kernel
+    | Message
+    | EventRecord
+    | EventWait
+    | Allocation
+    | Free
+    | Keep
+    | HostWait
+    | HostJoin
+    | Launch
+    | HostMessage
+    | CallMark
 )
 
 

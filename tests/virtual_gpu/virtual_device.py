@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipetrain.schedule.op import Op
+from pipetrain.transport.device import DeviceMemory
 from virtual_gpu.kernels import Blocks, KernelMode
-from virtual_gpu.recorded import CallMark, EventRecord, EventWait, HostMessage, HostWait, Keep, Launch, RankRecording
+from virtual_gpu.recorded import (
+    CallMark,
+    EventRecord,
+    EventWait,
+    HostJoin,
+    HostMessage,
+    HostWait,
+    Keep,
+    Launch,
+    RankRecording,
+)
 
 STREAMS_PER_PRIORITY = 32  # torch hands out so many, in turn
 
@@ -24,10 +36,24 @@ class VirtualStream:
     priority: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class VirtualEvent:
     number: int
-    host_seconds: float
+    host_seconds: float = 0.0  # of the launch: what it would be on the device is not modelled
+
+
+class VirtualClock:
+    """When events were launched."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+
+    def __call__(self, event: VirtualEvent) -> float:
+        self._device.has_ended(event)
+        return event.host_seconds
+
+    def error_seconds(self) -> float:
+        return 0.0
 
 
 class VirtualDevice:
@@ -42,9 +68,11 @@ class VirtualDevice:
         self._handed_out: dict[int, int] = {}
         self._caller = self._new("caller", 0)
         self._here = threading.local()
+        self._thread = threading.get_ident()  # that launches ops
         self._num_events = 0
         self.num_calls = 0
         self.expected: dict[Op, tuple[Any, ...]] = {}  # receives for whose form the host waits, and who tells it
+        self._reason = "the device"  # of the next wait of the host
         self.launches: Op | None = None  # what the host is at
 
     # The verbs ----------------------------------------------------------------------------------------------------
@@ -70,9 +98,10 @@ class VirtualDevice:
         finally:
             self._here.stream = before
 
-    def record(self, stream: VirtualStream) -> VirtualEvent:
-        event = VirtualEvent(self._num_events, time.perf_counter())
-        self._num_events += 1
+    def record(self, stream: VirtualStream, again: VirtualEvent | None = None) -> VirtualEvent:
+        event = VirtualEvent(self._num_events) if again is None else again
+        self._num_events += again is None
+        event.host_seconds = time.perf_counter()
         self.recording.entries.append(EventRecord(stream.number, event.number))
         return event
 
@@ -85,24 +114,58 @@ class VirtualDevice:
     def keep(self, tensor: Tensor, stream: VirtualStream) -> None:
         self.recording.entries.append(Keep(self.block(tensor), stream.number))
 
+    def lent(self, tensor: Tensor) -> Tensor:
+        with self.unrecorded():
+            alias = torch.from_dlpack(tensor.detach())
+        self.blocks.lend(alias, self.block(tensor))
+        return alias
+
     def finish(self, stream: VirtualStream) -> None:
-        self.recording.entries.append(HostWait("finish", stream=stream.number))
+        self.waited("finish")
+        self._host_waits(stream=stream.number)
 
-    def clock(self, stream: VirtualStream) -> Callable[[Any], float]:
-        self.record(stream)
+    def has_ended(self, event: VirtualEvent) -> bool:
+        """Yes: the host of a rank asks as long as it has to, so that it has waited. Other threads may ask in vain."""
+        if self._is_recorded():
+            self._host_waits(event=event.number)
+        return True
 
-        def seconds(event: VirtualEvent) -> float:
-            self.recording.entries.append(HostWait("clock", event=event.number))
-            return event.host_seconds
+    def waited(self, what: str) -> None:
+        self._reason = what
 
-        return seconds
+    def _host_waits(self, *, event: int | None = None, stream: int | None = None) -> None:
+        helper = threading.get_ident() != self._thread
+        self.recording.entries.append(HostWait(self._reason, event, stream, helper))
+        self._reason = "the device"
+
+    def joins_helpers(self) -> None:
+        """The host has waited for its other threads."""
+        self.recording.entries.append(HostJoin())
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        with self.unrecorded():
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.blocks.put_on_host(memory)
+        return memory
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def tells_waits(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None)
+
+    def clock(self, *_: Any) -> Any:
+        return VirtualClock(self)
 
     # What else is written down ------------------------------------------------------------------------------------
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
         """What this thread computes is recorded, on its current stream."""
-        if getattr(self._here, "recorded", False):
+        if self._is_recorded():
             yield
             return
         self._here.recorded = True
@@ -111,6 +174,13 @@ class VirtualDevice:
                 yield
         finally:
             self._here.recorded = False
+
+    def is_launched_here(self) -> None:
+        """The thread that calls this is the one that launches ops."""
+        self._thread = threading.get_ident()
+
+    def _is_recorded(self) -> bool:
+        return getattr(self._here, "recorded", False)
 
     def _stream_of_kernels(self) -> int | None:
         return None if getattr(self._here, "unrecorded", False) else self.current().number

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-
 from virtual_gpu.baton import Baton
 from virtual_gpu.recorded import Message
 from virtual_gpu.virtual_device import VirtualDevice, VirtualEvent
@@ -47,7 +46,9 @@ class Wire:
         with self._baton.passed_on(), self._condition:
             came = self._condition.wait_for(lambda: number in self._messages or self._broken, PATIENCE_SECONDS)
         if not came or self._broken:
-            raise DeadEnd(f"{what}: message {number} was not sent within {PATIENCE_SECONDS:g} s, or its end was broken off")
+            raise DeadEnd(
+                f"{what}: message {number} was not sent within {PATIENCE_SECONDS:g} s, or its end was broken off"
+            )
         return self._messages.pop(number)
 
     def cut(self) -> None:
@@ -121,7 +122,7 @@ class VirtualGroup:
         number, wire.num_posted = wire.num_posted, wire.num_posted + 1
         block = self._device.block(tensor)
         what = f"rank {self._device.recording.rank} reads what {self._device.launches} brings"
-        self._device.blocks.fill_later(tensor, lambda: wire.take(number, what))
+        self._device.blocks.fill_later(block, tensor, lambda: wire.take(number, what))
         return self._launch(
             Message(self._stream.number, (self._number, source), number, sends=False, block=block), tensor
         )
@@ -130,6 +131,8 @@ class VirtualGroup:
         device = self._device
         device.follow(self._stream, device.current())
         device.recording.entries.append(message)
+        if not device.blocks.is_lent(tensor):  # torch does so with every tensor of a transfer
+            device.keep(tensor, self._stream)
         return VirtualWork(device, device.record(self._stream), [tensor])
 
     def abort(self) -> None:

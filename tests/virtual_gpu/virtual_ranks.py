@@ -19,8 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store
+from virtual_gpu.baton import Baton
+from virtual_gpu.recorded import Recording
+from virtual_gpu.virtual_device import VirtualDevice
+from virtual_gpu.virtual_nccl import VirtualGroup, Wires
 
 from pipetrain.group.courier import Courier
+from pipetrain.group.failure import Monitor
 from pipetrain.group.group import Group
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.messages import partner_of
@@ -28,10 +33,6 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport import lanes as lanes_module
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport
-from virtual_gpu.baton import Baton
-from virtual_gpu.recorded import Recording
-from virtual_gpu.virtual_device import VirtualDevice
-from virtual_gpu.virtual_nccl import VirtualGroup, Wires
 
 CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 120.0
@@ -60,6 +61,7 @@ class VirtualRanks:
 
         def main(rank: int) -> None:
             self._here.rank = rank
+            self.device.is_launched_here()
             try:
                 with self._baton.held(rank), self._devices[rank].kernels():
                     values[rank] = function()
@@ -94,12 +96,13 @@ class VirtualRanks:
                 stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True))
             from pipetrain.group import chain, neighbour
             from pipetrain.runtime import pipeline, runner
+            from pipetrain.snapshot import saver
             from pipetrain.transport import nccl
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
             put(pipeline, "join_group", self._join_group)
             put(lanes_module, "device_of", lambda _: self.device)
-            put(runner, "make_edges", nccl.NcclEdges)
+            put(runner, "make_edges", _nccl_edges)
             for module in (chain, nccl):
                 put(module, "make_pair", self._hosts.pair)
             for module in (neighbour, nccl):
@@ -108,11 +111,14 @@ class VirtualRanks:
             put(Transport, "post", _heard(Transport.post, self))
             put(Transport, "send", _told(Transport.send, self))
             put(Courier, "close", self._passing_on(Courier.close))
+            put(saver, "device_of", lambda _: self.device)
+            for method in ("before_update", "wait"):
+                put(saver.Saver, method, self._joining(getattr(saver.Saver, method)))
             for call in ("step", "evaluate", "__call__", "clip_grad_norm_"):
                 put(Pipeline, call, _call(getattr(Pipeline, call), call, self))
             yield
 
-    def _join_group(self, process_group: Any, device: Any, *, timeout_seconds: float) -> Group:  # noqa: ARG002
+    def _join_group(self, *_: Any, timeout_seconds: float, **__: Any) -> Group:
         group = Group(self._here.rank, self._num_ranks, CPU, self._store, min(timeout_seconds, TIMEOUT_SECONDS))
         group.monitor.wait = self._passing_on(group.monitor.wait)  # type: ignore[method-assign]
         return group
@@ -124,11 +130,28 @@ class VirtualRanks:
 
         return waiting
 
+    def _joining(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*args: Any) -> Any:
+            result = wait(*args)
+            self.device.joins_helpers()
+            return result
+
+        return waiting
+
     def offer(self) -> None:
         self._baton.offer()
 
     def communicator(self, store: Store, place: int, options: Any) -> VirtualGroup:
         return VirtualGroup(self.device, self._wires, store, place, options)
+
+
+def _nccl_edges(
+    store: Store, lanes: Lanes, monitor: Monitor, device: Any, stage_ranks: Any, *, communicators: str, **_: Any
+) -> Any:
+    """What `make_edges` makes for GPUs."""
+    from pipetrain.transport.nccl import NcclEdges
+
+    return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators)
 
 
 class _Maker:
@@ -151,8 +174,8 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
     def marked(lanes: Lanes, lane: Lane, waits: Sequence[Op], op: Op) -> Iterator[None]:
         ranks.offer()
         device = ranks.device
-        for key in [device.expected.pop(one) for one in waits if one in device.expected]:
-            device.hear(key)
+        if op in device.expected:  # it was posted, and now that its form is there it is launched
+            device.hear(device.expected.pop(op))
         with device.launching(op), on(lanes, lane, waits, op):
             computes = lane in (Lane.COMPUTE, Lane.RECOMPUTE)
             device.name(device.current(), str(lane) if computes else f"{op.stage}{op.kind}")

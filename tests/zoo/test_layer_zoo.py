@@ -28,6 +28,7 @@ def unexpected(rows: list[EntryRow]) -> str:
     return zoo_table([row for row in rows if not row.is_expected])
 
 
+@pytest.mark.timeout(1800)
 def test_a_third_of_the_zoo() -> None:
     rows = run_zoo(every_third(), quick=True)
     assert all(row.is_expected for row in rows), unexpected(rows)

@@ -30,10 +30,10 @@ from pipetrain.model.spec import ModelSpec
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.measure import peak_memory_bytes
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.timeline.step_report import StepFigures, StepResult
+from pipetrain.transport.device import device_of
 
 _T = TypeVar("_T")
 _Microbatch = tuple[Tensor, tuple[Tensor, Tensor]]  # inputs, and targets with their weight
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
 
     def gather_report(self) -> StepFigures | None:
         """Time of rank 0, whose F0 is the first op of a 1F1B step and whose last B is the last."""
-        peaks = self._of_all(peak_memory_bytes(self._device))
+        peaks = self._of_all(device_of(self._device).memory().peak_bytes)
         return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
 
     def weights(self) -> dict[str, Tensor] | None:

@@ -20,19 +20,25 @@ _CAUSES = {
 
 
 def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
-    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets and bytes.
+    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets; and where the costs say
+    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes.
 
     `names`: what to call them, if not by their titles.
     """
-    head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets", "peak bytes"]
+    head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets"]
     rows = [[name, *_facts(one)] for name, one in zip(names or [one.title for one in shown], shown)]
-    if all(one.peak_bytes() is None for one in shown):
-        head, rows = head[:-1], [row[:-1] for row in rows]
+    for column, held in (
+        ("with inputs", [one.peak_sets_with_inputs() for one in shown]),
+        ("peak bytes", [one.peak_bytes() for one in shown]),
+    ):
+        if any(ranks is not None for ranks in held):
+            head.append(column)
+            for row, ranks in zip(rows, held):
+                row.append(number(None if ranks is None else max(ranks), "{:.3g}"))
     return Table(head, rows)
 
 
 def _facts(one: Shown) -> list[str]:
-    held = one.peak_bytes()
     return [
         number(one.step_seconds),
         number(one.bound_seconds),
@@ -40,7 +46,6 @@ def _facts(one: Shown) -> list[str]:
         number(sum(rank.recompute_hidden_seconds for rank in one.breakdown)),
         number(sum(rank.recompute_exposed_seconds for rank in one.breakdown)),
         str(max(rank.peak_sets for rank in one.breakdown)),
-        number(None if held is None else max(held), "{:.3g}"),
     ]
 
 

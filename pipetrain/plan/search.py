@@ -1,0 +1,136 @@
+"""`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
+
+    rule, families ──► best ──► search from there (`polish.py`, or `climb.py` without ortools) ──► FoundSchedule
+                                      └ its orders are simulated as all are: what counts is the step that runs
+
+What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipetrain.plan.climb import Effort, climb
+from pipetrain.plan.order_cache import CachedOrder, read_order, write_order
+from pipetrain.plan.polish import can_polish, polish
+from pipetrain.schedule.bound import bound
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP
+from pipetrain.schedule.hold_back import order_of
+from pipetrain.schedule.list_order import ListedOrder
+from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
+from pipetrain.schedule.policy import Keep
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.shown import proven_gap
+
+_FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
+_SAME = 1 + 1e-9  # steps this close are equal
+
+
+@dataclass(frozen=True)
+class FoundSchedule:
+    """A schedule whose step takes `seconds` on the costs it was sought for; no order takes less than `least_seconds`."""
+
+    schedule: Schedule
+    seconds: float
+    least_seconds: float
+
+    @property
+    def is_proven(self) -> bool:
+        return proven_gap(self.seconds, self.least_seconds) == 0.0
+
+
+def best_schedule(
+    spec: ScheduleSpec,
+    costs: Costs,
+    effort: Effort,
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> FoundSchedule:
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
+
+    `cache` is a folder for what was found; None: nothing is kept. `say` is told where it takes time. An effort of 0 seconds is the
+    rule and the named families alone.
+
+    Raises:
+        ValueError: as `make`.
+    """
+    spec = replace(spec, costs=costs)
+    if effort.seconds == 0:
+        return _found(spec, costs, _schedules(spec))
+    known = None if cache is None else read_order(cache, spec, costs)
+    found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
+    if found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
+        return found
+    say(f"seeking an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)")
+    found = _searched(spec, costs, found, effort)
+    if cache is not None:
+        write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
+    return found
+
+
+def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
+    """What there is without a search: what was found before, the rule's, those of named families."""
+    if known is not None:
+        with contextlib.suppress(ValueError):  # a file that another hand has written
+            yield held_to(spec, known.order)
+    yield make(spec)
+    policy = replace(spec.policy, keep=Keep.AUTO)
+    for family in _FAMILIES:
+        halves = spec.split_backward and family not in ALWAYS_SPLIT
+        if family in ALWAYS_SPLIT and not spec.split_backward:
+            continue
+        for warmup in _warmups(spec) if family in WITH_WARMUP else (None,):
+            named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
+            with contextlib.suppress(ValueError):  # it holds more than the stash
+                yield held_to(spec, order_of(make(named)))
+
+
+def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
+    return (None, *(spec.num_stages * times for times in (2, 3)))
+
+
+def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
+    """What a search finds from there; at least `start`."""
+    problem = problem_of(spec, costs)
+    if can_polish():
+        polished = polish(problem, _listed(spec, start), effort)
+        order, least = polished.order, max(start.least_seconds, polished.least_seconds)
+    else:
+        order, least = climb(problem, effort, start.least_seconds), start.least_seconds
+    orders = [] if order is None else [lanes_of_ranks(spec, order)]
+    return _found(spec, costs, [start.schedule, *(held_to(spec, order) for order in orders)], least)
+
+
+def _found(
+    spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float = 0.0
+) -> FoundSchedule:
+    """The fastest of those that `check` passes; of equal ones the first."""
+    best, seconds = None, math.inf
+    for schedule in schedules:
+        taken = simulate(schedule, costs).step_seconds
+        if taken * _SAME < seconds:
+            check(schedule)
+            best, seconds = schedule, taken
+    assert best is not None, "the rule makes an order for every problem"
+    least = bound(
+        costs,
+        spec.num_microbatches,
+        policy=replace(spec.policy, keep=Keep.AUTO),
+        first_backward=spec.first_backward,
+        split_backward=spec.split_backward,
+    )
+    return FoundSchedule(best, seconds, min(seconds, max(least, least_seconds)))
+
+
+def _listed(spec: ScheduleSpec, found: FoundSchedule) -> ListedOrder:
+    """The order of a schedule, by stages."""
+    order = order_of(found.schedule)
+    return ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)

@@ -1,0 +1,146 @@
+"""The pass of `pipeline.split_backward`: each B becomes I, and a W that runs where its stage would otherwise wait.
+
+    1F1B, rank 1 of 3           F0 F1 .  B0=== F2 B1=== F3 B2=== .  B3===
+    in halves, three places     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    in halves, one place        F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
+
+A set is held to the end of its W, so where sets are kept is chosen with each W right behind its I, where sets live shortest. Then
+each W goes back to where its stage waits, or, in a family that has an order of its own, to its place there; but it always
+comes before an op that needs the place that it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from pipetrain.schedule.alive import ENDS_SET, OPENS_STASH, brings_set, peak_stash
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.kinds import WAYS, Direction
+from pipetrain.schedule.messages import add_messages
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.recompute import with_recompute
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.waits import add_waits
+
+(_WHOLE,), (_TURN, _REST) = WAYS[Direction.BACKWARD]  # B; I and W
+
+Position = Callable[[Op], float]  # of an op in its rank's order: when it starts, or its place in a lane
+
+
+def is_split(draft: Schedule) -> bool:
+    """Whether the order itself has halves of backwards."""
+    return any(op.kind is _REST for _, _, op in draft.ops())
+
+
+def closed_up(draft: Schedule) -> Schedule:
+    """`draft` with an I and, right behind it, a W for each of its backwards, whole or in two halves."""
+
+    def lane(ops: Iterable[Op]) -> Iterator[Op]:
+        for op in ops:
+            if op.kind in (_WHOLE, _TURN):
+                yield dataclasses.replace(op, kind=_TURN)
+                yield dataclasses.replace(op, kind=_REST)
+            elif op.kind is not _REST:
+                yield op
+
+    return _with_compute(draft, [lane(_compute(draft, rank)) for rank in range(draft.num_ranks)])
+
+
+def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
+    """`closed` with its W where they are or, in a family with an order of its own, where that has them; and where stages wait."""
+    if given is None:
+        return closed, _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
+    return _as_given(closed, given), _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
+
+
+def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
+    """`closed` with each W where its rank would wait, in the order of the I, the rest at the end.
+
+    Found by a simulated step in which W stand in a lane of their own, whose turn comes when nothing else can run. Where
+    sets are kept without bound (`recompute.mode=never`) no stage holds more than `most`: put off to the end, W would
+    hold every microbatch of the last stage of 1F1B.
+    """
+    needs = _needs(closed, most)
+    late: list[list[Op]] = []
+    lanes = []
+    for rank, of_rank in enumerate(closed.lanes):
+        late.append([op for op in _compute(closed, rank) if op.kind is _REST])
+        rest = tuple(op for op in _compute(closed, rank) if op.kind is not _REST)
+        lanes.append({**of_rank, Lane.COMPUTE: rest, Lane.REDUCE: tuple(late[rank])})
+    apart = add_waits(add_messages(dataclasses.replace(closed, lanes=tuple(lanes))), closed.transport_ahead)
+    waits = {op: (*apart.waits.get(op, ()), *needs.get(op, ())) for op in {*apart.waits, *needs}}
+    waits |= {op: (_turn_of(op),) for ops in late for op in ops}
+    started = {event.op: event.start for event in simulate(dataclasses.replace(apart, waits=waits), costs).events}
+    return _put_off(closed, needs, started.__getitem__)
+
+
+def _as_given(closed: Schedule, given: Schedule) -> Schedule:
+    """`closed` with each W where `given` has it, or earlier, where another op needs the place that it holds."""
+    number = {op: place for rank in range(given.num_ranks) for place, op in enumerate(_compute(given, rank))}
+    # An R, which the generator did not know of, stands with the I that reads its set.
+    return _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
+
+
+def _put_off(closed: Schedule, needs: Mapping[Op, Sequence[Op]], position: Position) -> Schedule:
+    return _with_compute(closed, [_merged(_compute(closed, rank), needs, position) for rank in range(closed.num_ranks)])
+
+
+def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: Position) -> Iterator[Op]:
+    """One compute lane with each W just before the first op that comes after its position or that needs it."""
+    waiting: list[Op] = []
+    for op in compute:
+        if op.kind is _REST:
+            waiting.append(op)
+            continue
+        needed = {rest for one in with_recompute((op,), lambda _: True) for rest in needs.get(one, ())}
+        due = [rest for rest in waiting if position(rest) < position(op)]
+        for rest in needed.intersection(waiting):  # those of its stage keep their order
+            due += [one for one in waiting[: waiting.index(rest) + 1] if one.stage == rest.stage and one not in due]
+        waiting = [rest for rest in waiting if rest not in due]
+        yield from sorted(due, key=position)
+        yield op
+    yield from sorted(waiting, key=position)
+
+
+def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
+    """For each op that needs a place the W that must come before it: with K places the n-th set waits for W n - K.
+
+    The same holds of the stash, and of `most` sets where there are places without bound.
+    """
+    needs: defaultdict[Op, list[Op]] = defaultdict(list)
+    overlaps, never = closed.policy.mode is Mode.OVERLAP, closed.policy.mode is Mode.NEVER
+    for rank in range(closed.num_ranks):
+        sets, stash, ended = defaultdict[int, int](int), defaultdict[int, int](int), defaultdict[int, list[Op]](list)
+        compute: Iterable[Op] = _compute(closed, rank)
+        if overlaps:  # at the latest moment
+            compute = with_recompute(compute, lambda op: (op.stage, op.microbatch) not in closed.kept)
+        for op in compute:
+            stage = op.stage
+            if op.kind in ENDS_SET:
+                ended[stage].append(op)
+            for counts, opens, size in (
+                (sets, brings_set(closed, op), most if never else closed.policy.places_of(stage)),
+                (stash, op.kind in OPENS_STASH, closed.policy.stash_of(stage)),
+            ):
+                counts[stage] += opens
+                if opens and size is not None and counts[stage] > size:
+                    freed = counts[stage] - size
+                    needs[op] += ended[stage][freed - 1 : freed]  # none where there is no room at all: `check` says so
+    return needs
+
+
+def _turn_of(op: Op) -> Op:
+    return dataclasses.replace(op, kind=_TURN)
+
+
+def _compute(schedule: Schedule, rank: int) -> tuple[Op, ...]:
+    return schedule.lane(rank, Lane.COMPUTE)
+
+
+def _with_compute(schedule: Schedule, compute: Iterable[Iterable[Op]]) -> Schedule:
+    lanes = tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in zip(schedule.lanes, compute))
+    return dataclasses.replace(schedule, lanes=lanes)

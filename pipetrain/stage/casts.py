@@ -1,0 +1,207 @@
+"""Under autocast: the casts of weights are made once, and are no part of a set.
+
+Whoever multiplies by a weight saves its cast for backward. Were each R to make a cast of its own, each set would hold the weights
+of its stage a second time.
+
+    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads what F has made: it is
+              on the stream of F, for which R waits, and nobody gives it away before the step has ended.
+    frozen    autocast casts it anew each time. Here the first F of a step makes the cast, and all that follow get it instead of the
+              weight; it goes when the step ends, so a weight that changes between steps is cast again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.tensor_copies import storage_key
+
+# What autocast runs in low precision on every device, as a layer calls it: these neither change a weight nor return a view of it.
+# Whatever else multiplies by a frozen weight (an einsum, nn.MultiheadAttention) casts as it would without us.
+_CASTING = frozenset(
+    (
+        F.linear,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
+        torch.addmm,
+        Tensor.addmm,
+        torch.baddbmm,
+        Tensor.baddbmm,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+    )
+)
+# What looks into the memory of a cast and is saved in its stead.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Unsqueeze", "Squeeze")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Cast:
+    """Of a frozen weight, as it was then."""
+
+    weight: Tensor
+    version: int
+    address: int
+    tensor: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        return self.version == weight._version and self.address == weight.data_ptr() and not self.tensor._version
+
+
+class WeightCasts:
+    """The casts of one stage's weights in one step. Where autocast is off, none of this is asked."""
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device, meter: ActivationMeter) -> None:
+        self._layers = layers
+        self._device = device.type
+        self._meter = meter
+        self._of_frozen: dict[tuple[int, torch.dtype], _Cast] = {}
+        self._of_trained: dict[int, StorageWeakRef] = {}  # by the weight's identity
+        self._left_out: set[int] = set()
+        self._is_stale = False
+
+    def is_active(self) -> bool:
+        """Whether an autocast that lasts longer than F is in force."""
+        return torch.is_autocast_enabled(self._device)
+
+    # Trained ------------------------------------------------------------------------------------------------------
+
+    def see(self, saved: Tensor) -> None:
+        """F saves this for backward: of what autocast keeps, nothing is held for a set."""
+        weight = self._weight_cast_in(saved)
+        if weight is not None:
+            known = self._of_trained.get(id(weight))
+            if known is None:
+                known = self._of_trained[id(weight)] = StorageWeakRef(saved.untyped_storage())  # type: ignore[no-untyped-call]
+            if known.cdata == storage_key(saved):
+                self._leave_out(known.cdata)
+
+    def see_again(self, saved: Tensor) -> None:
+        """R saves this. Where it is no cast that F has made, autocast had forgotten that one, and keeps R's now."""
+        weight = self._weight_cast_in(saved)
+        if weight is not None:
+            known = self._of_trained.get(id(weight))
+            self._is_stale |= known is None or known.cdata != storage_key(saved)
+
+    def end_recompute(self) -> None:
+        """R is over. A cast of its own is on its stream and has its graph: no F may get it."""
+        if self._is_stale:
+            torch.clear_autocast_cache()
+            self._is_stale = False
+
+    def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
+        """The weight of which `saved` is a cast, or looks into one."""
+        if saved.dtype is not torch.get_autocast_dtype(self._device) or saved.grad_fn is None:
+            return None
+        node: Node | None = saved.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        if node is None or node.name() != "ToCopyBackward0":
+            return None
+        leaf = node.next_functions[0][0]
+        return getattr(leaf, "variable", None)  # a node that accumulates has one
+
+    # Frozen -------------------------------------------------------------------------------------------------------
+
+    def once(self, number: int, call: Callable[[Any], Any], *, make: bool) -> Callable[[Any], Any]:
+        """`call`, which runs a layer, with casts of frozen weights that are made once; `make` them, or only use what is there."""
+        frozen = self._frozen(number)
+        if not frozen:
+            return call
+
+        def run(value: Any) -> Any:
+            with _CastOnce(self, frozen, make=make):
+                return call(value)
+
+        return run
+
+    def _frozen(self, number: int) -> Mapping[int, Tensor]:
+        """The weights of a layer that autocast would cast each time, by identity."""
+        if number >= len(self._layers) or _has_compiled(self._layers[number]):
+            return {}
+        weights = self._layers[number].parameters()
+        return {id(p): p for p in weights if not p.requires_grad and type(p) is nn.Parameter and _is_castable(p)}
+
+    def cast(self, weight: Tensor, *, make: bool) -> Tensor:
+        """The cast of a frozen weight, as autocast makes it; the weight itself where there is none yet and none is to be made."""
+        dtype = torch.get_autocast_dtype(self._device)
+        key = id(weight), dtype
+        found = self._of_frozen.get(key)
+        if found is not None and found.is_of(weight):
+            return found.tensor
+        if not make or weight.device.type != self._device:
+            return weight
+        cast = weight.detach().to(dtype)
+        self._of_frozen[key] = _Cast(weight, weight._version, weight.data_ptr(), cast)
+        self._leave_out(storage_key(cast))
+        return cast
+
+    def is_cast_here(self) -> bool:
+        """Whether autocast would cast now: a layer may have switched it off."""
+        return torch.is_autocast_enabled(self._device)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _leave_out(self, storage: int) -> None:
+        if storage not in self._left_out:
+            self._left_out.add(storage)
+            self._meter.leave_out(storage)
+
+    def end_step(self) -> None:
+        """The step has ended, or failed: weights may change."""
+        for storage in self._left_out:
+            self._meter.count_again(storage)
+        self._left_out.clear()
+        self._of_trained.clear()
+        self._of_frozen.clear()
+
+
+class _CastOnce(TorchFunctionMode):
+    """Gives what multiplies the cast of a frozen weight instead of the weight."""
+
+    def __init__(self, casts: WeightCasts, frozen: Mapping[int, Tensor], *, make: bool) -> None:
+        super().__init__()
+        self._casts = casts
+        self._frozen = frozen
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTING and self._casts.is_cast_here():
+            args = tuple(map(self._cast, args))
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        return self._casts.cast(value, make=self._make) if id(value) in self._frozen else value
+
+
+def _is_castable(weight: Tensor) -> bool:
+    return weight.dtype is torch.float32 and weight.layout is torch.strided and not weight.is_nested
+
+
+def _has_compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile runs a part of it, which casts as it was compiled."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in layer.modules())

@@ -1,0 +1,108 @@
+"""Which gradients of a stage's weights may be put off from I to W, and its layers run so that they can be.
+
+A weight may wait if split functions alone read it: another reader's gradient would have to be summed with theirs first. Who
+reads it is seen in the graph of the first F that gives it to a split function. Should a later F read it in another way, too, its
+gradient is whole all the same: the other reader's part is added in I, the rest in W; it may differ in the last bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pipetrain.stage.leaves import is_sharded, leaf_of
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.split_function import Deferral, User, in_force, is_noted
+from pipetrain.stage.split_linear import hooks_in_force, linears_split
+
+_NOBODY = ""
+_Layer = Callable[[Any], Any]
+
+
+class DeferredWeights:
+    """What is known of the weights of one stage. `name_of(layer)` names a layer of the stage."""
+
+    def __init__(self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter) -> None:
+        self.name_of = name_of
+        self._layers = layers
+        self._meter = meter
+        # Weight -> what reads it besides split functions.
+        self._other_reader: MutableMapping[nn.Parameter, str] = WeakIdKeyDictionary()
+        self._told: set[tuple[int, str]] = set()
+        self._whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
+        for number, layer in enumerate(layers):
+            if number in self._whole:
+                self.tell(number, "fully_shard gathers its weights and reduces their gradients in a backward")
+            elif any(map(_is_compiled, layer.modules())):
+                self.tell(number, "it is compiled, at least in part")
+
+    def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
+        """For one microbatch, from its F to its W. `start_again` gets out of the layer that F is in, and runs it without hooks."""
+        return Deferral(self, self._meter, start_again)
+
+    def layers_for(self, deferral: Deferral, *, is_forward: bool) -> list[_Layer]:
+        """The layers of the stage as F or R of this microbatch calls them."""
+
+        def called(number: int, layer: nn.Module) -> _Layer:
+            def call(value: Any) -> Any:
+                # Without hooks the layer is one that takes gradients inside of its forward.
+                if (hooks := hooks_in_force()) is None:
+                    return layer(value)
+                with in_force(User(deferral, number, hooks, is_forward)), linears_split():
+                    return layer(value)
+
+            return call
+
+        return [layer if n in self._whole else called(n, layer) for n, layer in enumerate(self._layers)]
+
+    def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
+        """F has ended, and I will go back from `roots`: who reads the weights that were given to split functions?"""
+        deferral.end_forward()
+        new = [(weight, layer) for weight, layer in deferral.parameters.values() if weight not in self._other_reader]
+        if not new:
+            return
+        others = _other_readers(root.node for root in roots if root is not None)
+        for weight, layer in new:
+            self._other_reader[weight] = other = others.get(id(weight), _NOBODY)
+            if other:
+                self.tell(layer, f"its weight is read by {other}, too")
+
+    def may_wait(self, parameter: nn.Parameter) -> bool:
+        return self._other_reader.get(parameter) == _NOBODY
+
+    def tell(self, layer: int, why: str) -> None:
+        if (layer, why) not in self._told:
+            self._told.add((layer, why))
+            warnings.warn(
+                f"{self.name_of(layer)}: gradients of its weights stay in I and do not wait for W: {why}", stacklevel=2
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # torch._dynamo takes a second to import, for a name.
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _other_readers(roots: Iterable[Node]) -> dict[int, str]:
+    """The leaves below `roots`, by identity, that a node reads which is not of a split function; and that node's name."""
+    others: dict[int, str] = {}
+    walked: set[Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node in walked:
+            continue
+        walked.add(node)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if type(following).__name__ != "AccumulateGrad":
+                todo.append(following)
+            elif not is_noted(node):
+                others[id(leaf_of(following))] = node.name()
+    return others

@@ -1,0 +1,343 @@
+"""What is run on virtual GPUs: a case is a model, a schedule and what is called; `look` says all that is wrong with it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.snapshot.saver import Saver
+from pipetrain.snapshot.state import Part, RunState
+from virtual_gpu.hangs import find_hangs, find_hangs_of_all, folded
+from virtual_gpu.races import find_races
+from virtual_gpu.recorded import Recording
+from virtual_gpu.virtual_ranks import VirtualRanks
+
+WIDTH, STEPS = 4, 3
+QUEUES = (8, 32)  # CUDA_DEVICE_MAX_CONNECTIONS as it is, and as we set it
+
+Layers = Callable[[int], Sequence[nn.Module]]  # of so many stages, a layer each
+
+
+def mean_square(output: Any, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def plain(num_stages: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`slow` is a rank that comes later than the others; `also` is called on each rank after a step."""
+
+    schedule: str = "1f1b"
+    mode: str = "overlap"
+    sets: int = 1
+    ranks: int = 2
+    stages_per_rank: int = 1
+    placement: str = "loop"
+    microbatches: int = 4
+    layers: Layers = plain
+    loss: Callable[[Any, Tensor], Tensor] = mean_square
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    also: Callable[[Pipeline, Any], object] = lambda pipeline, batch: None
+    saves: bool = False
+    slow: int | None = None
+    last_stage: str = "auto"
+
+    def __str__(self) -> str:
+        name = self.layers.__name__ if self.layers is not plain else self.also.__name__.strip("<>")
+        return (
+            f"{self.schedule}-{self.mode}-sets{self.sets}-{self.ranks}x{self.stages_per_rank}-{self.placement}-{name}"
+            f"{'-saves' * self.saves}{'' if self.slow is None else f'-slow{self.slow}'}{self.autocast.__name__.replace('nullcontext', '')}"
+        )
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        rows = 2 * self.microbatches
+        return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of a case: what was recorded, and per rank the losses and the gradients of the last step."""
+
+    recording: Recording
+    losses: list[list[Tensor]]
+    gradients: list[dict[str, Tensor | None]]
+
+
+def play(case: Case) -> Played:
+    """Some steps of a case, with an optimizer, on virtual GPUs."""
+    ranks = VirtualRanks(case.ranks, slow=case.slow)
+    with tempfile.TemporaryDirectory() as folder:
+        recording, values = ranks.run(lambda: _train(case, Path(folder)))
+    return Played(recording, [losses for losses, _ in values], [gradients for _, gradients in values])
+
+
+def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """On one rank."""
+    torch.manual_seed(0)
+    num_stages = case.ranks * case.stages_per_rank
+    plan = make_plan(
+        num_stages,
+        num_ranks=case.ranks,
+        stages_per_rank=case.stages_per_rank,
+        num_microbatches=case.microbatches,
+        placement=case.placement,
+    )
+    policy = RecomputePolicy(case.mode, case.sets, last_stage=case.last_stage)  # type: ignore[arg-type]
+    losses, gradients = [], {}
+    with Pipeline(
+        list(case.layers(num_stages)), case.loss, plan=plan, schedule=case.schedule, recompute=policy
+    ) as pipeline:
+        own = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(own, lr=0.1) if own else None
+        saver = _saver(pipeline, folder) if case.saves else None
+        for step in range(STEPS):
+            inputs, targets = case.batch(step)
+            pipeline.zero_grad()
+            with case.autocast():
+                losses.append(
+                    pipeline.step(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+                )
+            gradients = {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in pipeline.named_parameters()
+            }
+            case.also(pipeline, (inputs, targets))
+            if saver is not None:
+                saver.before_update()
+            if optimizer is not None:
+                optimizer.step()
+            if saver is not None:
+                saver.save(_state(step + 1, case.ranks), {Part.WEIGHTS: pipeline.state_dict()})
+        if saver is not None:
+            saver.wait()
+    return losses, gradients
+
+
+def _saver(pipeline: Pipeline, folder: Path) -> Saver:
+    return Saver(folder, rank=pipeline.rank, agree=pipeline._group.largest, keep_last=1, say=_fail)
+
+
+def _state(step: int, num_ranks: int) -> RunState:
+    return RunState(step, num_ranks, {}, {}, {}, {})
+
+
+def _fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+# What is wrong -----------------------------------------------------------------------------------------------------
+
+
+def look(case: Case) -> list[str]:
+    """Everything that is wrong with a case, in sentences."""
+    played = play(case)
+    return [*faults(played.recording), *differences(case, played)]
+
+
+def faults(recording: Recording) -> list[str]:
+    """Races and hangs, each once."""
+    found = [str(race) for race in find_races(recording)]
+    found += [str(hang) for hang in find_hangs(recording)]
+    for queues in QUEUES:
+        found += [f"on {queues} hardware queues {hang}" for hang in find_hangs(recording, folded(queues))]
+    found += [f"with a wait of all hosts before each op {hang}" for hang in find_hangs_of_all(recording)]
+    return list(dict.fromkeys(found))
+
+
+def differences(case: Case, played: Played) -> list[str]:
+    """Where losses or gradients are not those of the plain loop, bit for bit."""
+    torch.manual_seed(0)
+    layers = list(case.layers(case.ranks * case.stages_per_rank))
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(STEPS):
+        inputs, targets = case.batch(step)
+        optimizer.zero_grad()
+        with case.autocast():
+            loss = reference_step(layers, case.loss, inputs, targets, num_microbatches=case.microbatches, step=step)
+        for rank, losses in enumerate(played.losses):
+            if not torch.equal(losses[step], loss):
+                found.append(f"rank {rank}: the loss of step {step} is {losses[step]} and not {loss}")
+        if step < STEPS - 1:
+            optimizer.step()
+    wanted = dict(nn.Sequential(*layers).named_parameters())
+    for rank, gradients in enumerate(played.gradients):
+        for name, gradient in gradients.items():
+            expected = wanted[name].grad
+            same = gradient is expected is None or (
+                gradient is not None and expected is not None and torch.equal(gradient, expected)
+            )
+            if not same:
+                found.append(f"rank {rank}: the gradient of {name} differs")
+    return found
+
+
+# What is called besides step -----------------------------------------------------------------------------------------
+
+
+def clips(pipeline: Pipeline, batch: Any) -> None:
+    pipeline.clip_grad_norm_(1e9)
+
+
+def evaluates(pipeline: Pipeline, batch: Any) -> None:
+    inputs, targets = batch
+    pipeline.evaluate(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+
+
+def infers(pipeline: Pipeline, batch: Any) -> None:
+    pipeline(batch[0] if pipeline.is_first else None)
+
+
+# Models ------------------------------------------------------------------------------------------------------------
+
+
+class Bridge(nn.Module):
+    """Gives what `give` makes of its output, and takes what another one gave."""
+
+    def __init__(self, give: Callable[[Tensor], Any], width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, width)
+        self._give = give
+
+    def forward(self, value: Any) -> Any:
+        return self._give(torch.tanh(self.linear(_tensor_of(value))))
+
+
+def _tensor_of(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return torch.view_as_real(value.resolve_conj()).sum(-1) if value.is_complex() else value
+    return sum(
+        _tensor_of(one) for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Tensor)
+    )
+
+
+def bridges(give: Callable[[Tensor], Any], width: int = WIDTH) -> Layers:
+    """All stages but the last give what `give` makes."""
+
+    def layers(num_stages: int) -> list[nn.Module]:
+        return [*(Bridge(give, width) for _ in range(num_stages - 1)), Bridge(lambda output: output)]
+
+    layers.__name__ = give.__name__
+    return layers
+
+
+def gaps(output: Tensor) -> Tensor:
+    return output[:, ::2]
+
+
+def chunks(output: Tensor) -> Tensor:
+    return output.chunk(2, dim=1)[1]
+
+
+def last_of_sequence(output: Tensor) -> Tensor:
+    return output.unsqueeze(1).expand(-1, 3, -1).contiguous()[:, -1]
+
+
+def expanded(output: Tensor) -> Tensor:
+    return output.mean(dim=1, keepdim=True).expand(-1, WIDTH)
+
+
+def transposed(output: Tensor) -> Tensor:
+    return output.t().contiguous().t()
+
+
+def conjugate(output: Tensor) -> Tensor:
+    return torch.complex(output, output * 2).conj()
+
+
+def pairs(output: Tensor) -> tuple[Tensor, Tensor]:
+    return output * 2, output.detach()
+
+
+def trees(output: Tensor) -> dict[str, Any]:
+    return {"one": output, "again": output, "count": 3, "half": output[:, ::2].repeat(1, 2)}
+
+
+class Unread(nn.Module):
+    """Gives two tensors, of which the next one reads one alone: no gradient of the other comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+        output = torch.tanh(self.linear(value if isinstance(value, Tensor) else value[0]))
+        return output, output * 2
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Tensor:
+        return self.linear(value if isinstance(value, Tensor) else value[0])
+
+
+def missing_gradients(num_stages: int) -> list[nn.Module]:
+    return [*(Unread() for _ in range(num_stages - 1)), First()]
+
+
+class Sometimes(nn.Module):
+    """Reads its second input in every other microbatch alone: a gradient that was there is missing later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, value: Any) -> Tensor:
+        one, other = value if isinstance(value, tuple) else (value, value)
+        self.calls += 1
+        return self.linear(one + other if self.calls <= 8 else one)
+
+
+def batch_norm(num_stages: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(num_stages)]
+
+
+def dropout(num_stages: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh()) for _ in range(num_stages)]
+
+
+def frozen(num_stages: int) -> list[nn.Module]:
+    """Every other stage's weights get no gradient; those before them do."""
+    layers = plain(num_stages)
+    for layer in layers[1::2]:
+        layer.requires_grad_(False)
+    return layers
+
+
+def frozen_below(num_stages: int) -> list[nn.Module]:
+    layers = plain(num_stages)
+    layers[0].requires_grad_(False)
+    return layers
+
+
+def in_place(num_stages: int) -> list[nn.Module]:
+    """Each stage changes its input."""
+    return [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(num_stages)]
+
+
+def handed_through(num_stages: int) -> list[nn.Module]:
+    """The middle stages give their very input."""
+    return [nn.Linear(WIDTH, WIDTH), *(nn.Identity() for _ in range(num_stages - 2)), nn.Linear(WIDTH, WIDTH)]
+
+
+def bfloat16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)

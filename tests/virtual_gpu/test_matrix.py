@@ -1,0 +1,102 @@
+"""Schedules, models and calls on virtual GPUs: no race, no hang whatever host waits for its device, and the plain loop's values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from virtual_gpu.cases import (
+    Case,
+    batch_norm,
+    bfloat16,
+    bridges,
+    chunks,
+    clips,
+    conjugate,
+    dropout,
+    evaluates,
+    expanded,
+    frozen,
+    frozen_below,
+    gaps,
+    handed_through,
+    in_place,
+    infers,
+    last_of_sequence,
+    look,
+    missing_gradients,
+    pairs,
+    transposed,
+    trees,
+)
+
+MODES = ("never", "inline", "early", "overlap")
+
+
+def _orders() -> list[Case]:
+    """Every family x mode x places x stages per rank x placement that there is."""
+    found = []
+    for schedule, mode, sets, per_rank in itertools.product(
+        ("gpipe", "1f1b", "interleaved"), MODES, (1, 2, 3), (1, 2, 3)
+    ):
+        if schedule == "interleaved" and per_rank == 1:
+            continue
+        for placement in ("loop", "v")[: 1 + (per_rank > 1 and schedule != "interleaved")]:
+            found.append(Case(schedule, mode, sets, 2, per_rank, placement))
+    return found
+
+
+HALF = 2 * 4  # a layer gives twice as much where half is sent
+MODELS = (
+    bridges(gaps, HALF),
+    bridges(chunks, HALF),
+    bridges(last_of_sequence),
+    bridges(expanded),
+    bridges(transposed),
+    bridges(conjugate),
+    bridges(pairs),
+    bridges(trees),
+    missing_gradients,
+    batch_norm,
+    dropout,
+    frozen,
+    frozen_below,
+    in_place,
+    handed_through,
+)
+QUICK = [
+    Case("gpipe", sets=2),
+    Case("1f1b", ranks=3),
+    Case("interleaved", stages_per_rank=3),
+    Case("gpipe", stages_per_rank=2, placement="v"),
+    Case("1f1b", ranks=3, layers=bridges(gaps, HALF)),
+    Case("1f1b", ranks=3, layers=bridges(conjugate)),
+    Case("1f1b", ranks=3, layers=missing_gradients),
+    Case("interleaved", stages_per_rank=2, layers=batch_norm),
+    Case("1f1b", layers=dropout, slow=0),
+    Case("1f1b", autocast=bfloat16, layers=frozen, ranks=3),
+    Case("gpipe", also=clips, saves=True),
+    Case("1f1b", also=evaluates),
+]
+MORE = [
+    *(Case(schedule, ranks=3, layers=layers) for schedule in ("gpipe", "1f1b") for layers in MODELS),
+    *(Case("interleaved", sets=2, stages_per_rank=2, layers=layers) for layers in MODELS),
+    *(Case("1f1b", mode, autocast=bfloat16, layers=layers) for mode in MODES for layers in (frozen, batch_norm)),
+    *(Case("interleaved", also=also, stages_per_rank=2) for also in (clips, evaluates, infers)),
+    *(Case(schedule, saves=True) for schedule in ("gpipe", "1f1b")),
+    *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
+    *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
+    *(Case("1f1b", ranks=4, microbatches=8, sets=sets) for sets in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_nothing_is_wrong(case: Case) -> None:
+    assert look(case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*_orders(), *MORE], ids=str)
+def test_nothing_is_wrong_in_all(case: Case) -> None:
+    assert look(case) == []
