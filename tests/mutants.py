@@ -43,6 +43,7 @@ MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 PINNED = "tests/transport/test_pinned.py"
 HALVES = "tests/schedule/test_halves.py"
+LAUNCHES = "tests/schedule/test_launches.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -1443,6 +1444,83 @@ MUTANTS = (
         "input_bytes=self.costs.input_share, set_bytes",
         "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
         ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
+    ),
+    Mutant(
+        "R is launched when it would run, not right behind what it waits for",
+        "pipetrain/schedule/launches.py",
+        "            turns.append((-1.0, 0))\n",
+        "            turns.append((started[op], 1))\n",
+        (LAUNCHES, "-k", "one_order"),
+    ),
+    Mutant(
+        "R may be given memory that B still reads, if R waits for a message",
+        "pipetrain/schedule/launches.py",
+        "    for find in (_waits_for_memory, _waits_for_sends",
+        "    for find in (_waits_for_sends",
+        (LAUNCHES, "-k", "waits_for_a_message"),
+    ),
+    Mutant(
+        "results that are not sent pile up",
+        "pipetrain/schedule/launches.py",
+        "_waits_for_memory, _waits_for_sends, _waits",
+        "_waits_for_memory, _waits",
+        (LAUNCHES, "-k", "any_number_of_microbatches"),
+    ),
+    Mutant(
+        "each hop delays the next F",
+        "pipetrain/schedule/launches.py",
+        "MOST_UNSENT = 3",
+        "MOST_UNSENT = 1",
+        (LAUNCHES, "-k", "takes_as_long"),
+    ),
+    Mutant(
+        "a receive waits for an op on which its message does not depend",
+        "pipetrain/schedule/launches.py",
+        "            ended[op][rank] += 1\n",
+        "            ended[op][rank] += 2\n",
+        (LAUNCHES, "-k", "transfers_and_their or soundly and not length"),
+    ),
+    Mutant(
+        "a receive does not know what its message depends on over other ranks",
+        "pipetrain/schedule/launches.py",
+        "            ended[op] = ended[partner_of(op)] = _later(sent, ended[op])\n",
+        "",
+        (LAUNCHES, "-k", "transfers_and_their"),
+    ),
+    Mutant(
+        "check does not look at the order of launching",
+        "pipetrain/schedule/check.py",
+        "    launched_in_one_order,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "check does not ask whose memory an R gets",
+        "pipetrain/schedule/check.py",
+        "    each_recompute_gets_free_memory,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "check does not ask for transfers one at a time",
+        "pipetrain/schedule/check.py",
+        "(*RULES, one_transfer_at_a_time) if serial else RULES",
+        "RULES",
+        (LAUNCHES, "-k", "one_transfer"),
+    ),
+    Mutant(
+        "a device's ops start when they may, not in the launch order",
+        "pipetrain/runtime/program.py",
+        "    if schedule.launch_order:\n",
+        "    if False:\n",
+        ("tests/runtime/test_executor_waits.py", "-k", "families_are_launched"),
+    ),
+    Mutant(
+        "nobody asks whether the host runs ahead",
+        "pipetrain/runtime/call_programs.py",
+        "        if self._runs_ahead and not",
+        "        if False and not",
+        (COUNTING, "-k", "runs_ahead"),
     ),
 )
 
