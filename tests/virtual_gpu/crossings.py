@@ -51,6 +51,8 @@ def _crossing(op: Op | None, time: str, role: str, source: Op | None, source_rol
 
 
 def _role(name: str) -> str:
-    if name in ("caller", "compute", "recompute"):
+    if name in ("compute", "recompute"):
         return name
+    if name.startswith("caller"):
+        return "caller"
     return "communicator" if name.startswith("communicator") else "message" if name else "other"
