@@ -111,7 +111,7 @@ def _order_before(config: RunConfig) -> str | None:
 def _sought_for(config: RunConfig) -> tuple[object, ...]:
     """What an order depends on."""
     pipeline = replace(config.pipeline, search_seconds=0.0, balance="auto")
-    return pipeline, replace(config.recompute, verify="off"), config.plan, config.cost
+    return pipeline, replace(config.recompute, verify="off"), config.transport.ahead, config.plan, config.cost
 
 
 def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
