@@ -1394,7 +1394,7 @@ MUTANTS = (
         "pipetrain/schedule/halves.py",
         "for rest in needed.intersection(waiting):",
         "for rest in ():",
-        (HALVES, "-k", "staircase or within_their_bounds"),
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble"),
     ),
     Mutant(
         "halves: without recomputation W are put off to the end",
@@ -1429,7 +1429,7 @@ MUTANTS = (
         "pipetrain/schedule/families.py",
         "order += [(Kind.W, i - stage)] if i >= stage else []",
         "order += [(Kind.W, i)]",
-        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+        ("tests/schedule/test_split_backward.py", "-k", "staircase"),
     ),
     Mutant(
         "a pair of torch's file is read backward first",
