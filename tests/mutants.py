@@ -1287,7 +1287,7 @@ MUTANTS = (
     Mutant(
         "nobody waits for the copy to the device",
         "pipetrain/transport/pinned.py",
-        "                    slot.give_back(self._lanes.mark(op))  # [3]",
+        "                    slot.give_back(self._lanes.mark(Lane.RECV, op))  # [3]",
         "                    slot.give_back(self._lanes.device.record(self._lanes.device.current()))",
         (PINNED, "-k", "late_copies"),
     ),
@@ -1315,8 +1315,8 @@ MUTANTS = (
     Mutant(
         "a run's receives ahead are not obeyed",
         "pipetrain/prepare.py",
-        "            transport_ahead=config.transport.ahead,\n        )",
-        "        )",
+        "        transport_ahead=config.transport.ahead,\n    )",
+        "    )",
         (PINNED, "-k", "ahead_reaches"),
     ),
     Mutant(
