@@ -35,12 +35,15 @@ class Mutant:
 
 
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
-CASTS = "tests/runtime/test_casts.py"
+CASTS, HANGS = "tests/runtime/test_casts.py", "tests/runtime/test_device_hangs.py"
+CLOCK = "tests/runtime/test_device_clock.py"
 DEFERRED = "tests/runtime/test_deferred.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 PINNED = "tests/transport/test_pinned.py"
+HALVES = "tests/schedule/test_halves.py"
+LAUNCHES = "tests/schedule/test_launches.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -141,6 +144,97 @@ MUTANTS = (
         (CASTS, "-k", "plain_loop and hand"),
     ),
     Mutant(
+        "what R reads of buffers goes when R is launched",
+        "pipetrain/stage/stage.py",
+        "        late.end_recompute(held.seen.storages())\n",
+        "        late.end_recompute(held.seen.storages())\n        held.seen = NOTHING_SEEN\n",
+        (STAGE, "-k", "until_its_backward"),
+    ),
+    Mutant(
+        "the host sits in the driver for the loss",
+        "pipetrain/transport/fetch.py",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "    device.finish(device.current())",
+        (HANGS, "-k", "two_ranks"),
+    ),
+    Mutant(
+        "a value is read before it has come",
+        "pipetrain/transport/fetch.py",
+        "    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)",
+        "",
+        ("tests/transport/test_fetch.py", "-k", "fetched"),
+    ),
+    Mutant(
+        "who waits for a device does not look for others",
+        "pipetrain/group/failure.py",
+        "            if now >= look_at:\n",
+        "            if False:\n",
+        (HANGS, "-k", "is_killed_is_named"),
+    ),
+    Mutant(
+        "nobody looks after a host that sits in a launch",
+        "pipetrain/group/watchdog.py",
+        "            self._monitor.look()\n",
+        "",
+        (HANGS, "-k", "sits_in_a_launch"),
+    ),
+    Mutant(
+        "a host may sit in a launch for ever",
+        "pipetrain/group/watchdog.py",
+        "            elif time.monotonic() - since > self._monitor.timeout_seconds:",
+        "            elif False:",
+        (HANGS, "-k", "gives_up"),
+    ),
+    Mutant(
+        "who waits in the monitor is given up by the watchdog",
+        "pipetrain/group/watchdog.py",
+        "doing is None or self._monitor.is_waiting:",
+        "doing is None:",
+        (HANGS, "-k", "leaves_alone"),
+    ),
+    Mutant(
+        "clocks are compared when an event is launched",
+        "pipetrain/transport/device_clock.py",
+        "        while not self._has_ended(event):\n",
+        "        while False:\n",
+        (CLOCK,),
+    ),
+    Mutant(
+        "clocks are compared once",
+        "pipetrain/transport/device_clock.py",
+        "        if old is not None and self._now() - old.seconds < _REFRESH_SECONDS:",
+        "        if old is not None:",
+        (CLOCK,),
+    ),
+    Mutant(
+        "a clock's drift is no error",
+        "pipetrain/transport/device_clock.py",
+        "anchor.error_seconds + _DRIFT * farthest",
+        "anchor.error_seconds",
+        (CLOCK,),
+    ),
+    Mutant(
+        "a batch is copied from memory that the driver does not know",
+        "pipetrain/transport/fetch.py",
+        "    device.copy(there, staged)",
+        "    device.copy(there, tensor)",
+        ("tests/transport/test_fetch.py", "-k", "overwritten"),
+    ),
+    Mutant(
+        "a norm is fetched for each gradient",
+        "pipetrain/parallel/clipping.py",
+        "    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])",
+        "    values = iter([fetch(norm).item() for norm in of_all])",
+        ("tests/virtual_gpu/test_host_waits.py",),
+    ),
+    Mutant(
+        "whether losses are finite is asked one by one",
+        "pipetrain/runtime/losses.py",
+        "    finite = torch.stack([torch.isfinite(loss).to(total.device) for _, loss in ordered])",
+        "    finite = torch.tensor([bool(torch.isfinite(loss)) for _, loss in ordered])",
+        ("tests/virtual_gpu/test_host_waits.py",),
+    ),
+    Mutant(
         "R changes the buffers",
         "pipetrain/stage/stage.py",
         "            with self._state.as_seen(held.seen):",
@@ -230,6 +324,111 @@ MUTANTS = (
         "    sets_within_bounds,\n",
         "",
         ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "what is sent is let go of at once",
+        "pipetrain/transport/transport.py",
+        "            if end.reads_later:\n",
+        "            if False:\n",
+        ("tests/runtime/test_device.py",),
+    ),
+    Mutant(
+        "lanes do not join at the end of a step",
+        "pipetrain/transport/lanes.py",
+        "                self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next\n",
+        "                pass\n",
+        ("tests/runtime/test_device.py",),
+    ),
+    Mutant(
+        "a ring does not ask the device",
+        "pipetrain/transport/rings.py",
+        " if self._lanes.comes_after(Lane.RECV, self._op, moment)]",
+        " if moment >= 0]",
+        ("tests/transport/test_rings.py",),
+    ),
+    Mutant(
+        "a ring does not ask the host",
+        "pipetrain/transport/rings.py",
+        "_storage_Use_Count(memory._cdata) == 1]",
+        "_storage_Use_Count(memory._cdata) >= 1]",
+        ("tests/transport/test_rings.py",),
+    ),
+    Mutant(
+        "a ring forgets nothing",
+        "pipetrain/transport/rings.py",
+        "            del self._free[free[0]]\n",
+        "            pass\n",
+        ("tests/transport/test_rings.py",),
+    ),
+    Mutant(
+        "clocks do not know what an op came after",
+        "pipetrain/transport/ahead.py",
+        "        self._ends[op] = dict(clock)\n",
+        "        self._ends[op] = {line: clock[line]}\n",
+        ("tests/transport/test_ahead.py",),
+    ),
+    Mutant(
+        "an op that is being launched has not read",
+        "pipetrain/transport/ahead.py",
+        ".get(Lane.COMPUTE, 0) + self._is_open)",
+        ".get(Lane.COMPUTE, 0))",
+        ("tests/transport/test_ahead.py",),
+    ),
+    Mutant(
+        "NCCL gets memory that the allocator knows",
+        "pipetrain/transport/nccl.py",
+        "self._device.lent(flat_bytes(tensor).view(torch.uint8))",
+        "flat_bytes(tensor).view(torch.uint8)",
+        ("tests/transport/test_nccl.py",),
+    ),
+    Mutant(
+        "communicators stay open",
+        "pipetrain/transport/nccl.py",
+        "            self._data.shutdown()  # type: ignore[attr-defined]\n",
+        "",
+        ("tests/transport/test_nccl.py",),
+    ),
+    Mutant(
+        "edges are met one after the other",
+        "pipetrain/transport/transport.py",
+        "in (*edge_ranks[::2], *edge_ranks[1::2]):",
+        "in edge_ranks:",
+        ("tests/transport/test_nccl.py",),
+    ),
+    Mutant(
+        "a pair's ranks are both the first",
+        "pipetrain/transport/nccl.py",
+        'name, place = f"pair/{source}/{target}", int(own > other)',
+        'name, place = f"pair/{source}/{target}", 0',
+        ("tests/transport/test_nccl.py",),
+    ),
+    Mutant(
+        "two get one stream",
+        "pipetrain/transport/device.py",
+        "            if stream.cuda_stream not in self._taken:\n",
+        "            if stream is not None:\n",
+        ("tests/transport/test_streams_of_a_gpu.py",),
+    ),
+    Mutant(
+        "each step makes its events",
+        "pipetrain/transport/lanes.py",
+        "            self._spare += (start, end)\n",
+        "            pass\n",
+        ("tests/transport/test_streams_of_a_gpu.py",),
+    ),
+    Mutant(
+        "each save takes a stream",
+        "pipetrain/snapshot/saver.py",
+        "            if one not in self._streams:\n",
+        "            if one is not None:\n",
+        ("tests/snapshot/test_saver.py", "-k", "one_stream"),
+    ),
+    Mutant(
+        "a lazy conjugate is carried out after F has ended",
+        "pipetrain/runtime/executor.py",
+        "            if not is_last:  # before the op ends: what it gives may have to be copied\n                self._give(",
+        "        if not is_last:\n            self._give(",
+        ("tests/virtual_gpu/test_matrix.py", "-m", "not slow", "-k", "conjugate"),
     ),
     Mutant(
         "two receives swapped",
@@ -413,7 +612,6 @@ MUTANTS = (
         "        kind = signature",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
     ),
-    # One run per folder, ranges, and what does not run yet.
     Mutant(
         "a folder is nobody's claim",
         "pipetrain/observe/claim.py",
@@ -841,7 +1039,6 @@ MUTANTS = (
         "    if False:\n",
         ("tests/test_regressions.py", "-k", "state_of_another"),
     ),
-    # What crosses a cut.
     Mutant(
         "lazy bits are dropped at a cut",
         "pipetrain/transport/crossing.py",
@@ -936,7 +1133,7 @@ MUTANTS = (
     Mutant(
         "Whole stays where it is",
         "pipetrain/runtime/cut.py",
-        "            return Whole(on_device(leaf.value, device))",
+        "            return Whole(on_device(leaf.value, bring))",
         "            return leaf",
         ("tests/test_regressions.py", "-k", "whole_goes"),
     ),
@@ -968,7 +1165,6 @@ MUTANTS = (
         "        if isinstance(leaf, Tensor) and number in fixed:",
         ("tests/test_regressions.py", "-k", "targets_changed"),
     ),
-    # Layers beside the plain loop.
     Mutant(
         "equal is what is close",
         "pipetrain/proof/beside_loop.py",
@@ -1123,7 +1319,13 @@ MUTANTS = (
         "        )",
         (PINNED, "-k", "ahead_reaches"),
     ),
-    # A backward in two halves.
+    Mutant(
+        "ranks that run ahead launch in the order in which things come",
+        "pipetrain/runtime/call_programs.py",
+        "        if self._runs_ahead and not schedule.launch_order:",
+        "        if False:",
+        ("tests/transport/test_spinning.py",),
+    ),
     Mutant(
         "a weight that others read waits, too",
         "pipetrain/stage/deferred.py",
@@ -1186,6 +1388,139 @@ MUTANTS = (
         "user.deferral.weights.cast(weight, make=user.is_forward).detach()",
         "weight.detach()",
         (DEFERRED, "-k", "casts_are_no_part"),
+    ),
+    Mutant(
+        "halves: a W stays behind an op that needs its place",
+        "pipetrain/schedule/halves.py",
+        "for rest in needed.intersection(waiting):",
+        "for rest in ():",
+        (HALVES, "-k", "staircase or within_their_bounds"),
+    ),
+    Mutant(
+        "halves: without recomputation W are put off to the end",
+        "pipetrain/schedule/halves.py",
+        "most if never else closed.policy.places_of(stage)",
+        "None if never else closed.policy.places_of(stage)",
+        (HALVES, "-k", "holds_more"),
+    ),
+    Mutant(
+        "halves: the order with W behind their I is not among those to choose from",
+        "pipetrain/schedule/halves.py",
+        "        return closed, _where_ranks_wait",
+        "        return _where_ranks_wait(closed, costs, 10**6), _where_ranks_wait",
+        (HALVES, "-k", "never_slower or holds_more"),
+    ),
+    Mutant(
+        "halves: a family's own place for W is forgotten",
+        "pipetrain/schedule/halves.py",
+        "    return _as_given(closed, given), ",
+        "    return closed, ",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "zbv: a forward more before the turns",
+        "pipetrain/schedule/families.py",
+        "(2 * (ranks - rank) - 1, [forth])",
+        "(2 * (ranks - rank), [forth])",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "zb-h1: W right behind its I",
+        "pipetrain/schedule/families.py",
+        "order += [(Kind.W, i - stage)] if i >= stage else []",
+        "order += [(Kind.W, i)]",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "a pair of torch's file is read backward first",
+        "pipetrain/schedule/csv_file.py",
+        "    return first, second\n",
+        "    return second, first\n",
+        ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
+    ),
+    Mutant(
+        "inputs are counted as whole sets",
+        "pipetrain/timeline/shown.py",
+        "input_bytes=self.costs.input_share, set_bytes",
+        "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
+        ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
+    ),
+    Mutant(
+        "R is launched when it would run, not right behind what it waits for",
+        "pipetrain/schedule/launches.py",
+        "            turns.append((-1.0, 0))\n",
+        "            turns.append((started[op], 1))\n",
+        (LAUNCHES, "-k", "one_order"),
+    ),
+    Mutant(
+        "R may be given memory that B still reads, if R waits for a message",
+        "pipetrain/schedule/launches.py",
+        "    for find in (_waits_for_memory, _waits_for_sends",
+        "    for find in (_waits_for_sends",
+        (LAUNCHES, "-k", "waits_for_a_message"),
+    ),
+    Mutant(
+        "results that are not sent pile up",
+        "pipetrain/schedule/launches.py",
+        "_waits_for_memory, _waits_for_sends, _waits",
+        "_waits_for_memory, _waits",
+        (LAUNCHES, "-k", "any_number_of_microbatches"),
+    ),
+    Mutant(
+        "each hop delays the next F",
+        "pipetrain/schedule/launches.py",
+        "MOST_UNSENT = 3",
+        "MOST_UNSENT = 1",
+        (LAUNCHES, "-k", "takes_as_long"),
+    ),
+    Mutant(
+        "a receive waits for an op on which its message does not depend",
+        "pipetrain/schedule/launches.py",
+        "            ended[op][rank] += 1\n",
+        "            ended[op][rank] += 2\n",
+        (LAUNCHES, "-k", "transfers_and_their or soundly and not length"),
+    ),
+    Mutant(
+        "a receive does not know what its message depends on over other ranks",
+        "pipetrain/schedule/launches.py",
+        "            ended[op] = ended[partner_of(op)] = _later(sent, ended[op])\n",
+        "",
+        (LAUNCHES, "-k", "transfers_and_their"),
+    ),
+    Mutant(
+        "check does not look at the order of launching",
+        "pipetrain/schedule/check.py",
+        "    launched_in_one_order,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "check does not ask whose memory an R gets",
+        "pipetrain/schedule/check.py",
+        "    each_recompute_gets_free_memory,\n",
+        "",
+        ("tests/schedule/test_schedule_check.py",),
+    ),
+    Mutant(
+        "check does not ask for transfers one at a time",
+        "pipetrain/schedule/check.py",
+        "(*RULES, one_transfer_at_a_time) if serial else RULES",
+        "RULES",
+        (LAUNCHES, "-k", "one_transfer"),
+    ),
+    Mutant(
+        "a device's ops start when they may, not in the launch order",
+        "pipetrain/runtime/program.py",
+        "    if schedule.launch_order:\n",
+        "    if False:\n",
+        ("tests/runtime/test_executor_waits.py", "-k", "families_are_launched"),
+    ),
+    Mutant(
+        "nobody asks whether the host runs ahead",
+        "pipetrain/runtime/call_programs.py",
+        "        if self._runs_ahead and not",
+        "        if False and not",
+        (COUNTING, "-k", "runs_ahead"),
     ),
 )
 

@@ -85,6 +85,7 @@ UNSUPPORTED = {
 }
 
 REFUSED_BY_DEEPSPEED = {
+    "transport.edges=pinned": ["transport.edges=pinned", "transport=auto"],
     "pipeline=gpipe": ["pipeline.schedule=gpipe", "pipeline=1f1b"],
     "recompute=overlap": ["recompute.mode=overlap", "recompute=inline"],
     "recompute=early": ["recompute.mode=early", "recompute=inline"],
