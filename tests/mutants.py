@@ -40,6 +40,7 @@ MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 PINNED = "tests/transport/test_pinned.py"
+LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -1121,6 +1122,83 @@ MUTANTS = (
         "            transport_ahead=config.transport.ahead,\n        )",
         "        )",
         (PINNED, "-k", "ahead_reaches"),
+    ),
+    Mutant(
+        "a kept set leaves an earlier one without a place",
+        "pipetrain/schedule/list_order.py",
+        "self._alive < self._places and later + 1 < self._places",
+        "self._alive < self._places",
+        (LISTED, "-k", "any_problem"),
+    ),
+    Mutant(
+        "W does not make room for an F",
+        "pipetrain/schedule/list_order.py",
+        "return 3 if waits_w and not self._can_keep(self.forwards) else 0",
+        "return 0",
+        (LISTED, "-k", "near_the_best"),
+    ),
+    Mutant(
+        "R does not wait for the op in front of it",
+        "pipetrain/schedule/hold_back.py",
+        "waits[op] = tuple(dict.fromkeys((*waits.get(op, ()), before)))",
+        "waits[op] = waits.get(op, ())",
+        (LISTED, "-k", "in_front"),
+    ),
+    Mutant(
+        "an order that was found is not run",
+        "pipetrain/schedule/make.py",
+        "    if spec.order is not None:\n        return held_to",
+        "    if False:\n        return held_to",
+        (SEARCHED, "-k", "reached"),
+    ),
+    Mutant(
+        "a search proves nothing",
+        "pipetrain/plan/search.py",
+        "polished.order, max(start.least_seconds, polished.least_seconds)",
+        "polished.order, start.least_seconds",
+        (SEARCHED, "-k", "kept"),
+    ),
+    Mutant(
+        "what was sought is never sought longer",
+        "pipetrain/plan/search.py",
+        "known.searched_seconds >= effort.seconds",
+        "known.searched_seconds >= 0",
+        (SEARCHED, "-k", "kept"),
+    ),
+    Mutant(
+        "an order of another hand is not checked",
+        "pipetrain/plan/search.py",
+        "        check(schedule)\n        return [schedule]",
+        "        return [schedule]",
+        (SEARCHED, "-k", "cache"),
+    ),
+    Mutant(
+        "costs are rounded up before something is proven",
+        "pipetrain/plan/polish.py",
+        "math.floor(time / unit + 1e-6)",
+        "math.ceil(time / unit - 1e-6)",
+        (SEARCHED, "-k", "beats"),
+    ),
+    Mutant(
+        "places are not counted in a model",
+        "pipetrain/plan/polish.py",
+        "            model.AddNoOverlap(lives)",
+        "            pass",
+        (SEARCHED, "-k", "beats"),
+    ),
+    Mutant(
+        "a profile of other stages will do",
+        "pipetrain/plan/measured.py",
+        "        if there != wanted:",
+        "        if False:",
+        ("tests/planner/test_profile.py",),
+    ),
+    Mutant(
+        "a run goes on in an order for other sets",
+        "pipetrain/train.py",
+        'return pipeline, replace(config.recompute, verify="off"), ',
+        "return pipeline, ",
+        ("tests/train/test_order.py", "-k", "goes_on"),
     ),
 )
 
