@@ -37,6 +37,7 @@ class Mutant:
 STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 CASTS = "tests/runtime/test_casts.py"
 MARKS = "tests/config/test_marks.py"
+HALVES = "tests/schedule/test_halves.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 PINNED = "tests/transport/test_pinned.py"
@@ -1199,6 +1200,60 @@ MUTANTS = (
         'return pipeline, replace(config.recompute, verify="off"), ',
         "return pipeline, ",
         ("tests/train/test_order.py", "-k", "goes_on"),
+        "halves: a W stays behind an op that needs its place",
+        "pipetrain/schedule/halves.py",
+        "for rest in needed.intersection(waiting):",
+        "for rest in ():",
+        (HALVES, "-k", "staircase or within_their_bounds"),
+    ),
+    Mutant(
+        "halves: without recomputation W are put off to the end",
+        "pipetrain/schedule/halves.py",
+        "most if never else closed.policy.places_of(stage)",
+        "None if never else closed.policy.places_of(stage)",
+        (HALVES, "-k", "holds_more"),
+    ),
+    Mutant(
+        "halves: the order with W behind their I is not among those to choose from",
+        "pipetrain/schedule/halves.py",
+        "        return closed, _where_ranks_wait",
+        "        return _where_ranks_wait(closed, costs, 10**6), _where_ranks_wait",
+        (HALVES, "-k", "never_slower or holds_more"),
+    ),
+    Mutant(
+        "halves: a family's own place for W is forgotten",
+        "pipetrain/schedule/halves.py",
+        "    return _as_given(closed, given), ",
+        "    return closed, ",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "zbv: a forward more before the turns",
+        "pipetrain/schedule/families.py",
+        "(2 * (ranks - rank) - 1, [forth])",
+        "(2 * (ranks - rank), [forth])",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "zb-h1: W right behind its I",
+        "pipetrain/schedule/families.py",
+        "order += [(Kind.W, i - stage)] if i >= stage else []",
+        "order += [(Kind.W, i)]",
+        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
+    ),
+    Mutant(
+        "a pair of torch's file is read backward first",
+        "pipetrain/schedule/csv_file.py",
+        "    return first, second\n",
+        "    return second, first\n",
+        ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
+    ),
+    Mutant(
+        "inputs are counted as whole sets",
+        "pipetrain/timeline/shown.py",
+        "input_bytes=self.costs.input_share, set_bytes",
+        "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
+        ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
     ),
 )
 
