@@ -73,10 +73,10 @@ def cells() -> list[Cell]:
         (4, 16, 0): [(66, exact), (61, exact), (57, exact)],
         (4, 32, 0): [(131, near), (121, near), (114, near)],
         (8, 8, 0): [(48, exact), (45, exact), (45, exact)],
-        (8, 16, 0): [(80, near), (73, near), (72, near)],
+        (8, 16, 0): [(78, exact), (73, exact), (69, exact)],
         (8, 32, 0): [(142, near), (133, near), (131, near)],
-        (4, 16, 0.5): [(70, near), (64, near), (61, exact)],
-        (8, 16, 0.5): [(86, near), (81, near), (79, near)],
+        (4, 16, 0.5): [(69, exact), (63, exact), (61, exact)],
+        (8, 16, 0.5): [(85, exact), (79, exact), (77, exact)],
     }
     found = [
         Cell(*row, places, goal, is_exact)

@@ -99,6 +99,9 @@ def _schedules(num_ranks: int) -> dict[str, dict[str, Any]]:
         found[f"1f1b, warmup {warmup}"] = {"schedule": given}
     just_in_time = make_schedule("gpipe", num_stages=num_ranks, num_microbatches=4, transport_ahead=0)
     found["receives just in time"] = {"schedule": just_in_time}
+    for mode, sets in ((Mode.OVERLAP, 1), (Mode.OVERLAP, 2), (Mode.EARLY, 2), (Mode.INLINE, 1)):
+        if sets < num_ranks:
+            found[f"auto {mode} {sets}"] = {"schedule": "auto", "recompute": RecomputePolicy(mode=mode, sets=sets)}
     found["a generator"] = {"schedule": depth_first}
     found["a plan with its warm-up"] = {
         "schedule": "1f1b",
