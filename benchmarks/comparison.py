@@ -74,14 +74,7 @@ class Comparison:
         return min(rows, key=lambda row: row.median_seconds, default=None)
 
     def _least_costs(self) -> Costs:
-        load = self.workload
-        return Costs.spread(
-            load.num_stages,
-            forward=load.forward_seconds,
-            backward=load.backward_seconds,
-            recompute=load.forward_seconds,
-            hop=self.bound_hop_seconds,
-        )
+        return self.workload.costs(self.bound_hop_seconds)
 
     def _measured_costs(self) -> Costs:
         return Costs.spread(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.schedule.costs import Costs
 from pipetrain.stage.split_function import SplitFunction
 
 NUM_SAVED = 16
@@ -127,6 +128,20 @@ class EmulatedWorkload:
     def memory_bytes(self) -> int:
         """What a rank that keeps all sets may need: the tensors of each, its input and a message."""
         return self.num_microbatches * (NUM_SAVED + 2) * self.tensor_bytes
+
+    def costs(self, hop_seconds: float = 0.0) -> Costs:
+        """What its sleeps take, and nothing else."""
+        return Costs.spread(
+            self.num_stages,
+            forward=self.forward_seconds,
+            backward=self.backward_seconds,
+            recompute=self.forward_seconds,
+            weight_gradient=self.weight_gradient_seconds,
+            input_gradient=None
+            if self.weight_gradient_seconds is None
+            else self.backward_seconds - self.weight_gradient_seconds,
+            hop=hop_seconds,
+        )
 
     @staticmethod
     def loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG004

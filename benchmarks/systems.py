@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,10 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipetrain.plan.climb import Effort
+from pipetrain.plan.search import best_schedule
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.policy import OFF, LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import order_of_csv, write_csv
+from pipetrain.schedule.families import AUTO
+from pipetrain.schedule.make import make
+from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
 
 
 class Workload(Protocol):
@@ -95,6 +101,10 @@ class Ours:
     last_stage: LastStage = LastStage.AUTO
     transport_ahead: int = 2
     warmup: tuple[int, ...] | None = None
+    keep: Keep | None = None
+    split_backward: bool = False
+    search_seconds: float = 0.0  # of `auto`; 0: its rule alone
+    order: str | None = None  # what `sought` has found for `auto`, as a schedule's file
     label: str | None = None
 
     @property
@@ -112,16 +122,30 @@ class Ours:
     @property
     def policy(self) -> RecomputePolicy:
         # An emulated stage saves memory that nobody has written: there is nothing to prove.
-        return RecomputePolicy(self.mode, sets=self.sets, last_stage=self.last_stage, verify=OFF)
+        return RecomputePolicy(self.mode, sets=self.sets, keep=self.keep, last_stage=self.last_stage, verify=OFF)
 
     def schedule(self, workload: Workload) -> Schedule:
-        return make_schedule(
-            self.family,
-            num_stages=workload.num_stages,
+        spec = self._spec(workload)
+        if self.order is not None:
+            spec = replace(spec, order=order_of_csv(self.order, self.name, spec.shape))
+        return make(spec)
+
+    def sought(self, workload: Workload, costs: Costs) -> Ours:
+        """The same with the order of `auto` for `costs`, so that no rank seeks one."""
+        if self.family != AUTO:
+            return self
+        found = best_schedule(self._spec(workload), costs, Effort(self.search_seconds))
+        return replace(self, order=write_csv(found.schedule))
+
+    def _spec(self, workload: Workload) -> ScheduleSpec:
+        return ScheduleSpec(
+            family=self.family,
+            stage_ranks=tuple(range(workload.num_stages)),
             num_microbatches=workload.num_microbatches,
-            recompute=self.policy,
+            policy=self.policy,
             warmup=self.warmup,
             transport_ahead=self.transport_ahead,
+            split_backward=self.split_backward,
         )
 
     def start(self, workload: Workload) -> OursRunner:

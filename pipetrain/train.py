@@ -21,7 +21,7 @@ from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
-from pipetrain.group.own_device import ask_for_hardware_queues
+from pipetrain.group.own_device import set_variables_of_gpus
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
@@ -111,7 +111,7 @@ def _order_before(config: RunConfig) -> str | None:
 def _sought_for(config: RunConfig) -> tuple[object, ...]:
     """What an order depends on."""
     pipeline = replace(config.pipeline, search_seconds=0.0, balance="auto")
-    return pipeline, replace(config.recompute, verify="off"), config.plan, config.cost
+    return pipeline, replace(config.recompute, verify="off"), config.transport.ahead, config.plan, config.cost
 
 
 def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_trackers(config.observe)
         check_available(config)
         check_start(config.resume, config.init_from, config.run_dir)
-        ask_for_hardware_queues()
+        set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         outcome = train(config)
     except ValueError as error:

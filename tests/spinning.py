@@ -10,6 +10,7 @@ process's, so layers must not draw.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,14 +22,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks import PATIENCE_SECONDS
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
 from pipetrain.group.group import Group
 from pipetrain.transport.device import HIGH, Device, Stream
 
+_numbers = itertools.count()
 ROOM_BYTES = 2**20  # of the largest message
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = PATIENCE_SECONDS / 2
 
 
 class Flag(Protocol):
@@ -148,7 +151,9 @@ class SpinningRanks:
     def communicator(self, store: PrefixStore, place: int) -> SpinningGroup:
         stream = self.device.stream(priority=HIGH)
         self._here.streams.append(stream)
-        return SpinningGroup(self, self.device, stream, str(store.prefix), place)
+        # Both ends agree over the store: the first to come has named the communicator.
+        name = store.compare_set("mailbox", "", str(next(_numbers))).decode()
+        return SpinningGroup(self, self.device, stream, name, place)
 
 
 class _Noting:

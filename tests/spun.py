@@ -29,6 +29,14 @@ def compare_spinning(ranks: SpinningRanks, num_ranks: int, device: str, case: Sh
         num_microbatches=NUM_MICROBATCHES,
         communicators="pair" if case.stages_per_rank > 1 else "edge",
     )
+    # Before the ranks: so all kernels are loaded, which makes a host wait for its device, and here the device is everybody's.
+    expected = []
+    for step, (inputs, targets) in enumerate(batches):
+        whole.zero_grad()
+        loss = reference_step(whole, mean_square, inputs, targets, num_microbatches=NUM_MICROBATCHES, step=step)
+        expected.append(
+            (loss, {name: one.grad.clone() for name, one in whole.named_parameters() if one.grad is not None})
+        )
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -47,13 +55,8 @@ def compare_spinning(ranks: SpinningRanks, num_ranks: int, device: str, case: Sh
                 found.append((loss, {name: one.grad.clone() for name, one in pipeline.named_parameters()}))
         return found
 
-    values = ranks.run(trained)
-    for step, (inputs, targets) in enumerate(batches):
-        whole.zero_grad()
-        expected = reference_step(whole, mean_square, inputs, targets, num_microbatches=NUM_MICROBATCHES, step=step)
-        of_whole = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        for rank, found in enumerate(values):
-            loss, gradients = found[step]
-            check_close(loss, expected, f"the loss of step {step} on rank {rank}")
+    for rank, found in enumerate(ranks.run(trained)):
+        for step, (loss, gradients) in enumerate(found):
+            check_close(loss, expected[step][0], f"the loss of step {step} on rank {rank}")
             for name, gradient in gradients.items():
-                check_close(gradient, of_whole[name], f"{name}.grad of step {step} on rank {rank}")
+                check_close(gradient, expected[step][1][name], f"{name}.grad of step {step} on rank {rank}")

@@ -76,6 +76,7 @@ CONFIG = [
     train("data=wikitext", "data=wikitext", "stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),
+    train("transport=gloo", "transport=gloo", "auto, pinned, serial"),
     train("recompute.last_stage=never", "recompute.last_stage", "auto", "always"),
     train("steps=abc", "steps=abc", "an integer"),
     train("steps=3.5", "steps=3.5", "an integer"),
@@ -103,6 +104,9 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
+    train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
+    train("transport.edges=ncll", "transport.edges=ncll", "auto, nccl or pinned"),
     train("steps=0", "steps=0", "1 or more"),
     train("recompute.verify=0", "recompute.verify=0", "first, every, off or a number of steps"),
     train("seed=-1", "seed=-1", "0 or more"),
@@ -174,6 +178,14 @@ RANGES = [
     train("pipeline.num_stages=0", "pipeline.num_stages=0", "1 or more"),
     train("pipeline.stages_per_rank=0", "pipeline.stages_per_rank=0", "1 or more"),
     train("pipeline.num_microbatches=0", "pipeline.num_microbatches=0", "1 or more"),
+    train("pipeline.search_seconds=-1", "pipeline.search_seconds=-1.0", "0 or more"),
+    train(
+        "pipeline.schedule=auto pipeline.search_seconds=600", "pipeline.search_seconds=600.0", "timeout_seconds=600.0"
+    ),
+    train("pipeline.schedule=auto pipeline.stages_per_rank=2", "one stage per rank", "pipeline.stages_per_rank=1"),
+    train("pipeline.schedule=auto recompute.last_stage=always", "recompute.last_stage=always", "last_stage=auto"),
+    train("pipeline.schedule=auto plan.profile={}/run", "plan.profile={}/run", "profile.json is not there"),
+    train("plan.profile={}/run", "plan.profile={}/run", "pipeline.schedule=auto"),
     train("recompute.sets=0", "recompute.sets=0", "1 or more"),
     train("recompute.sets=[2,1,1]", "recompute.sets=[2, 1, 1]", "has 3 numbers for 2 stages"),
     train("recompute.stash=[8]", "recompute.stash=[8]", "has 1 numbers for 2 stages"),

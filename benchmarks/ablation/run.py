@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
-from pipetrain.schedule.policy import LastStage, Mode
+from pipetrain.schedule.policy import Keep, LastStage, Mode
+from pipetrain.schedule.simulate import simulate
 
 from ..charts import OURS, Bar, Panel, draw_bars
 from ..emulated import EmulatedWorkload
@@ -13,12 +15,16 @@ from ..links.hosts import check_available
 from ..links.namespaces import shaped_network
 from ..ranks import preload
 from ..result import Options, Result, Table
-from ..systems import Ours, System
+from ..systems import Ours
 from ..trial import Network, Row, measure_hop, run_rounds
 from ..unavailable import Unavailable
 
-CLAIM = "what R as an op, its own lane, a last stage without R, receives posted ahead and kept sets bring"
+CLAIM = (
+    "what R as an op, its own lane, a last stage without R, receives posted ahead and kept sets bring; and for two sets, one pool, "
+    "orders for it and W that wait"
+)
 _NOT_AHEAD, _AHEAD = 0, 2
+_SEARCH_SECONDS = 60.0
 
 
 def variants() -> list[Ours]:
@@ -44,40 +50,66 @@ def variants() -> list[Ours]:
     ]
 
 
+def orders(search_seconds: float) -> list[Ours]:
+    """Two sets per stage: from places that serve R alone to one pool, orders for it, and W that wait."""
+
+    def two_sets(label: str, family: str = "auto", seconds: float = 0.0, *, split: bool = False) -> Ours:
+        return Ours(family, sets=2, search_seconds=seconds, split_backward=split, label=label)
+
+    return [
+        Ours("1f1b", sets=2, keep=Keep.NONE, label="none (1f1b, both places for R)"),
+        two_sets("one pool (1f1b, sets kept where a place is free)", "1f1b"),
+        two_sets("list order"),
+        two_sets("list order + search", seconds=search_seconds),
+        two_sets("one pool, I and W", "1f1b", split=True),
+        two_sets("list order, I and W", split=True),
+        two_sets("all: list order + search, I and W", seconds=search_seconds, split=True),
+    ]
+
+
 def run(options: Options) -> Result:
     preload()
-    result = Result("ablation", CLAIM, settings={"rounds": options.rounds, "stages": 4, "family": "gpipe"})
-    systems: list[System] = [*(variants()[::7] if options.quick else variants())]
+    result = Result(
+        "ablation",
+        CLAIM,
+        settings={"rounds": options.rounds, "stages": 4, "search_seconds": 0.0 if options.quick else _SEARCH_SECONDS},
+    )
     panels = []
-    for title, workload, megabits in _cases(options, result):
+    for title, workload, megabits, rows_of in _cases(options, result):
         with ExitStack() as stack:
             network = stack.enter_context(shaped_network(4, megabits=megabits)) if megabits else Network()
             hop = measure_hop(workload, network=network)
+            systems = [system.sought(workload, workload.costs(hop)) for system in rows_of]
             rows = run_rounds(
                 systems, workload, rounds=options.rounds, steps=1 if options.quick else 2, network=network
             )
         title = f"{title} (hop {hop / workload.forward_seconds:.2f} f)"
-        result.tables.append(_table(title, rows, workload))
+        result.tables.append(_table(title, rows, workload, hop))
         result.data[title] = [row.to_json() for row in rows]
         panels.append(_panel(title, rows, workload))
     result.draw = lambda path: draw_bars(path, panels)
     return result
 
 
-def _cases(options: Options, result: Result) -> list[tuple[str, EmulatedWorkload, int]]:
-    """Inside the machine, and over links where that is possible: name, workload, Mbit/s (0: no limit)."""
-    cases = [("one machine", EmulatedWorkload(4), 0)]
+def _cases(options: Options, result: Result) -> list[tuple[str, EmulatedWorkload, int, list[Ours]]]:
+    """Inside the machine, and over links where that is possible: name, workload, Mbit/s (0: no limit), rows."""
+    ideas, four = variants(), EmulatedWorkload(4)
+    cases = [
+        ("one machine: gpipe", four, 0, ideas[::7] if options.quick else ideas),
+        ("one machine: two sets per stage", replace(four, num_microbatches=16), 0, orders(_SEARCH_SECONDS)),
+    ]
     if options.quick:
-        return cases
+        return [cases[0], (*cases[1][:3], orders(0.0)[::3])]
     try:
         check_available()
     except Unavailable as reason:
         result.notes.append(f"slow links skipped: {reason}")
         return cases
-    return [*cases, ("1 Gbit/s, 2.5 MB a tensor", EmulatedWorkload(4, tensor_bytes=2_500_000), 1000)]
+    over_links = replace(four, tensor_bytes=2_500_000)
+    return [*cases, ("1 Gbit/s, 2.5 MB a tensor: gpipe", over_links, 1000, ideas)]
 
 
-def _table(title: str, rows: Sequence[Row], workload: EmulatedWorkload) -> Table:
+def _table(title: str, rows: Sequence[Row], workload: EmulatedWorkload, hop: float) -> Table:
     unit, base = workload.forward_seconds, rows[0].median_seconds
     lines = tuple(
         (
@@ -85,12 +117,18 @@ def _table(title: str, rows: Sequence[Row], workload: EmulatedWorkload) -> Table
             f"{row.median_seconds / unit:.2f}",
             f"{row.spread:.1%}",
             f"{1 - row.median_seconds / base:+.1%}",
+            f"{_simulated(row, workload, hop) / unit:.2f}",
             f"{row.peak_live_bytes / 1e6:.1f}",
         )
         for row in rows
     )
-    headers = ("", "time / f", "spread", "saved", "live MB")
-    return Table(f"{title}: 4 stages, 8 microbatches, gpipe", headers, lines)
+    headers = ("", "time / f", "spread", "saved", "simulated", "live MB")
+    return Table(f"{title}: 4 stages, {workload.num_microbatches} microbatches", headers, lines)
+
+
+def _simulated(row: Row, workload: EmulatedWorkload, hop: float) -> float:
+    assert isinstance(row.system, Ours)
+    return simulate(row.system.schedule(workload), workload.costs(hop)).step_seconds
 
 
 def _panel(title: str, rows: Sequence[Row], workload: EmulatedWorkload) -> Panel:

@@ -16,6 +16,7 @@ import importlib.util
 import math
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipetrain.schedule.policy import Keep, Mode
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
+_PAUSE_SECONDS = 0.1
 (_FORWARD,) = WAYS[Direction.FORWARD][0]
 
 
@@ -52,14 +54,32 @@ def polish(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polishe
     model = _Model(cp_model, replace(problem, costs=_in_units(problem.costs, unit)), start)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.interleave_search = (
+        True  # its strategies in turns on that worker: proofs, and better orders near the best
+    )
     solver.parameters.random_seed = 0
     if effort.steps is None:
         solver.parameters.max_time_in_seconds = effort.seconds
     else:
         solver.parameters.max_deterministic_time = effort.steps
-    status = solver.Solve(model.model)
+    status = _solved(solver, model.model)
     found = model.order(solver, unit) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     return Polished(found, max(model.least, math.ceil(solver.BestObjectiveBound() - 1e-6)) * unit)
+
+
+def _solved(solver: Any, model: Any) -> int:
+    """The solver's status. On a thread of its own, so that Ctrl-C ends the search and the command, at once."""
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as pool:
+        solving = pool.submit(solver.Solve, model)
+        try:
+            status: int = solving.result()
+        except BaseException:
+            while not solving.done():  # before it has begun there is nothing to stop
+                solver.StopSearch()
+                wait([solving], timeout=_PAUSE_SECONDS)
+            raise
+    return status
 
 
 def _unit(costs: Costs, step_seconds: float) -> float:

@@ -20,7 +20,7 @@ from pipetrain.plan.polish import can_polish, polish
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP
+from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
 from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.list_order import ListedOrder
 from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
@@ -31,6 +31,7 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.shown import proven_gap
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
+_MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
 _SAME = 1 + 1e-9  # steps this close are equal
 
 
@@ -78,9 +79,7 @@ def best_schedule(
 
 def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
     """What there is without a search: what was found before, the rule's, those of named families."""
-    if known is not None:
-        with contextlib.suppress(ValueError):  # a file that another hand has written
-            yield held_to(spec, known.order)
+    yield from [] if known is None else _sound(spec, known.order)
     yield make(spec)
     policy = replace(spec.policy, keep=Keep.AUTO)
     for family in _FAMILIES:
@@ -100,13 +99,25 @@ def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
     """What a search finds from there; at least `start`."""
     problem = problem_of(spec, costs)
-    if can_polish():
+    if can_polish() and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED:
         polished = polish(problem, _listed(spec, start), effort)
         order, least = polished.order, max(start.least_seconds, polished.least_seconds)
     else:
         order, least = climb(problem, effort, start.least_seconds), start.least_seconds
-    orders = [] if order is None else [lanes_of_ranks(spec, order)]
-    return _found(spec, costs, [start.schedule, *(held_to(spec, order) for order in orders)], least)
+    better = [] if order is None else _sound(spec, lanes_of_ranks(spec, order))
+    return _found(spec, costs, [start.schedule, *better], least)
+
+
+def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
+    """The schedule of an order that comes from elsewhere; none where it cannot run.
+
+    A file may be another hand's, and in a model of whole numbers ops of no length may change places.
+    """
+    with contextlib.suppress(ValueError):
+        schedule = held_to(spec, order)
+        check(schedule)
+        return [schedule]
+    return []
 
 
 def _found(

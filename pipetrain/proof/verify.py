@@ -24,7 +24,7 @@ from pipetrain.model.spec import ModelSpec, make_spec, spec_of
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
-from pipetrain.schedule.families import FAMILIES
+from pipetrain.schedule.families import AUTO, FAMILIES
 from pipetrain.schedule.policy import Mode
 from pipetrain.timeline.draw.table import Table
 
@@ -96,7 +96,7 @@ def _result(row: Row) -> str:
 def cases(num_ranks: int) -> Iterator[Case]:
     """All models, trainable schedules and modes."""
     for model in _MODELS:
-        for schedule in FAMILIES:
+        for schedule in (*FAMILIES, AUTO):
             if schedule != "inference":
                 for mode in Mode:
                     yield Case(model, num_ranks, schedule, mode.value)

@@ -31,6 +31,8 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 
 _SLOPES = (1.0, 1.5, 2.0, 2.5, 3.0, math.inf)  # microbatches in flight per stage behind: 1 is 1F1B, inf GPipe
 _EXTRAS = (0, 1, 2)
+_MOST_LISTED = 150_000  # stages x microbatches x rules
+_FEWEST_RULES = 6
 _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
 (_FORWARD,) = WAYS[Direction.FORWARD][0]
 
@@ -110,7 +112,16 @@ def list_order(problem: OrderProblem) -> ListedOrder:
 
 
 def rules_of(problem: OrderProblem) -> Iterator[ListRule]:
-    """The rules to try: limits that grow with the distance from the last stage, with each preference that makes a difference."""
+    """The rules to try: limits that grow with the distance from the last stage, with each preference that makes a difference.
+
+    All of them, some hundred, where that takes a second or two; evenly spread ones where there are more ops.
+    """
+    rules = list(_all_rules(problem))
+    most = max(_FEWEST_RULES, _MOST_LISTED // (problem.num_stages * problem.num_microbatches))
+    yield from rules[:: -(-len(rules) // most)]
+
+
+def _all_rules(problem: OrderProblem) -> Iterator[ListRule]:
     stages, microbatches = problem.num_stages, problem.num_microbatches
 
     def limit(stage: int, slope: float, extra: int) -> int:

@@ -12,6 +12,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, fault_of, generator_of
 from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
+from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
 from pipetrain.schedule.hold_back import hold_back
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import RECOMPUTE, Direction
@@ -24,7 +25,6 @@ from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_i
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.split import closed_up, is_split, orders_of_w
 from pipetrain.schedule.waits import add_waits
 
 OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]

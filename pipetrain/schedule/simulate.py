@@ -4,7 +4,7 @@ The model, which is also what the runtime does:
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
   this op waits for has ended, otherwise the head of its recompute lane if that one may run. (Then of what a draft has in the
-  reduce lane: `split.py` asks so where a W would fill a wait.)
+  reduce lane: `halves.py` asks so where a W would fill a wait.)
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. Sends and receives do not occupy the rank.
 """

@@ -10,6 +10,8 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.families import ALWAYS_SPLIT
+from pipetrain.schedule.halves import is_split
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import LastStage, Mode, PerStage, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
@@ -46,7 +48,7 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For example `gpipe, overlap: 4 stages x 8 microbatches`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`."""
+        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`."""
         schedule = self.schedule
         ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
         placement = spelling_of(schedule.stage_ranks)
@@ -54,7 +56,8 @@ class Shown:
         size = (
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
-        return f"{schedule.family}, {_policy(schedule.policy)}: {size}"
+        halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
+        return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
 
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""

@@ -162,8 +162,10 @@ class Communicator:
         if self._monitor.failure is None:
             # The caller's stream comes after all that the steps have launched.
             ended = self._device.record(self._device.current())
-            self._monitor.wait(
-                lambda: self._device.has_ended(ended), lambda: f"closing the connection to {self.peer}, for the device"
+            self._device.waited("the last messages")
+            self._monitor.wait_polling(
+                lambda: self._device.has_ended(ended),
+                lambda: f"rank {self._monitor.rank} waits for its device: the last messages with {self.peer}",
             )
             self._data.shutdown()  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.timeline.breakdown import break_down, bubble_fraction
+from pipetrain.timeline.draw.rank_table import schedules_table
 from pipetrain.timeline.memory import bytes_over_time, sets_over_time
 
 
@@ -94,3 +95,23 @@ def test_sets_and_bytes_over_time() -> None:
     sized = show(num_stages=2, num_microbatches=2, costs=costs)
     assert sized.peak_bytes() == (11, 10)
     assert shown.peak_bytes() is None
+
+
+def test_inputs_are_the_share_of_a_set_that_they_are() -> None:
+    """GPipe with 3 stages and 4 microbatches: with R, stage 0 holds a set, which has its input, and three more inputs at once."""
+    without = show(num_stages=3, num_microbatches=4)
+    assert without.peak_sets_with_inputs() is None
+    assert "peak_sets_with_inputs" not in without.as_json()
+    counted = show(num_stages=3, num_microbatches=4, costs=Costs.spread(3, input_share=[0.25, 0.5, 1]))
+    assert counted.peak_sets_with_inputs() == (1 + 3 * 0.25, 1 + 3 * 0.5, 1)
+    assert counted.as_json()["peak_sets_with_inputs"] == [1.75, 2.5, 1]
+    assert counted.step_seconds == without.step_seconds
+    table = schedules_table([without, counted], ("plain", "counted")).as_text()
+    assert [line.split()[-1] for line in table.splitlines() if line][-2:] == ["-", "2.5"]
+
+
+def test_a_title_says_that_backwards_are_split() -> None:
+    assert show("1f1b", num_stages=3, num_microbatches=4, split_backward=True).title.startswith(
+        "1f1b, split, overlap: "
+    )
+    assert show("zb-h1", num_stages=3, num_microbatches=4).title.startswith("zb-h1, overlap: ")

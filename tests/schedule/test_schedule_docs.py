@@ -1,8 +1,10 @@
 """docs/SCHEDULES.md shows every family, its pictures are fresh and its commands are spelled as the keys are."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,21 +14,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "SCHEDULES.md").read_text()
 
 
-def drawn() -> dict[str, str]:
-    spec = importlib.util.spec_from_file_location("make_pictures", DOCS / "pictures" / "make.py")
+def script(name: str) -> Any:
+    """A script beside the pictures, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "pictures" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pictures(PAGE)
+    return module
 
 
-PICTURES = drawn()
+FRONTIER = script("frontier")
+FACTS = json.loads((DOCS / "pictures" / "frontier.json").read_text())
+PICTURES = {**script("make").pictures(PAGE), "frontier.svg": FRONTIER.picture(FACTS)}
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_fresh(name: str) -> None:
-    assert (DOCS / "pictures" / name).read_text() == PICTURES[name], "run: python docs/pictures/make.py"
+    assert (DOCS / "pictures" / name).read_text() == PICTURES[name], "run: python docs/pictures/make.py and frontier.py"
 
 
 def test_every_picture_is_shown_and_made() -> None:
@@ -39,3 +44,26 @@ def test_every_family_has_a_section_and_a_picture(family: str) -> None:
     section = re.search(rf"^## {family}$(.+?)^## ", PAGE, re.DOTALL | re.MULTILINE)
     assert section is not None
     assert f"pipeline.schedule={family} " in section[1]
+
+
+def test_the_table_of_time_against_sets_is_that_of_the_picture() -> None:
+    rows = [re.split(r"\s{2,}", line.strip()) for line in FRONTIER.table(FACTS).splitlines()]
+    in_page = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in PAGE.splitlines()]
+    assert all(row in in_page for row in rows if row[0].strip("-"))
+
+
+SIMULATED = ("inline", "gpipe, 1f1b", "gpipe, 1f1b, zb-h1, split", "zbv", "bound", "bound, split")
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_the_frontier_is_what_is_simulated(name: str) -> None:
+    assert FRONTIER.lines(0)[name](2) == FACTS["seconds"][name]["2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTS["seconds"])
+def test_the_whole_frontier_is_what_is_simulated(name: str) -> None:
+    """But for what a search on a faster machine finds."""
+    seconds = FRONTIER.lines(0)[name]
+    for sets, stored in FACTS["seconds"][name].items():
+        assert stored <= seconds(int(sets)) if FACTS["search_seconds"] else stored == seconds(int(sets))

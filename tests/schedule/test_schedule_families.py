@@ -109,9 +109,9 @@ def test_zero_bubble_leaves_the_fill_alone(ranks: int, microbatches: int) -> Non
     assert [rank.peak_sets for rank in shown.breakdown] == [2 * ranks] * ranks  # of half its layers each
 
 
-@pytest.mark.parametrize(("sets", "step"), [(1, 70.5), (2, 66.5), (3, 63.5)])
+@pytest.mark.parametrize(("sets", "step"), [(1, 70.5), pytest.param(2, 66.5, marks=pytest.mark.slow)])
 def test_zero_bubble_v_in_a_few_places(sets: int, step: float) -> None:
-    """In two of eight sets faster than 1F1B with all of them, which takes 69."""
+    """In two of eight sets faster than 1F1B with all of them, which takes 69; the frontier of docs/SCHEDULES.md has more."""
     numbers = {"num_stages": 16, "num_ranks": 8, "placement": "v", "num_microbatches": 16}
     half = Costs.spread(16, forward=0.5, backward=1, recompute=0.5)
     shown = show("zbv", **numbers, recompute=RecomputePolicy(sets=sets), costs=half)

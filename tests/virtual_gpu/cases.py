@@ -63,11 +63,16 @@ class Case:
     saves: bool = False
     slow: int | None = None
     last_stage: str = "auto"
+    communicators: str = "edge"
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
         words += [part.__name__ for part in (self.layers, self.also, self.autocast) if part not in _USUAL]
-        words += ["saves"] * self.saves + ([] if self.slow is None else [f"slow{self.slow}"])
+        words += (
+            ["saves"] * self.saves
+            + [self.communicators] * (self.communicators != "edge")
+            + ([] if self.slow is None else [f"slow{self.slow}"])
+        )
         return "-".join(words)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +108,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         stages_per_rank=case.stages_per_rank,
         num_microbatches=case.microbatches,
         placement=case.placement,
+        communicators=case.communicators,
     )
     policy = RecomputePolicy(case.mode, case.sets, last_stage=case.last_stage)  # type: ignore[arg-type]
     losses, gradients = [], {}
@@ -140,7 +146,7 @@ def _saver(pipeline: Pipeline, folder: Path) -> Saver:
 
 
 def _state(step: int, num_ranks: int) -> RunState:
-    return RunState(step, num_ranks, {}, {}, {}, {})
+    return RunState(step, num_ranks, {}, {}, None, {})
 
 
 def _fail(text: str) -> None:
@@ -204,6 +210,25 @@ def clips(pipeline: Pipeline, batch: Any) -> None:
 def evaluates(pipeline: Pipeline, batch: Any) -> None:
     inputs, targets = batch
     pipeline.evaluate(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+
+
+def evaluates_on_two_streams(pipeline: Pipeline, batch: Any) -> None:
+    on_two_streams(pipeline, lambda: evaluates(pipeline, batch), lambda: evaluates(pipeline, batch))
+
+
+def on_two_streams(pipeline: Pipeline, *calls: Callable[[], object]) -> None:
+    """Each call from a stream of its own, none of which waits for another."""
+    device = pipeline._lanes.device
+    before = device.current()
+    streams = [device.stream() for _ in calls]
+    for stream in streams:
+        device.name(stream, "caller's other")  # type: ignore[attr-defined]
+        device.follow(stream, before)
+    for stream, call in zip(streams, calls):
+        with device.on(stream):
+            call()
+    for stream in streams:
+        device.follow(before, stream)
 
 
 def infers(pipeline: Pipeline, batch: Any) -> None:

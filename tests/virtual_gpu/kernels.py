@@ -69,7 +69,11 @@ class Blocks:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._of_host:
-            self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key))
+            self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key, None))
+
+    def put_on_device(self, tensor: Tensor) -> None:
+        """It is on the device after all: `nn.Module.to`."""
+        self._of_host.pop(tensor.untyped_storage()._cdata, None)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._of_host

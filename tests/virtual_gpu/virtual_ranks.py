@@ -92,8 +92,7 @@ class VirtualRanks:
             def put(target: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(target, name, value))
 
-            if not hasattr(dist, "ProcessGroupNCCL"):  # torch without CUDA
-                stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True))
+            stack.enter_context(nccl_there())
             from pipetrain.group import chain, neighbour
             from pipetrain.runtime import pipeline, runner
             from pipetrain.snapshot import saver
@@ -143,6 +142,11 @@ class VirtualRanks:
 
     def communicator(self, store: Store, place: int, options: Any) -> VirtualGroup:
         return VirtualGroup(self.device, self._wires, store, place, options)
+
+
+def nccl_there() -> AbstractContextManager[object]:
+    """Within it `transport/nccl.py` can be imported, also with a torch that has no NCCL."""
+    return mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True)
 
 
 def _nccl_edges(
@@ -206,6 +210,9 @@ def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
     def called(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         for stage in pipeline._stages.values():
             stage._probe.done = True  # it looks at every tensor of the process, and other ranks' are among them
+            for layer in stage.layers:
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    ranks.device.blocks.put_on_device(tensor)
         with ranks.device.call(name):
             return method(pipeline, *args, **options)
 

@@ -1,0 +1,147 @@
+"""`pipeline.schedule=auto` in a run: rank 0 seeks the order or has it from the run that goes on, all ranks run the same."""
+
+import json
+import pathlib
+import signal
+import time
+from typing import Any
+
+import pytest
+from commands import PIPETRAIN, begin, complete, make_text
+from ranks import PATIENCE_SECONDS
+
+from pipetrain import train as rank
+from pipetrain.config.load import as_yaml, load
+from pipetrain.config.records import RunConfig
+from pipetrain.observe.folder import RunFolder
+from pipetrain.prepare import Run, prepare
+from pipetrain.schedule.csv_file import write_csv
+
+TYPED = [
+    "experiment=smoke",
+    "pipeline.schedule=auto",
+    "pipeline.num_stages=3",
+    "pipeline.num_microbatches=6",
+    "data.batch_size=6",
+    "pipeline.search_seconds=0",
+]
+
+
+class Ranks:
+    """The ranks of a run one after the other: rank 0 first, what it says is what the others hear."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, 0
+        self.said: list[Any] = []
+
+    def from_first(self, value: Any) -> Any:
+        if self.rank == 0:
+            self.said.append(json.loads(json.dumps(value)))
+        return self.said[-1]
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configurations for which an order was sought."""
+    found: list[RunConfig] = []
+
+    def counted(config: RunConfig, num_ranks: int) -> Run:
+        found.append(config)
+        return prepare(config, num_ranks)
+
+    monkeypatch.setattr(rank, "prepare", counted)
+    return found
+
+
+def agreed(ranks: Ranks, config: RunConfig) -> list[str | None]:
+    """What each of the ranks gets."""
+    found = []
+    for number in range(ranks.size):
+        ranks.rank = number
+        found.append(rank._agreed_order(config, ranks))  # type: ignore[arg-type]
+    return found
+
+
+def test_one_rank_seeks_and_all_have_the_same(prepared: list[RunConfig]) -> None:
+    config = load(TYPED)
+    orders = agreed(Ranks(3), config)
+    assert len(prepared) == 1
+    assert len(set(orders)) == 1
+    schedules = [prepare(config, 3, order).schedule for order in orders]
+    assert write_csv(schedules[0]) == orders[0]
+    assert schedules[0] == schedules[1] == prepare(config, 3).schedule
+    assert agreed(Ranks(3), load(["pipeline.num_stages=3"])) == [None] * 3
+
+
+def test_every_rank_hears_what_is_wrong() -> None:
+    ranks, config = Ranks(3), load([*TYPED, "plan.profile=/nowhere"])
+    for number in range(3):
+        ranks.rank = number
+        with pytest.raises(ValueError, match=r"plan.profile=/nowhere: .* is not there"):
+            rank._agreed_order(config, ranks)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
+    folder = RunFolder(tmp_path)
+    config = load([*TYPED, f"run_dir={tmp_path}"])
+    (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
+    folder.config.write_text(as_yaml(config))
+    # Another order than would be sought: in that of 1F1B stage 0 has less in flight.
+    other = write_csv(prepare(load([*TYPED, "recompute.stash=3"]), 3).schedule)
+    assert other != write_csv(prepare(config, 3).schedule)
+    folder.schedule.write_text(other)
+    for resume in ("auto", tmp_path, tmp_path / "snapshots", tmp_path / "snapshots" / "step-00000002"):
+        changed = load([*TYPED, f"run_dir={tmp_path}", f"resume={resume}", "steps=9", "pipeline.search_seconds=5"])
+        assert set(agreed(Ranks(3), changed)) == {other}
+    assert not prepared
+    for change in ("recompute.sets=2", "recompute.mode=early", "cost.hop_seconds=0.5"):
+        agreed(Ranks(3), load([*TYPED, f"run_dir={tmp_path}", "resume=auto", change]))
+    assert len(prepared) == 3, "sought again for what has changed"
+
+
+def test_search_is_shorter_than_what_ranks_wait() -> None:
+    with pytest.raises(
+        ValueError, match=r"pipeline.search_seconds=30.0: the other ranks wait timeout_seconds=20.0 at most"
+    ):
+        prepare(load(["experiment=smoke", "pipeline.schedule=auto", "timeout_seconds=20"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_run_in_the_best_order(tmp_path: pathlib.Path, halves: bool) -> None:
+    make_text(tmp_path / "text")
+    typed = [*TYPED[:-1], "pipeline.search_seconds=20", "data=text", f"data.path={tmp_path / 'text'}"]
+    typed.append(f"pipeline.split_backward={str(halves).lower()}")
+    plain = complete(tmp_path, [*PIPETRAIN, *typed, "pipeline.schedule=gpipe", "run_dir=plain"])
+    assert plain.returncode == 0, plain.stderr
+    done = complete(tmp_path, ["env", f"XDG_CACHE_HOME={tmp_path}", *PIPETRAIN, *typed, "run_dir=best"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("seeking an order") <= 1, "the ranks do not seek again"
+    assert "the step of pipeline.schedule=auto" in done.stderr
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "best")
+    ]
+    assert losses[0] == losses[1]
+    assert (tmp_path / "best" / "schedule.csv").read_text().startswith("0F0,0F1")
+    again = complete(
+        tmp_path,
+        [*PIPETRAIN[:-1], "show", "plan.profile=best", "pipeline.schedule=auto", "pipeline.search_seconds=0", "--json"],
+    )
+    assert again.returncode == 0, again.stderr
+    assert len(json.loads(again.stdout)["peak_sets"]) == 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_search(tmp_path: pathlib.Path) -> None:
+    typed = "show pipeline.schedule=auto pipeline.num_stages=8 pipeline.num_microbatches=32 pipeline.search_seconds=500"
+    with begin(tmp_path, [*PIPETRAIN[:-1], *typed.split()], XDG_CACHE_HOME=str(tmp_path)) as process:
+        assert process.stderr is not None
+        assert "seeking an order" in process.stderr.readline()
+        started = time.monotonic()
+        time.sleep(1)  # into the search; wherever it comes, it ends the command
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode not in (0, 2)
+        assert time.monotonic() - started < 250
+        assert not list(tmp_path.rglob("*.json")), "nothing half found is kept"
