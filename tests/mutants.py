@@ -42,12 +42,9 @@ MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
 PINNED = "tests/transport/test_pinned.py"
-<<<<<<< HEAD
 HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
-=======
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
->>>>>>> h-auto
 MUTANTS = (
     Mutant(
         "a resume may change every key",
@@ -1266,7 +1263,6 @@ MUTANTS = (
         "            _wait(lambda: self._device.has_ended(copied), self._monitor)",
         "            pass",
         (PINNED, "-k", "late_copies"),
-<<<<<<< HEAD
     ),
     Mutant(
         "a slot is filled again before it has been sent",
@@ -1449,8 +1445,6 @@ MUTANTS = (
         "input_bytes=self.costs.input_share, set_bytes",
         "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
         ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
-=======
->>>>>>> h-auto
     ),
     Mutant(
         "R is launched when it would run, not right behind what it waits for",
@@ -1495,7 +1489,6 @@ MUTANTS = (
         (LAUNCHES, "-k", "transfers_and_their"),
     ),
     Mutant(
-<<<<<<< HEAD
         "check does not look at the order of launching",
         "pipetrain/schedule/check.py",
         "    launched_in_one_order,\n",
@@ -1529,12 +1522,6 @@ MUTANTS = (
         "        if self._runs_ahead and not",
         "        if False and not",
         (COUNTING, "-k", "runs_ahead"),
-=======
-        "a run's receives ahead are not obeyed",
-        "pipetrain/prepare.py",
-        "            transport_ahead=config.transport.ahead,\n        )",
-        "        )",
-        (PINNED, "-k", "ahead_reaches"),
     ),
     Mutant(
         "a kept set leaves an earlier one without a place",
@@ -1617,56 +1604,6 @@ MUTANTS = (
         "for rest in needed.intersection(waiting):",
         "for rest in ():",
         (HALVES, "-k", "staircase or within_their_bounds"),
-    ),
-    Mutant(
-        "halves: without recomputation W are put off to the end",
-        "pipetrain/schedule/halves.py",
-        "most if never else closed.policy.places_of(stage)",
-        "None if never else closed.policy.places_of(stage)",
-        (HALVES, "-k", "holds_more"),
-    ),
-    Mutant(
-        "halves: the order with W behind their I is not among those to choose from",
-        "pipetrain/schedule/halves.py",
-        "        return closed, _where_ranks_wait",
-        "        return _where_ranks_wait(closed, costs, 10**6), _where_ranks_wait",
-        (HALVES, "-k", "never_slower or holds_more"),
-    ),
-    Mutant(
-        "halves: a family's own place for W is forgotten",
-        "pipetrain/schedule/halves.py",
-        "    return _as_given(closed, given), ",
-        "    return closed, ",
-        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
-    ),
-    Mutant(
-        "zbv: a forward more before the turns",
-        "pipetrain/schedule/families.py",
-        "(2 * (ranks - rank) - 1, [forth])",
-        "(2 * (ranks - rank), [forth])",
-        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
-    ),
-    Mutant(
-        "zb-h1: W right behind its I",
-        "pipetrain/schedule/families.py",
-        "order += [(Kind.W, i - stage)] if i >= stage else []",
-        "order += [(Kind.W, i)]",
-        ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
-    ),
-    Mutant(
-        "a pair of torch's file is read backward first",
-        "pipetrain/schedule/csv_file.py",
-        "    return first, second\n",
-        "    return second, first\n",
-        ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
-    ),
-    Mutant(
-        "inputs are counted as whole sets",
-        "pipetrain/timeline/shown.py",
-        "input_bytes=self.costs.input_share, set_bytes",
-        "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
-        ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
->>>>>>> h-auto
     ),
 )
 
