@@ -1599,6 +1599,8 @@ MUTANTS = (
         'return pipeline, replace(config.recompute, verify="off"), ',
         "return pipeline, ",
         ("tests/train/test_order.py", "-k", "goes_on"),
+    ),
+    Mutant(
         "halves: a W stays behind an op that needs its place",
         "pipetrain/schedule/halves.py",
         "for rest in needed.intersection(waiting):",
