@@ -1600,13 +1600,6 @@ MUTANTS = (
         "return pipeline, ",
         ("tests/train/test_order.py", "-k", "goes_on"),
     ),
-    Mutant(
-        "halves: a W stays behind an op that needs its place",
-        "pipetrain/schedule/halves.py",
-        "for rest in needed.intersection(waiting):",
-        "for rest in ():",
-        (HALVES, "-k", "staircase or within_their_bounds"),
-    ),
 )
 
 
