@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from benchmarks.ablation.run import orders
 from benchmarks.emulated import EmulatedWorkload
-from benchmarks.sets.run import INSIDE, QUICK, FewSets
+from benchmarks.sets.run import INSIDE, QUICK, FewSets, Measured, targets_of
 from benchmarks.systems import Ours
+from benchmarks.trial import OpSeconds, Row, Trial
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
 from pipetrain.schedule.simulate import simulate
@@ -20,16 +21,17 @@ def seconds(system: Ours, workload: EmulatedWorkload) -> float:
 
 
 def test_orders_are_sought_once_and_fit_their_places() -> None:
-    case = FewSets(EmulatedWorkload(3, num_microbatches=6), 2, 1.0, split=True)
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
     for system in case.ours(0.0):
-        sought = system.sought(case.workload, case.workload.costs())
+        sought = system.sought(case.workload, case.workload.costs(stages_per_rank=system.stages_per_rank))
         assert (sought.order is not None) == (system.family == "auto")
         schedule = sought.schedule(case.workload)
         check(schedule)
         assert max(peak.sets for peak in peak_sets(schedule)) <= system.sets
+        assert schedule.num_ranks == case.workload.num_stages
         assert replace(sought, order=None) == system
     names = [system.name for case in (QUICK, *INSIDE) for system in case.ours(60.0)]
-    assert {"1f1b, split", "auto, the rule", "auto, split, 60 s of search"} <= set(names)
+    assert {"1f1b", "1f1b, split", "auto, the rule", "auto, split, 60 s of search", "zbv"} <= set(names)
 
 
 def test_each_idea_of_the_ablation_brings_something() -> None:
@@ -46,3 +48,34 @@ def test_costs_of_a_workload_are_its_sleeps() -> None:
     costs = replace(FOUR, weight_gradient_seconds=0.5).costs(0.25)
     assert (costs.input_gradient[0], costs.weight_gradient[0], costs.hop_forward[0]) == (1.5, 0.5, 0.25)
     assert FOUR.costs().weight_gradient == ()
+
+
+def test_targets_say_what_was_measured() -> None:
+    """Rows that take what was simulated and hold what was foreseen: promises hold; as fast as ZBV with R, and twice as long: one is missed."""
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
+    ops = OpSeconds(0.04, 0.08, 0.04)
+    systems = [system.sought(case.workload, case.workload.costs()) for system in case.ours(0.0)]
+    exact = Measured(case, [], ops, 0.0)
+    rows = [
+        Row(system, [Trial((exact.simulated(system),), (), tuple(map(round, exact.foreseen_bytes(system))))])
+        for system in systems
+    ]
+    peers = [Row(peer, [Trial((10.0,), (), None)]) for peer in case.peers]
+    assert all(target.met for target in targets_of(Measured(case, [*peers, *rows], ops, 0.0)))
+    late = [replace_trial(row, seconds=1.05, held=1.0) for row in rows]
+    full = [replace_trial(row, seconds=1.0, held=1.06) for row in rows]
+    for measured, word in ((late, "simulated"), (full, "bytes")):
+        missed = [target for target in targets_of(Measured(case, [*peers, *measured], ops, 0.0)) if not target.met]
+        assert len(missed) == 1
+        assert word in missed[0].what
+    slow = [Row(peer, [Trial((1e-3,), (), None)]) for peer in case.peers]
+    assert sum(not target.met for target in targets_of(Measured(case, [*slow, *rows], ops, 0.0))) == 3
+
+
+def replace_trial(row: Row, *, seconds: float, held: float) -> Row:
+    trial = row.trials[0]
+    assert trial.peak_meter_bytes is not None
+    return Row(
+        row.system,
+        [Trial((trial.step_seconds[0] * seconds,), (), tuple(round(size * held) for size in trial.peak_meter_bytes))],
+    )
