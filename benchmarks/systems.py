@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.plan.climb import Effort
+from pipetrain.plan.measured import measure_costs
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.search import best_schedule
 from pipetrain.runtime.pipeline import Pipeline
@@ -47,12 +48,14 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Account:
-    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for."""
+    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for. `costs`: what
+    its ops took."""
 
     recompute_hidden_seconds: tuple[float, ...]
     recompute_exposed_seconds: tuple[float, ...]
     unexplained_seconds: tuple[float, ...]
     step_seconds: float
+    costs: Costs | None = None
 
 
 class Runner(Protocol):
@@ -217,6 +220,7 @@ class OursRunner:
             tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
             tuple(rank.other_seconds for rank in report.breakdown),
             report.step_seconds,
+            measure_costs(report.schedule.num_stages, [report.timeline]),
         )
 
     def close(self) -> None:

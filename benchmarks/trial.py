@@ -185,14 +185,10 @@ class OpSeconds:
     backward: float
     recompute: float
 
-    def costs(self, num_stages: int, hop_seconds: float, *, stages_per_rank: int = 1) -> Costs:
-        """Of a schedule whose stages are as large, or equal parts of one where ranks hold several."""
+    def costs(self, num_stages: int, hop_seconds: float) -> Costs:
+        """Of a schedule whose stages are all as that one."""
         return Costs.spread(
-            num_stages * stages_per_rank,
-            forward=self.forward / stages_per_rank,
-            backward=self.backward / stages_per_rank,
-            recompute=self.recompute / stages_per_rank,
-            hop=hop_seconds,
+            num_stages, forward=self.forward, backward=self.backward, recompute=self.recompute, hop=hop_seconds
         )
 
 

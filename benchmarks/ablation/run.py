@@ -24,7 +24,7 @@ CLAIM = (
     "orders for it and W that wait"
 )
 _NOT_AHEAD, _AHEAD = 0, 2
-_SEARCH_SECONDS = 30.0  # the default of pipeline.search_seconds
+_SEARCH_SECONDS = 20.0
 
 
 def variants() -> list[Ours]:
