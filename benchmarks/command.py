@@ -18,6 +18,7 @@ NAMES = {
     "links": "the same over links as slow as half a forward and a whole one (needs root and tc)",
     "simulated": "measured against simulated, for every family of schedules",
     "cost": "what the runtime itself costs per op, and how planning grows",
+    "split": "a backward in two halves beside a whole one: time, and what waits between them",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "ablation": "what each idea brings, alone and together",

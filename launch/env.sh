@@ -14,6 +14,9 @@ if [[ ${DEVICE:-gpu} == cpu ]]; then export CUDA_VISIBLE_DEVICES=""; fi
 # --- CUDA ---
 # Hardware queues of a GPU. With 1, a stream that waits would hold up the others: recomputation could not overlap.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+# When a GPU's kernels are loaded. LAZY, at its first launch: quick to start, but loading makes the host wait for all that the GPU
+# still has to do, in the first steps. EAGER, when CUDA starts: no such waits, for a longer start and some hundred MB on each GPU.
+export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-LAZY}
 
 # --- gloo and NCCL ---
 # The network device that joins the machines. Without it, gloo takes the one to which the machine's own name leads (on some

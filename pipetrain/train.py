@@ -21,7 +21,7 @@ from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
-from pipetrain.group.own_device import ask_for_hardware_queues
+from pipetrain.group.own_device import set_variables_of_gpus
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_trackers(config.observe)
         check_available(config)
         check_start(config.resume, config.init_from, config.run_dir)
-        ask_for_hardware_queues()
+        set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         outcome = train(config)
     except ValueError as error:

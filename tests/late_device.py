@@ -57,7 +57,6 @@ class LateDevice(CpuDevice):
 
     def __init__(self) -> None:
         self._current = _Stream()
-        self.num_copies = 0
 
     def stream(self, *, priority: int = LOW) -> _Stream:  # noqa: ARG002
         return _Stream()
@@ -102,10 +101,36 @@ class LateDevice(CpuDevice):
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self.num_copies += 1
-
         def late() -> None:
             time.sleep(LATE_SECONDS)
             target.copy_(source)
 
         self._current.give(late)
+
+
+class LateFlag:
+    """`spinning.Flag` on such a device: `here()` is that of the rank that asks, `stuck` tells of waits that were given up."""
+
+    def __init__(self, here: Callable[[], LateDevice], stuck: list[int], patience_seconds: float) -> None:
+        self._here = here
+        self._stuck = stuck
+        self._patience_seconds = patience_seconds
+        self._value = 0
+        self._raised = threading.Condition()
+
+    def raise_to(self, value: int) -> None:
+        def raising() -> None:
+            with self._raised:
+                self._value = value
+                self._raised.notify_all()
+
+        self._here().current().give(raising)
+
+    def wait_for(self, value: int) -> None:
+        def waiting() -> None:
+            with self._raised:
+                patience = 0.0 if self._stuck else self._patience_seconds
+                if not self._raised.wait_for(lambda: self._value >= value, patience):
+                    self._stuck.append(value)
+
+        self._here().current().give(waiting)

@@ -95,6 +95,17 @@ def every_case(models: Sequence[str] = tuple(MODELS)) -> list[Shared]:
     ]
 
 
+def of_one_rank() -> list[Shared]:
+    """Two and four stages on one rank, whose lanes share its streams: all modes, and R with one place and with two."""
+    return [
+        Shared(model, schedule, mode.value, stages, sets)
+        for model in MODELS
+        for schedule, stages in (("gpipe", 2), ("interleaved", 4))
+        for mode in Mode
+        for sets in ((1, 2) if mode in (Mode.EARLY, Mode.OVERLAP) else (1,))
+    ]
+
+
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 

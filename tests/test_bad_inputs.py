@@ -76,6 +76,7 @@ CONFIG = [
     train("data=wikitext", "data=wikitext", "stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),
+    train("transport=gloo", "transport=gloo", "auto, pinned, serial"),
     train("recompute.last_stage=never", "recompute.last_stage", "auto", "always"),
     train("steps=abc", "steps=abc", "an integer"),
     train("steps=3.5", "steps=3.5", "an integer"),
@@ -103,6 +104,9 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
+    train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
+    train("transport.edges=ncll", "transport.edges=ncll", "auto, nccl or pinned"),
     train("steps=0", "steps=0", "1 or more"),
     train("recompute.verify=0", "recompute.verify=0", "first, every, off or a number of steps"),
     train("seed=-1", "seed=-1", "0 or more"),

@@ -1694,7 +1694,7 @@ def test_whole_goes_to_the_device() -> None:
     Cause: tensors of the batch were moved leaf by leaf, and Whole is a leaf that is no tensor.
     """
     batch = {"x": torch.ones(2, 1), "whole": Whole({"mask": (torch.ones(3), 5)})}
-    moved = on_device(batch, torch.device("meta"))
+    moved = on_device(batch, lambda tensor: tensor.to("meta"))
     mask, number = moved["whole"].value["mask"]
     assert moved["x"].is_meta
     assert mask.is_meta

@@ -22,6 +22,11 @@ _ANSWER_SECONDS = 3.0
 # How long a rank that waits for its device pauses before it asks again: short at first, as most waits are.
 _FIRST_PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
+_RANK_HANGS = "that rank hangs, is stopped, or needs longer for a step than that"
+_DEVICE_HANGS = (
+    "it waits for a message of a rank that hangs or is gone, or needs longer for a step than that; a rank of which there is no "
+    "word is the first to look at"
+)
 
 
 class PipelineError(RuntimeError):
@@ -134,7 +139,7 @@ class Monitor:
             return pause
 
         with self._condition:
-            error = None if ready() else self._wait(ready, what, next_pause)
+            error = None if ready() else self._wait(ready, what, next_pause, _DEVICE_HANGS)
         if error is None and self.failure is not None:
             error = self._ending(self.failure, what())
         if error is not None:
@@ -146,15 +151,16 @@ class Monitor:
         ready: Callable[[], bool],
         what: Callable[[], str],
         pause: Callable[[], float] = lambda: _POLL_SECONDS,
+        advice: str = _RANK_HANGS,
     ) -> PipelineError | None:
         self.is_waiting = True
         try:
-            return self._waited(ready, what, pause)
+            return self._waited(ready, what, pause, advice)
         finally:
             self.is_waiting = False
 
     def _waited(
-        self, ready: Callable[[], bool], what: Callable[[], str], pause: Callable[[], float]
+        self, ready: Callable[[], bool], what: Callable[[], str], pause: Callable[[], float], advice: str
     ) -> PipelineError | None:
         now = time.monotonic()
         deadline, look_at = now + self.timeout_seconds, now + _POLL_SECONDS
@@ -163,7 +169,7 @@ class Monitor:
                 return self._explain_loss(what())
             now = time.monotonic()
             if now >= deadline:
-                return self._explain_timeout(what())
+                return self._explain_timeout(what(), advice)
             if now >= look_at:
                 look_at = now + _POLL_SECONDS
                 failure = self.failure or self.board.read()
@@ -196,12 +202,9 @@ class Monitor:
         )
         return self._ending(first, what)
 
-    def _explain_timeout(self, what: str) -> PipelineError:
+    def _explain_timeout(self, what: str, advice: str) -> PipelineError:
         self._waits.ask()
-        first = self.board.post(
-            f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): that rank hangs, is stopped, or "
-            "needs longer for a step than that"
-        )
+        first = self.board.post(f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}")
         return self._ending(first, what)
 
     def _ending(self, first: str, what: str) -> PipelineError:

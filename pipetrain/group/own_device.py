@@ -20,7 +20,7 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
     Raises:
         ValueError: `device` is neither the CPU nor a GPU.
     """
-    ask_for_hardware_queues()
+    set_variables_of_gpus()
     if device is not None:
         chosen = _device_of(device)
     else:
@@ -35,8 +35,13 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
     return chosen
 
 
-def ask_for_hardware_queues() -> None:
-    """Have CUDA, which has not started yet, make as many hardware queues as there can be, unless the user wants other ones."""
+def set_variables_of_gpus() -> None:
+    """What CUDA and NCCL read when they start, unless the user has said otherwise.
+
+    As many hardware queues as there can be. And a device's transfers in the order in which its host launches them, whichever
+    communicator they belong to (NCCL 2.26 and later): the order that the schedule is proved in.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault(_QUEUES, str(_NUM_QUEUES))
 

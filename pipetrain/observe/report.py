@@ -40,6 +40,7 @@ class RunReport:
     stragglers: tuple[
         Straggler, ...
     ] = ()  # ranks whose ops became slower than they were, or are slower than their like
+    deferred_share: PerRank = ()  # of the last step's seconds of backward, those of W; none where that is not known
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -125,9 +126,11 @@ def totals(report: RunReport) -> Table:
 
 def rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
+    shares = [share or 0.0 for share in report.deferred_share]
     rows = [
         ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
         ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
+        *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),
         ("peak activations", *map(size, report.peak_activation_bytes)),
         ("without recomputation", *map(size, report.peak_activation_bytes_never)),
     ]

@@ -111,6 +111,7 @@ def make_report(
             _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
         ),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,13 @@ def _unwrap(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Whole) else leaf
 
 
-def on_device(batch: Tree, device: torch.device) -> Tree:
-    """`batch` with its tensors on `device`, those in `Whole` too."""
+def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+    """`batch` with its tensors, those in `Whole` too, where `bring` brings them."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Whole):
-            return Whole(on_device(leaf.value, device))
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+            return Whole(on_device(leaf.value, bring))
+        return bring(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(moved, batch)
 

@@ -2,7 +2,7 @@
 
 One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers; the threads of the transport only
 say what has ended. It is work-conserving: when the next op of the compute lane waits for a message and the recompute lane
-has an op that may run, that one runs.
+has an op that may run, that one runs. On a device it launches in the order of the schedule.
 """
 
 from __future__ import annotations

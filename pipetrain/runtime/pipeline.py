@@ -226,10 +226,11 @@ class Pipeline:
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
         with self._watching():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
-        recording, peak = self._lanes.recording(), self._meter.peak_bytes
+        # Not the step itself, which holds the batch until the next one has ended.
+        index, recording, peak = step.index, self._lanes.recording(), self._meter.peak_bytes
         self._last_report = lambda: measure_rank(
             self.rank,
-            step.index,
+            index,
             recording,
             self._clock,
             self._stages,

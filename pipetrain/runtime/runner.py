@@ -24,7 +24,7 @@ from pipetrain.runtime.proving import Proving
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn, Stage
-from pipetrain.transport.fetch import fetch
+from pipetrain.transport.fetch import bring, fetch
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, make_edges
 
@@ -151,7 +151,7 @@ class CallRunner:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
     def _here(self, batch: Any) -> Any:
-        return on_device(batch, self._group.device)
+        return on_device(batch, partial(bring, where=self._group.device, device=self._device))
 
     def _execute(self, call: Call, step: Step) -> None:
         self._meter.exclude(self._weights())

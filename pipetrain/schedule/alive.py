@@ -1,4 +1,8 @@
-"""What opens and closes a set or a stash, and how much a stage may hold at once, whatever the timing."""
+"""What opens and closes a set or a stash, and how much a stage may hold at once, whatever the timing.
+
+Also for a host that launches a device's ops however far ahead: it takes and gives back memory in the order of its launches, which
+keeps all waits and queues, as if each op took no time. That is one of the timings.
+"""
 
 from __future__ import annotations
 

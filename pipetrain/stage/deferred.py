@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.leaves import is_sharded, leaf_of
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.split_function import Deferral, User, in_force, is_noted
@@ -27,8 +28,11 @@ _Layer = Callable[[Any], Any]
 class DeferredWeights:
     """What is known of the weights of one stage. `name_of(layer)` names a layer of the stage."""
 
-    def __init__(self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter, casts: WeightCasts
+    ) -> None:
         self.name_of = name_of
+        self.cast = casts.cast
         self._layers = layers
         self._meter = meter
         # Weight -> what reads it besides split functions.

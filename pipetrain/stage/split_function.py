@@ -75,7 +75,8 @@ def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None
     if (deferral is None or not deferral.is_open) and hasattr(function, "_whole"):
         return function._whole(ctx, *gradients)
     given = _as_tuple(function.backward_input(ctx, *gradients))
-    weights = [place for place, gradient in enumerate(given) if gradient is None and ctx.needs_input_grad[place]]
+    needed = zip(ctx.needs_input_grad, given)  # arguments with a default may have no place in the first
+    weights = [place for place, (needs, gradient) in enumerate(needed) if needs and gradient is None]
     if not weights:
         return given
     if deferral is not None and note is not None and deferral.takes(note, weights):
@@ -200,6 +201,9 @@ class Weights(Protocol):
 
     def name_of(self, layer: int) -> str:
         """In an error."""
+
+    def cast(self, weight: Tensor, *, make: bool) -> Tensor:
+        """The cast of a weight under autocast, one for the whole step; `make` it where there is none yet."""
 
 
 class Deferral:

@@ -24,47 +24,60 @@ _linear, _addmm = F.linear, torch.addmm
 class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
-    Torch's operations in torch's order, so that values and gradients have the same bits. The gradient of the bias is a sum
-    over rows, next to nothing, and stays in I: shared biases are autograd's own matter.
+    Torch's operations in torch's order, so that values and gradients have the same bits. `cast` is what to multiply by in the
+    place of `weight` under autocast, which gives `x` in that dtype, too: then the gradient of `weight` is of that dtype until
+    all of a microbatch's are summed, as that of a cast that autocast keeps is.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool, cast: Tensor | None = None
+    ) -> Tensor:
+        factor = weight if cast is None else cast
+        ctx.save_for_backward(x, factor)
         ctx.is_transposed = is_transposed
+        ctx.bias_waits = bias is not None and bias.requires_grad and why_whole(bias) is None
         # What torch does in one operation and what in two differs in the last bit.
-        ctx.is_fused = bias is not None and (x.dim() == 2 or (x.dim() == 3 and x.is_contiguous()))
-        matrix = weight.t() if is_transposed else weight
+        ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
+        matrix = factor.t() if is_transposed else factor
         # The output may be changed in place, which autograd allows of no view that a function returns.
         output = x.new_empty(*x.shape[:-1], matrix.shape[1])
-        if bias is not None and ctx.is_fused:
-            _addmm(bias, _rows(x), matrix, out=_rows(output))
+        if bias is None:
+            torch.mm(_rows(x), matrix, out=_rows(output))
+        elif ctx.is_fused:
+            _addmm(bias.to(x.dtype), _rows(x), matrix, out=_rows(output))
         else:
             torch.mm(_rows(x), matrix, out=_rows(output))
-        return output if bias is None or ctx.is_fused else output.add_(bias)
+            output.add_(bias.to(x.dtype))
+        return output
 
     @staticmethod
     def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, factor = ctx.saved_tensors
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = _gradient_of_rows(_rows(x), _rows(gradient), weight.t() if ctx.is_transposed else weight).view(
-                x.shape
-            )
-        # Autograd sums it over the rows.
-        of_bias = (_rows(gradient) if ctx.is_fused else gradient) if ctx.needs_input_grad[2] else None
-        return of_x, None, of_bias, None
+            matrix = factor.t() if ctx.is_transposed else factor
+            of_x = _gradient_of_rows(_rows(x), _rows(gradient), matrix)
+            of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
+        of_bias = _gradient_of_bias(ctx, gradient) if ctx.needs_input_grad[2] and not ctx.bias_waits else None
+        return of_x, None, of_bias, None, None
 
     @staticmethod
     def backward_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, factor = ctx.saved_tensors
+        of_bias = _gradient_of_bias(ctx, gradient) if ctx.bias_waits else None
         if ctx.is_transposed:
-            return None, _gradient_of_matrix(_rows(x), _rows(gradient), weight.t()).t(), None, None
-        return None, _gradient_of_matrix(_rows(x), _rows(gradient), weight), None, None
+            return None, _gradient_of_matrix(_rows(x), _rows(gradient), factor.t()).t(), of_bias, None, None
+        return None, _gradient_of_matrix(_rows(x), _rows(gradient), factor), of_bias, None, None
+
+
+def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
+    """As autograd sums what it gets for a tensor that was broadcast."""
+    return (_rows(gradient) if ctx.is_fused else gradient).sum_to_size(gradient.shape[-1])
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _gradient_of_rows(rows: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
@@ -88,56 +101,66 @@ def _is_column_major(matrix: Tensor) -> bool:
 
 
 def _split_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    if torch.compiler.is_compiling() or not _may_split(
-        user_in_force(), input, weight, bias, num_outputs=weight.shape[0]
-    ):
+    if torch.compiler.is_compiling() or (user := _user_of(input, weight, bias, num_outputs=weight.shape[0])) is None:
         return _linear(input, weight, bias)
-    output: Tensor = SplitLinear.apply(input, weight, bias, True)
-    return output
+    return _multiplied(user, input, weight, bias, is_transposed=True)
 
 
 def _split_addmm(*args: Any, **named: Any) -> Tensor:
     if not torch.compiler.is_compiling() and len(args) == 3 and not named:
         bias, x, weight = args
-        if _may_split(user_in_force(), x, weight, bias, num_outputs=weight.shape[-1]):
-            output: Tensor = SplitLinear.apply(x, weight, bias, False)
-            return output
+        if (user := _user_of(x, weight, bias, num_outputs=weight.shape[-1])) is not None:
+            return _multiplied(user, x, weight, bias, is_transposed=False)
     return _addmm(*args, **named)
 
 
-def _may_split(user: User | None, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_outputs: int) -> bool:
-    """Whether this product is one of ours; where its weight learns, and it is not, the user is told why."""
+def _multiplied(user: User, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    cast = None
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        # R finds the cast of F. Where it is gone, the weight has changed, which R says when it ends.
+        cast = user.deferral.weights.cast(weight, make=user.is_forward).detach().to(dtype)
+        x = x.to(dtype)
+    output: Tensor = SplitLinear.apply(x, weight, bias, is_transposed, cast)
+    return output
+
+
+def _user_of(x: Tensor, weight: Tensor, bias: Tensor | None, *, num_outputs: int) -> User | None:
+    """The layer that runs, if this product is one of ours; where its weight learns, and it is not, the user is told why."""
+    user = user_in_force()
     if user is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return False
-    why = why_whole(weight) or _why_not_here(user, x) or _why_not_this(x, weight, bias, num_outputs)
-    if why is not None:
-        user.tell(why)
-    return why is None
+        return None
+    why = why_whole(weight) or _why_not_here(user, x, weight) or _why_not_this(x, weight, bias, num_outputs)
+    if why is None:
+        return user
+    user.tell(why)
+    return None
 
 
-def _why_not_here(user: User, x: Tensor) -> str | None:
+def _why_not_here(user: User, x: Tensor, weight: Tensor) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "it runs under torch.func"
-    if torch.is_autocast_enabled(x.device.type):
-        return "it runs under autocast"
+    if torch.is_autocast_enabled(x.device.type) and not (
+        weight.dtype is torch.float32 and torch.is_autocast_cache_enabled()
+    ):
+        return "it runs under an autocast that does not keep a cast of its weight"
     if hooks_in_force() is not user.hooks:
         return "it runs under torch.utils.checkpoint, or other hooks for saved tensors"
     return None
 
 
 def _why_not_this(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
-    is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
-    fits = (
-        is_plain
-        and x.dim() > 1
-        and weight.dim() == 2
-        and weight.numel() > 0
-        and weight.is_contiguous()
-        and x.dtype is weight.dtype
-    )
-    if fits and bias is not None:
-        fits = type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,) and bias.dtype is weight.dtype
+    fits = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.dim() > 1
+    fits = fits and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous()
+    fits = fits and weight.is_floating_point() and (x.dtype is weight.dtype or _is_cast(x))
+    if bias is not None:
+        fits = fits and type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,)
+        fits = fits and bias.dtype is weight.dtype
     return None if fits else "it multiplies other than plain tensors of one dtype"
+
+
+def _is_cast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type) and x.dtype is torch.get_autocast_dtype(x.device.type)
 
 
 def hooks_in_force() -> Any:

@@ -247,7 +247,7 @@ class Stage:
 
     @functools.cached_property
     def _weights(self) -> DeferredWeights:
-        return DeferredWeights(self.layers, self._name_of, self._meter)
+        return DeferredWeights(self.layers, self._name_of, self._meter, self._casts)
 
     def _casts_in_force(self) -> WeightCasts | None:
         return self._casts if self._casts.is_active() else None

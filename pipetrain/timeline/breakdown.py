@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, WAYS, Direction
 from pipetrain.schedule.messages import source_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.memory import sets_over_time
 
 Interval = tuple[float, float]
+_BACKWARD = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class RankBreakdown:
     because the busiest rank has that much more work. `other` is what is left: everything was there, nothing ran.
 
     `recompute_exposed` is the part of R's time in which no F, B, I or W ran although the next one had all its inputs (R
-    not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank.
+    not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank. `deferred_share` is what W
+    has of the seconds of all backwards, be they whole or split; 0 without any.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class RankBreakdown:
     recompute_hidden_seconds: float
     recompute_exposed_seconds: float
     peak_sets: int
+    deferred_share: float = 0.0
 
     @property
     def bubble_seconds(self) -> float:
@@ -86,7 +89,15 @@ def _of_rank(
         recompute_hidden_seconds=recompute - exposed,
         recompute_exposed_seconds=exposed,
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
+        deferred_share=_deferred_share(events),
     )
+
+
+def _deferred_share(events: Iterable[OpEvent]) -> float:
+    backward = [event for event in events if event.op.kind in _BACKWARD]
+    seconds = sum(event.end - event.start for event in backward)
+    late = sum(event.end - event.start for event in backward if event.op.kind in FINISHING)
+    return late / seconds if seconds > 0 else 0.0
 
 
 def _waits(

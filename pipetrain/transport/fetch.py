@@ -1,9 +1,10 @@
-"""A value of the device on the host: the one way in which a step waits for its device."""
+"""Values between the host and its device: to it without a wait, and back in the one way in which a step waits for its device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from pipetrain.group.failure import Monitor
@@ -27,5 +28,27 @@ def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor
     device.copy(copy, tensor)
     end = device.record(device.current())
     device.waited(what)
-    monitor.wait_polling(lambda: device.has_ended(end), lambda: f"rank {monitor.rank} waits for its device: {what}")
+    doing = f"rank {monitor.rank} waits for its device to give {what}"
+    monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)
     return copy
+
+
+def bring(tensor: Tensor, where: torch.device, device: Device) -> Tensor:
+    """`tensor` on the device, for what the current stream gets from now on; whoever gave it may overwrite it at once.
+
+    `Tensor.to` would have the host wait until the stream has done what it was given, the optimizer's step for one: the driver
+    copies from memory that it knows, and from any other only when its turn has come.
+    """
+    if not device.runs_ahead or where.type == "cpu" or not _is_plain(tensor):
+        return tensor.to(where)
+    staged = device.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    staged.copy_(tensor.detach())
+    there = torch.empty_like(tensor, device=where)
+    device.copy(there, staged)
+    return there
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is bytes of the host, one after the other; of another one torch knows best what has to be kept."""
+    known = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+    return known and not tensor.is_conj() and not tensor.is_neg()

@@ -75,7 +75,7 @@ class Lanes:
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
         if self._ahead is not None:
             for stream in self._streams():
-                self.device.follow(stream, caller)  # what one stream has read another may be given from now on
+                self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next
             self._ahead.join()
 
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:

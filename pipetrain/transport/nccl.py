@@ -6,8 +6,8 @@ Each stage edge and direction has a stream of its own, and a communicator of its
 that of its two ranks and direction: then messages of several edges are sent and received in one order, which is the same
 on both ranks because each launches its part of one order of all ops. Nothing waits on the host: F and B wait for the event
 that ends their RECV. Only the form of a message that is not known yet has to reach the host, which waits for it at the turn of
-the RECV: so ops are launched in the same order in every step. It travels over gloo when the SEND has been launched, and the
-sender's host comes to that without anything that stands behind the RECV in its own rank's order.
+the RECV: so ops are launched in the same order in every step. It travels over gloo at the turn of the SEND, ahead of the tensors:
+a host that waited for its device between two of them would wait for a RECV that waits for the form.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Communicator:
         return self._device.lent(flat_bytes(tensor).view(torch.uint8))
 
     def tell(self, op: Op, form: Form) -> None:
-        """The other rank gets the form of a message whose tensors have been given to the device: see `hear`."""
+        """The other rank gets the form of the message that comes next: see `hear`."""
 
         def job() -> Callable[[], None]:
             send_form(self._forms, self._other, form)
@@ -162,8 +162,10 @@ class Communicator:
         if self._monitor.failure is None:
             # The caller's stream comes after all that the steps have launched.
             ended = self._device.record(self._device.current())
-            self._monitor.wait(
-                lambda: self._device.has_ended(ended), lambda: f"closing the connection to {self.peer}, for the device"
+            self._device.waited("the last messages")
+            self._monitor.wait_polling(
+                lambda: self._device.has_ended(ended),
+                lambda: f"rank {self._monitor.rank} waits for its device: the last messages with {self.peer}",
             )
             self._data.shutdown()  # type: ignore[attr-defined]
 
@@ -220,10 +222,10 @@ class NcclOutbound:
         expected: Form | None = None,
     ) -> None:
         assert expected is None, f"{op}: a change of form cannot be told over NCCL"
-        with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
-            self._communicator.send(tensors)
         if form is not None:
             self._communicator.tell(op, form)
+        with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
+            self._communicator.send(tensors)
         left()
 
 

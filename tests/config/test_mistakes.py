@@ -85,6 +85,7 @@ UNSUPPORTED = {
 }
 
 REFUSED_BY_DEEPSPEED = {
+    "transport.edges=pinned": ["transport.edges=pinned", "transport=auto"],
     "pipeline=gpipe": ["pipeline.schedule=gpipe", "pipeline=1f1b"],
     "recompute=overlap": ["recompute.mode=overlap", "recompute=inline"],
     "recompute=early": ["recompute.mode=early", "recompute=inline"],
@@ -95,6 +96,7 @@ REFUSED_BY_DEEPSPEED = {
     "pipeline.stages_per_rank=2": ["pipeline.stages_per_rank=2", "pipeline.stages_per_rank=1"],
     "pipeline.placement=v": ["pipeline.placement=v", "pipeline.placement=loop"],
     "pipeline.warmup=3": ["pipeline.warmup=3", "pipeline.warmup=null"],
+    "pipeline.split_backward=true": ["pipeline.split_backward=true", "pipeline.split_backward=false"],
     "parallel.zero=2": ["parallel.zero=2", "parallel.zero=1"],
     "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],
     "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],

@@ -51,6 +51,12 @@ def test_the_page_says_what_was_predicted_and_by_how_much_it_was_off() -> None:
     assert "2.0 GB" in text
 
 
+def test_what_was_deferred_stands_there_where_a_backward_was_split() -> None:
+    assert "deferred" not in as_markdown(dataclasses.replace(REPORT, deferred_share=(0.0, 0.0)))
+    text = as_markdown(dataclasses.replace(REPORT, deferred_share=(0.376, 0.0)))
+    assert "| backward deferred to W |      38% |       0% |" in text
+
+
 def test_what_is_not_known_is_a_dash() -> None:
     stopped = dataclasses.replace(REPORT, heldout_loss=None, step_seconds_predicted=None, stopped_by="SIGINT")
     text = as_markdown(stopped)

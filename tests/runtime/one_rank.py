@@ -42,9 +42,10 @@ def run_step(
     step: int = 0,
     has_backward: bool = True,
     waiting: int | None = None,
+    before_w: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """All F, then R and B of each microbatch, last stage first; `has_backward`: R and B, too. `waiting`: in the place of B come I
-    and, so many microbatches later or at the end, W."""
+    and, so many microbatches later or at the end, W; `before_w` is called when all B or I have run."""
     microbatches, labels = cut(inputs, m), cut(targets, m, "targets")
     weights = weights_of([pytree.tree_leaves(part)[0].shape[0] for part in microbatches])
     total = torch.zeros(())
@@ -77,6 +78,7 @@ def run_step(
                 gradients = stage.backward(i, gradients)
             if waiting is not None and i >= waiting:
                 run_w(stages, i - waiting)
+        before_w()
         for i in range(max(0, m - waiting), m) if waiting is not None else ():
             run_w(stages, i)
     for stage in stages:

@@ -341,6 +341,16 @@ def test_programs_are_made_once_and_not_kept_without_end() -> None:
     assert programs.whole() is programs.whole()
 
 
+def test_programs_of_a_device_that_runs_ahead_have_one_queue() -> None:
+    plan = make_plan(8, num_ranks=2, num_microbatches=8)
+    programs = Programs("1f1b", RecomputePolicy(), plan, 0, runs_ahead=True)
+    for program in (programs.whole(), programs.training(0, frozenset({1, 6})), programs.inference(4)):
+        assert program.ops == program.schedule.launch_order[0]
+        assert program.queues == (range(len(program.ops)),)
+    for program in (Programs("1f1b", RecomputePolicy(), plan, 0).whole(),):
+        assert not program.schedule.launch_order
+
+
 def test_a_given_schedule_has_every_microbatch() -> None:
     schedule = without_microbatches(make_schedule(num_stages=1, num_microbatches=3), frozenset({1}))
     with pytest.raises(ValueError, match=r"the schedule skips the microbatches \[1\]: give one with all of them"):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -136,8 +137,10 @@ class _Edges:
         return _End(self.lanes, Lane.SEND, peer, self.let_go)
 
 
-def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
-    """One step of the rank in the middle."""
+def launch(
+    schedule: Schedule, device: Recorder, between: Callable[[Lanes], None] | None = None
+) -> tuple[Lanes, _Edges]:
+    """One step of the rank in the middle; a second one where there is something to do between them."""
     meter, board = ActivationMeter(), FailureBoard(None)
     lanes = Lanes(RANK, device)
     edges = _Edges(lanes)
@@ -148,8 +151,11 @@ def launch(schedule: Schedule, device: Recorder) -> tuple[Lanes, _Edges]:
     gradient = Form("", (TensorForm((2, 3), (3, 1), "float32", False),))
     forms = {op: form if op.kind in (Kind.SEND_F, Kind.RECV_F) else gradient for _, _, op in schedule.ops()}
     executor = Executor(RANK, {RANK: stage}, transport, lanes, Monitor(RANK, board, timeout_seconds=1.0), board)
-    transport.start_step(forms, described=(False, False))
-    executor.run(Program.of(schedule, RANK), Step(0, 0, STAGES, with_graph=True, with_loss=True))
+    for index in range(1 if between is None else 2):
+        if index and between is not None:
+            between(lanes)
+        transport.start_step(forms, described=(False, False))
+        executor.run(Program.of(schedule, RANK), Step(index, 0, STAGES, with_graph=True, with_loss=True))
     return lanes, edges
 
 
@@ -169,16 +175,28 @@ def unordered(schedule: Schedule, lanes: Lanes) -> list[str]:
 @pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
 @pytest.mark.parametrize("family", ["gpipe", "1f1b"])
 def test_streams_obey_every_wait(family: str, mode: str) -> None:
-    schedule = make_schedule(
-        family, num_stages=STAGES, num_microbatches=M, recompute=RecomputePolicy(mode, sets=2, keep="none")
-    )
-    device = Recorder()
-    lanes, edges = launch(schedule, device)
+    policy = RecomputePolicy(mode, sets=2, keep="none")
+    schedule = for_device(make_schedule(family, num_stages=STAGES, num_microbatches=M, recompute=policy))
+    lanes, edges = launch(schedule, Recorder())
     assert unordered(schedule, lanes) == []
     ends = {op: end for _, op, _, end in lanes._spans}
     assert len(edges.let_go) == 2 * M
     for op, after in edges.let_go.items():
         assert ends[op].count <= after.get(ends[op].stream, 0), f"{op} may read what compute may write by now"
+
+
+def test_a_step_comes_after_the_one_before_whoever_calls_it() -> None:
+    """Its receives may fill the buffers of the step before, and the caller may have gone to another stream of its own."""
+    ends: list[_Event] = []
+
+    def another_caller(lanes: Lanes) -> None:
+        ends.extend(end for _, _, _, end in lanes._spans)
+        device._current = device.stream()
+
+    device = Recorder()
+    lanes, _ = launch(for_device(make_schedule("1f1b", num_stages=STAGES, num_microbatches=M)), device, another_caller)
+    starts = [start for lane, _, start, _ in lanes._spans if lane is Lane.RECV]
+    assert all(end.comes_before(start) for end in ends for start in starts)
 
 
 def test_a_stream_that_does_not_wait_is_found() -> None:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from pipetrain.group.clocks import Clock
+from pipetrain.runtime.measure import measure_rank
+from pipetrain.schedule.make import make_schedule
+from pipetrain.timeline.step_report import RankReport, Report
+from pipetrain.transport.device import DeviceMemory
 from pipetrain.transport.device_clock import AnchoredClock
+from pipetrain.transport.lanes import Recording
 
 BEHIND_SECONDS = 3.0
 
@@ -88,3 +94,17 @@ def test_the_first_comparison_is_waited_for() -> None:
     clock = world.clock.of_step()
     start = Happens(world.time + 1.0)
     assert abs(clock(start) - start.at) <= clock.error_seconds() < 0.5
+
+
+def test_a_report_says_what_its_device_tells() -> None:
+    """The error of the ranks' clocks and of the device's add up; memory that a device does not tell of is None."""
+    recording = Recording(lambda: (), lambda: True, lambda: 0.25)
+    told = measure_rank(1, 7, recording, Clock(1.0, 0.5), {}, 10, DeviceMemory(20, 30, 1000), 40)
+    silent = measure_rank(0, 7, recording, Clock(0.0, 0.0), {}, 10, DeviceMemory(20), None)
+    ranks = [RankReport.from_json(report.to_json()) for report in (told, silent)]
+    assert ranks == [told, silent]
+    report = Report.of(ranks, make_schedule(num_stages=2, num_microbatches=1))
+    assert report.peak_memory_bytes == (20, 20)
+    assert report.peak_reserved_bytes == (None, 30)
+    assert report.communicator_bytes == (None, 40)
+    assert report.clock_error_seconds == 0.75

@@ -12,6 +12,7 @@ import torch
 from one_rank import make_stages, run_step, twins
 from parity_cases import mean_square
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.reference import reference_step
@@ -416,6 +417,45 @@ class Scales(nn.Module):
 
 def test_recompute_sees_the_buffers_of_its_forward() -> None:
     check_parity(lambda: [linear(), Scales(), linear(), Scales(), linear(), linear()], [2, 4], keep=False)
+
+
+def test_what_a_recompute_reads_of_buffers_lives_until_its_backward() -> None:
+    """On a GPU R has been launched, and not run, when `recompute` returns: memory that the host lets go of then is given to a later F."""
+    seen: list[StorageWeakRef] = []
+
+    class Notes(nn.Module):
+        """What it reads of its buffer is not saved for B: only the state that F saw holds it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.count, Tensor)
+            seen.append(StorageWeakRef(self.count.untyped_storage()))
+            self.count += 1
+            return x + self.count
+
+    alive: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            alive.append(not seen[-1].expired())
+            return gradient
+
+    class Looking(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Looks.apply(x)
+
+    run_step(one_stage(linear(), Notes(), Looking(), linear()), *batch(), M)
+    assert len(seen) == 2 * M
+    assert alive == [True] * M
+    assert [ref.expired() for ref in seen] == [False] * M + [True] * M, "what stood in goes with B"
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])

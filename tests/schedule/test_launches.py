@@ -16,7 +16,7 @@ from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.launches import for_device, launch_order
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.messages import partner_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -39,6 +39,28 @@ def test_ranks_launch_in_one_order() -> None:
     )
     assert launched(schedule, 1) == ("1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2")
     check(schedule, serial=True)
+
+
+def test_what_transfers_and_their_tensors_wait_for() -> None:
+    made = make_schedule("1f1b", num_stages=3, num_microbatches=6)
+    device = for_device(made)
+    added = {
+        str(op): " ".join(str(one) for one in own[len(made.waits.get(op, ())) :]) for op, own in device.waits.items()
+    }
+    assert added["0RECV_B0"] == "0F1"  # 1B0 stands behind 1F1
+    assert added["0RECV_B1"] == "0F2"
+    assert added["1RECV_B0"] == "1F0"  # through 2F0 and 2B0
+    assert added["1RECV_F2"] == ""  # rank 0 runs three forwards ahead
+    assert added["1RECV_F3"] == "1B0"
+    assert added["0F3"] == "0SEND_F0"
+    assert added["1B4"] == "1SEND_B1"
+
+
+def test_a_schedule_with_other_stages_trained_is_launched_anew() -> None:
+    device = for_device(make_schedule(num_stages=3, num_microbatches=3))
+    fewer = with_first_backward(device, 1)
+    assert not fewer.launch_order
+    assert for_device(fewer) == for_device(make_schedule(num_stages=3, num_microbatches=3, first_backward=1))
 
 
 def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[set[int]]) -> bool:
@@ -125,6 +147,10 @@ def holds(schedule: Schedule, costs: Costs, seed: int) -> None:
     memory_is_free(device)
     bounds_hold_as_launched(device)
     receives_delay_nothing(schedule, device, costs)
+    some_left_out = frozenset(number for number in schedule.microbatches if number >> seed % 3 & 1)
+    rest = without_microbatches(device, some_left_out)
+    check(rest, serial=True)
+    memory_is_free(rest)
 
 
 def never_hangs(schedule: Schedule, source: random.Random) -> None:

@@ -25,6 +25,7 @@ from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.state import Part, tensors_of
 from pipetrain.snapshot.tensors import Image
+from pipetrain.transport.device import CpuDevice
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -288,3 +289,22 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_snapshot(tmp_path: pathl
     assert torch.equal(Snapshot(newest).tensors(Part.WEIGHTS)["w"], torch.full((1 << 18,), float(step)))
     saver_of(tmp_path)
     assert all(path.name in {f"step-{number:08d}" for number in steps_in(tmp_path)} for path in tmp_path.iterdir())
+
+
+def test_all_saves_copy_on_one_stream(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has few streams, and hands out the same ones again: one that a save took could be that of the messages."""
+
+    class Streams(CpuDevice):
+        made = 0
+
+        def stream(self, *, priority: int = 0) -> object:  # noqa: ARG002
+            Streams.made += 1
+            return None
+
+    monkeypatch.setattr(saver_module, "device_of", lambda _: Streams())
+    saver = saver_of(tmp_path)
+    for step in (1, 2, 3):
+        saver.save(state_of(step), {Part.WEIGHTS: {"w": torch.ones(3)}})
+        saver.wait()
+    assert saver.last_step == 3
+    assert Streams.made == 1

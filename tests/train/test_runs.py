@@ -26,7 +26,7 @@ METRICS = (
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
-    "skipped_steps rollbacks stragglers"
+    "skipped_steps rollbacks stragglers deferred_share"
 )
 PER_RANK = [
     "recompute_hidden_seconds",

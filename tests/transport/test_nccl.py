@@ -108,7 +108,7 @@ def make(nccl: ModuleType, stage_ranks: tuple[int, ...], rank: int, communicator
     return nccl.NcclEdges(HashStore(), lanes, monitor, CPU, stage_ranks, communicators), lanes, monitor
 
 
-def test_a_form_is_told_when_its_tensors_have_been_given_to_the_device(nccl: ModuleType) -> None:
+def test_a_form_goes_ahead_of_its_tensors(nccl: ModuleType) -> None:
     edges, lanes, _ = make(nccl, (0, 1), 0)
     end = edges.outbound(0, "F", 0, "rank 1")
     Group.said.clear()
@@ -116,7 +116,7 @@ def test_a_form_is_told_when_its_tensors_have_been_given_to_the_device(nccl: Mod
     tensors = [torch.zeros(2, 3, dtype=torch.complex64), torch.zeros(0), torch.ones(5, dtype=torch.bool)]
     with lanes.on(Lane.SEND, (), SEND):
         end.send(SEND, FORM, tensors, lambda: Group.said.append("left"))
-    assert Group.said == ["send uint8 x 48", "send uint8 x 5", "tell", "left"]
+    assert Group.said == ["tell", "send uint8 x 48", "send uint8 x 5", "left"]
     assert lanes.device.lends == [tensors[0].data_ptr(), tensors[2].data_ptr()], "the allocator is not told of NCCL"
     assert end.reads_later
 
@@ -170,7 +170,7 @@ def test_a_device_that_does_not_end_does_not_hang_the_close(nccl: ModuleType) ->
     edges, lanes, monitor = make(nccl, (0, 1), 0)
     transport = Transport((0, 1), 0, edges, ActivationMeter(), CPU, lanes)
     lanes.device.ends = False
-    with pytest.raises(PipelineError, match="closing the connection to rank 1"):
+    with pytest.raises(PipelineError, match="rank 0 waits for its device: the last messages with rank 1"):
         transport.close()
     assert monitor.failure is not None
     transport.abort()

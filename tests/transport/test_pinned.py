@@ -285,7 +285,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -303,6 +304,7 @@ def test_ranks_share_gpus_where_they_may(two_gpus: pytest.MonkeyPatch) -> None:
 def test_cuda_starts_with_all_hardware_queues(two_gpus: pytest.MonkeyPatch) -> None:
     choose_device("cuda:1")
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     two_gpus.setattr(torch.cuda, "is_initialized", lambda: True)
     choose_device("cuda:1")
 

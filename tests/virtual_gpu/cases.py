@@ -24,6 +24,7 @@ from virtual_gpu.recorded import Recording
 from virtual_gpu.virtual_ranks import VirtualRanks
 
 WIDTH, STEPS = 4, 3
+ROWS = 2  # of a microbatch
 QUEUES = (8, 32)  # CUDA_DEVICE_MAX_CONNECTIONS as it is, and as we set it
 
 Layers = Callable[[int], Sequence[nn.Module]]  # of so many stages, a layer each
@@ -35,6 +36,13 @@ def mean_square(output: Any, target: Tensor) -> Tensor:
 
 def plain(num_stages: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages)]
+
+
+def nothing(pipeline: Pipeline, batch: Any) -> None:
+    """Nothing is called besides step."""
+
+
+_USUAL = (plain, nothing, nullcontext)
 
 
 @dataclass(frozen=True)
@@ -51,21 +59,25 @@ class Case:
     layers: Layers = plain
     loss: Callable[[Any, Tensor], Tensor] = mean_square
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    also: Callable[[Pipeline, Any], object] = lambda pipeline, batch: None
+    also: Callable[[Pipeline, Any], object] = nothing
     saves: bool = False
     slow: int | None = None
     last_stage: str = "auto"
+    communicators: str = "edge"
 
     def __str__(self) -> str:
-        name = self.layers.__name__ if self.layers is not plain else self.also.__name__.strip("<>")
-        return (
-            f"{self.schedule}-{self.mode}-sets{self.sets}-{self.ranks}x{self.stages_per_rank}-{self.placement}-{name}"
-            f"{'-saves' * self.saves}{'' if self.slow is None else f'-slow{self.slow}'}{self.autocast.__name__.replace('nullcontext', '')}"
+        words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
+        words += [part.__name__ for part in (self.layers, self.also, self.autocast) if part not in _USUAL]
+        words += (
+            ["saves"] * self.saves
+            + [self.communicators] * (self.communicators != "edge")
+            + ([] if self.slow is None else [f"slow{self.slow}"])
         )
+        return "-".join(words)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
-        rows = 2 * self.microbatches
+        rows = ROWS * self.microbatches
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
@@ -96,6 +108,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         stages_per_rank=case.stages_per_rank,
         num_microbatches=case.microbatches,
         placement=case.placement,
+        communicators=case.communicators,
     )
     policy = RecomputePolicy(case.mode, case.sets, last_stage=case.last_stage)  # type: ignore[arg-type]
     losses, gradients = [], {}
@@ -133,7 +146,7 @@ def _saver(pipeline: Pipeline, folder: Path) -> Saver:
 
 
 def _state(step: int, num_ranks: int) -> RunState:
-    return RunState(step, num_ranks, {}, {}, {}, {})
+    return RunState(step, num_ranks, {}, {}, None, {})
 
 
 def _fail(text: str) -> None:
@@ -197,6 +210,25 @@ def clips(pipeline: Pipeline, batch: Any) -> None:
 def evaluates(pipeline: Pipeline, batch: Any) -> None:
     inputs, targets = batch
     pipeline.evaluate(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+
+
+def evaluates_on_two_streams(pipeline: Pipeline, batch: Any) -> None:
+    on_two_streams(pipeline, lambda: evaluates(pipeline, batch), lambda: evaluates(pipeline, batch))
+
+
+def on_two_streams(pipeline: Pipeline, *calls: Callable[[], object]) -> None:
+    """Each call from a stream of its own, none of which waits for another."""
+    device = pipeline._lanes.device
+    before = device.current()
+    streams = [device.stream() for _ in calls]
+    for stream in streams:
+        device.name(stream, "caller's other")  # type: ignore[attr-defined]
+        device.follow(stream, before)
+    for stream, call in zip(streams, calls):
+        with device.on(stream):
+            call()
+    for stream in streams:
+        device.follow(before, stream)
 
 
 def infers(pipeline: Pipeline, batch: Any) -> None:
@@ -291,20 +323,6 @@ class First(nn.Module):
 
 def missing_gradients(num_stages: int) -> list[nn.Module]:
     return [*(Unread() for _ in range(num_stages - 1)), First()]
-
-
-class Sometimes(nn.Module):
-    """Reads its second input in every other microbatch alone: a gradient that was there is missing later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, value: Any) -> Tensor:
-        one, other = value if isinstance(value, tuple) else (value, value)
-        self.calls += 1
-        return self.linear(one + other if self.calls <= 8 else one)
 
 
 def batch_norm(num_stages: int) -> list[nn.Module]:

@@ -5,8 +5,8 @@ of their queues. A queue is a stream, or a hardware queue that several streams s
 was launched before it. What is left when nothing can go on any more hangs.
 
 All of it can only ever get further: what may go on goes on in any order, with the same end. So one run per rank tries a wait
-of its host for the whole device before each op in turn: all other hosts are infinitely far ahead, and just before the op
-is launched all that this rank was given must be able to end.
+of its host for the whole device before each op and each transfer in turn: all other hosts are infinitely far ahead, and just
+before it is launched all that this rank was given must be able to end.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class _Machine:
 
     # Hosts ------------------------------------------------------------------------------------------------------------
 
-    def launch(self, host: _Host, *, until_next_op: bool = False) -> bool:
-        """Let a host go on as far as it can, or to just before its next op; whether it came anywhere."""
+    def launch(self, host: _Host, *, one_by_one: bool = False) -> bool:
+        """Let a host go on as far as it can, or to where it may wait next; whether it came anywhere."""
         start = host.place
         while host.place < len(host.entries):
             if host.waits_for is not None:
@@ -100,18 +100,20 @@ class _Machine:
                     break
                 host.waits_for = None
             entry = host.entries[host.place]
-            if until_next_op and isinstance(entry, Launch) and entry.begins and host.place > start:
+            if one_by_one and _may_wait_before(entry) and host.place > start:
                 break
             host.place += 1
             self._give(host, entry)
         return host.place > start
 
     def at_launch_of(self, host: _Host) -> Op | None:
-        """The op that a host is about to launch."""
+        """The op that a host is about to launch, or of which it is about to launch a transfer."""
         if host.place >= len(host.entries) or host.waits_for is not None:
             return None
         entry = host.entries[host.place]
-        return entry.op if isinstance(entry, Launch) and entry.begins else None
+        if isinstance(entry, Launch) and entry.begins:
+            return entry.op
+        return host.op if isinstance(entry, Message) else None
 
     def is_over(self, host: _Host) -> bool:
         return host.place == len(host.entries) and (host.waits_for is None or host.waits_for in self._done)
@@ -212,7 +214,7 @@ class _Machine:
 
 
 def find_hangs(recording: Recording, fold: Fold = unfolded) -> list[Hang]:
-    """Where the recording hangs as it is; and, if it does not, before which ops a rank's host may not wait for its device."""
+    """Where the recording hangs as it is; and, if it does not, before what a rank's host may not wait for its device."""
     machine = _Machine(recording, fold)
     machine.run_to_the_end(machine.hosts)
     hangs = [
@@ -224,22 +226,24 @@ def find_hangs(recording: Recording, fold: Fold = unfolded) -> list[Hang]:
 
 
 def _with_waits(recording: Recording, fold: Fold, rank: int) -> Iterator[Hang]:
-    """The host of `rank` waits for its device before one op; the others are infinitely far ahead."""
+    """The host of `rank` waits for its device once; the others are infinitely far ahead."""
     machine = _Machine(recording, fold)
     own = machine.hosts[rank]
     others = [host for host in machine.hosts if host is not own]
+    told: Op | None = None
     while not machine.is_over(own):
-        moved = machine.launch(own, until_next_op=True)
+        moved = machine.launch(own, one_by_one=True)
         machine.run_to_the_end(others)
         op = machine.at_launch_of(own)
-        if op is not None and (stuck := machine.stuck(own)):
+        if op is not None and op != told and (stuck := machine.stuck(own)):
+            told = op  # once for all its transfers
             yield Hang(rank, op, stuck)
         if not moved and machine.at_launch_of(own) is None and not machine.is_over(own):
             raise AssertionError(f"rank {rank} hangs where it did not before: {machine.stuck(own)}")
 
 
 def find_hangs_of_all(recording: Recording, fold: Fold = unfolded) -> list[Hang]:
-    """Where it hangs if every host waits for its device before each of its ops: the least that a host may be ahead."""
+    """Where it hangs if every host waits for its device before all that it launches: the least that a host may be ahead."""
     machine = _Machine(recording, fold)
     moved = True
     while moved:
@@ -253,7 +257,12 @@ def find_hangs_of_all(recording: Recording, fold: Fold = unfolded) -> list[Hang]
 
 
 def _launch_one(machine: _Machine, host: _Host) -> bool:
-    return not machine.stuck(host) and machine.launch(host, until_next_op=True)
+    return not machine.stuck(host) and machine.launch(host, one_by_one=True)
+
+
+def _may_wait_before(entry: Entry) -> bool:
+    """Before each op, and before each transfer: a message may have several."""
+    return isinstance(entry, Message) or (isinstance(entry, Launch) and entry.begins)
 
 
 def _without_kernels(entries: Sequence[Entry]) -> list[Entry]:

@@ -19,7 +19,7 @@ from virtual_gpu.recorded import Allocation, Free, HostWait, Kernel, RankRecordi
 
 # These allocate, or look at memory in another way, and launch nothing.
 _NO_KERNEL = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "_unsafe_view", "lift_fresh"}
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "_unsafe_view"}
 )
 # Written without a word in the schema: running mean and variance.
 _WRITES_BESIDES = {"native_batch_norm": ("running_mean", "running_var")}
@@ -69,7 +69,11 @@ class Blocks:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._of_host:
-            self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key))
+            self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key, None))
+
+    def put_on_device(self, tensor: Tensor) -> None:
+        """It is on the device after all: `nn.Module.to`."""
+        self._of_host.pop(tensor.untyped_storage()._cdata, None)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._of_host
@@ -120,6 +124,8 @@ class KernelMode(TorchDispatchMode):
         arguments = [
             (place, tensor) for place, value in (*enumerate(args), *kwargs.items()) for tensor in _tensors(value)
         ]
+        if _facts(func).name == "lift_fresh":  # what `torch.tensor` makes of numbers
+            self._blocks.put_on_host(args[0])
         on_device = [(place, tensor) for place, tensor in arguments if not self._blocks.is_on_host(tensor)]
         if arguments and not on_device:
             result = func(*args, **kwargs)

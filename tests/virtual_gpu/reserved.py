@@ -10,8 +10,8 @@ from __future__ import annotations
 from virtual_gpu.recorded import Allocation, CallMark, Free, HostWait, Keep, RankRecording
 
 
-def reserved_bytes(recording: RankRecording) -> dict[str, int]:
-    """The peak of each stream, by its name."""
+def reserved_bytes(recording: RankRecording, smallest: int = 0) -> dict[str, int]:
+    """The peak of each stream, by its name, of blocks of at least `smallest` bytes."""
     blocks: dict[int, tuple[int, int]] = {}  # block -> stream, bytes
     kept: set[int] = set()
     late: list[int] = []
@@ -24,15 +24,15 @@ def reserved_bytes(recording: RankRecording) -> dict[str, int]:
 
     for entry in recording.entries:
         match entry:
-            case Allocation(block, stream, size):
+            case Allocation(block, stream, size) if size >= smallest:
                 blocks[block] = stream, size
                 now[stream] += size
                 peak[stream] = max(peak[stream], now[stream])
-            case Keep(block, _):
+            case Keep(block, _) if block in blocks:
                 kept.add(block)
             case Free(block) if block in kept:
                 late.append(block)
-            case Free(block):
+            case Free(block) if block in blocks:
                 give_back(block)
             case CallMark(_, _, False):
                 for block in late:

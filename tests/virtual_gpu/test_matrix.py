@@ -16,6 +16,7 @@ from virtual_gpu.cases import (
     conjugate,
     dropout,
     evaluates,
+    evaluates_on_two_streams,
     expanded,
     frozen,
     frozen_below,
@@ -37,13 +38,11 @@ MODES = ("never", "inline", "early", "overlap")
 def _orders() -> list[Case]:
     """Every family x mode x places x stages per rank x placement that there is."""
     found = []
-    for schedule, mode, sets, per_rank in itertools.product(
-        ("gpipe", "1f1b", "interleaved"), MODES, (1, 2, 3), (1, 2, 3)
-    ):
-        if schedule == "interleaved" and per_rank == 1:
-            continue
-        for placement in ("loop", "v")[: 1 + (per_rank > 1 and schedule != "interleaved")]:
-            found.append(Case(schedule, mode, sets, 2, per_rank, placement))
+    for mode, sets in itertools.product(MODES, (1, 2, 3)):
+        found += [Case("gpipe", mode, sets, 2, per_rank) for per_rank in (1, 2, 3)]
+        found += [Case("gpipe", mode, sets, 2, per_rank, "v") for per_rank in (2, 3)]
+        found += [Case("1f1b", mode, sets, 4, microbatches=6)]
+        found += [Case("interleaved", mode, sets, 2, per_rank) for per_rank in (2, 3)]
     return found
 
 
@@ -78,15 +77,21 @@ QUICK = [
     Case("1f1b", autocast=bfloat16, layers=frozen, ranks=3),
     Case("gpipe", also=clips, saves=True),
     Case("1f1b", also=evaluates),
+    Case("interleaved", stages_per_rank=2, communicators="pair"),
 ]
 MORE = [
     *(Case(schedule, ranks=3, layers=layers) for schedule in ("gpipe", "1f1b") for layers in MODELS),
     *(Case("interleaved", sets=2, stages_per_rank=2, layers=layers) for layers in MODELS),
     *(Case("1f1b", mode, autocast=bfloat16, layers=layers) for mode in MODES for layers in (frozen, batch_norm)),
-    *(Case("interleaved", also=also, stages_per_rank=2) for also in (clips, evaluates, infers)),
+    *(
+        Case("interleaved", also=also, stages_per_rank=2)
+        for also in (clips, evaluates, evaluates_on_two_streams, infers)
+    ),
     *(Case(schedule, saves=True) for schedule in ("gpipe", "1f1b")),
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
+    Case("1f1b", ranks=3, communicators="pair"),
+    *(Case("gpipe", stages_per_rank=per_rank, communicators="pair") for per_rank in (2, 3)),
     *(Case("1f1b", ranks=4, microbatches=8, sets=sets) for sets in (1, 2)),
 ]
 

@@ -27,8 +27,8 @@ from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport import lanes as lanes_module
+from pipetrain.transport.forms import Form
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport
 from virtual_gpu.baton import Baton
 from virtual_gpu.recorded import Recording
 from virtual_gpu.virtual_device import VirtualDevice
@@ -92,8 +92,7 @@ class VirtualRanks:
             def put(target: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(target, name, value))
 
-            if not hasattr(dist, "ProcessGroupNCCL"):  # torch without CUDA
-                stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True))
+            stack.enter_context(nccl_there())
             from pipetrain.group import chain, neighbour
             from pipetrain.runtime import pipeline, runner
             from pipetrain.snapshot import saver
@@ -108,8 +107,8 @@ class VirtualRanks:
             for module in (neighbour, nccl):
                 put(module, "break_off", lambda pair, _: pair.cut())
             put(Lanes, "on", _marked(Lanes.on, self))
-            put(Transport, "post", _heard(Transport.post, self))
-            put(Transport, "send", _told(Transport.send, self))
+            put(nccl.Communicator, "tell", _told(nccl.Communicator.tell, self))
+            put(nccl.Communicator, "hear", _heard(nccl.Communicator.hear, self))
             put(Courier, "close", self._passing_on(Courier.close))
             put(saver, "device_of", lambda _: self.device)
             for method in ("before_update", "wait"):
@@ -145,6 +144,11 @@ class VirtualRanks:
         return VirtualGroup(self.device, self._wires, store, place, options)
 
 
+def nccl_there() -> AbstractContextManager[object]:
+    """Within it `transport/nccl.py` can be imported, also with a torch that has no NCCL."""
+    return mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True)
+
+
 def _nccl_edges(
     store: Store, lanes: Lanes, monitor: Monitor, device: Any, stage_ranks: Any, *, communicators: str, **_: Any
 ) -> Any:
@@ -174,8 +178,6 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
     def marked(lanes: Lanes, lane: Lane, waits: Sequence[Op], op: Op) -> Iterator[None]:
         ranks.offer()
         device = ranks.device
-        if op in device.expected:  # it was posted, and now that its form is there it is launched
-            device.hear(device.expected.pop(op))
         with device.launching(op), on(lanes, lane, waits, op):
             computes = lane in (Lane.COMPUTE, Lane.RECOMPUTE)
             device.name(device.current(), str(lane) if computes else f"{op.stage}{op.kind}")
@@ -184,23 +186,22 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
     return marked
 
 
-# In a step whose forms are not known the host of a receiver waits for the sender's host, before it goes on.
+# Where a form is not known the host of a receiver waits for the sender's host, before it goes on.
 
 
-def _told(send: Callable[..., None], ranks: VirtualRanks) -> Any:
-    def told(transport: Transport, op: Op, *args: Any) -> None:
-        if transport._is_described(op):
-            ranks.device.tell((ranks.device.num_calls, op))
-        send(transport, op, *args)
+def _told(tell: Callable[..., None], ranks: VirtualRanks) -> Any:
+    def told(communicator: Any, op: Op, form: Form) -> None:
+        ranks.device.tell((ranks.device.num_calls, op))
+        tell(communicator, op, form)
 
     return told
 
 
-def _heard(post: Callable[..., None], ranks: VirtualRanks) -> Any:
-    def heard(transport: Transport, op: Op) -> None:
-        if transport._is_described(op):
-            ranks.device.expected[op] = ranks.device.num_calls, partner_of(op)
-        post(transport, op)
+def _heard(hear: Callable[..., Form], ranks: VirtualRanks) -> Any:
+    def heard(communicator: Any, op: Op) -> Form:
+        form = hear(communicator, op)
+        ranks.device.hear((ranks.device.num_calls, partner_of(op)))
+        return form
 
     return heard
 
@@ -209,6 +210,9 @@ def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
     def called(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         for stage in pipeline._stages.values():
             stage._probe.done = True  # it looks at every tensor of the process, and other ranks' are among them
+            for layer in stage.layers:
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    ranks.device.blocks.put_on_device(tensor)
         with ranks.device.call(name):
             return method(pipeline, *args, **options)
 

@@ -1,0 +1,48 @@
+"""What the benchmarks of few sets run, and that each idea of the ablation is one: on the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.ablation.run import orders
+from benchmarks.emulated import EmulatedWorkload
+from benchmarks.sets.run import INSIDE, QUICK, FewSets
+from benchmarks.systems import Ours
+from pipetrain.schedule.alive import peak_sets
+from pipetrain.schedule.check import check
+from pipetrain.schedule.simulate import simulate
+
+FOUR = EmulatedWorkload(4, num_microbatches=16, forward_seconds=1.0, backward_seconds=2.0)
+
+
+def seconds(system: Ours, workload: EmulatedWorkload) -> float:
+    return simulate(system.schedule(workload), workload.costs()).step_seconds
+
+
+def test_orders_are_sought_once_and_fit_their_places() -> None:
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6), 2, 1.0, split=True)
+    for system in case.ours(0.0):
+        sought = system.sought(case.workload, case.workload.costs())
+        assert (sought.order is not None) == (system.family == "auto")
+        schedule = sought.schedule(case.workload)
+        check(schedule)
+        assert max(peak.sets for peak in peak_sets(schedule)) <= system.sets
+        assert replace(sought, order=None) == system
+    names = [system.name for case in (QUICK, *INSIDE) for system in case.ours(60.0)]
+    assert {"1f1b, split", "auto, the rule", "auto, split, 60 s of search"} <= set(names)
+
+
+def test_each_idea_of_the_ablation_brings_something() -> None:
+    """Two sets of four: places for R alone, one pool, list order; then the same with I and W."""
+    without_a_search = [system for system in orders(-1.0) if system.search_seconds == 0]
+    none, pool, listed, pool_split, listed_split = (
+        seconds(system.sought(FOUR, FOUR.costs()), FOUR) for system in without_a_search
+    )
+    assert none > pool > listed > listed_split
+    assert pool > pool_split >= listed_split
+
+
+def test_costs_of_a_workload_are_its_sleeps() -> None:
+    costs = replace(FOUR, weight_gradient_seconds=0.5).costs(0.25)
+    assert (costs.input_gradient[0], costs.weight_gradient[0], costs.hop_forward[0]) == (1.5, 0.5, 0.25)
+    assert FOUR.costs().weight_gradient == ()

@@ -1,0 +1,105 @@
+"""A pipeline whose backward is split: the numbers of `reference_step`, bit for bit, and the memory that was foreseen."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import Case, plain, rows, run_cases, transposed
+from ranks import NEVER_SECONDS, run_ranks
+from torch import Tensor, nn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.loss import next_token_loss
+from pipetrain.model.transformer import transformer_layers
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.op import Kind
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.memory import bytes_over_time
+
+SLOW = {number: pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 4)}
+VOCABULARY = 11
+
+
+def split(num_ranks: int, **options: Any) -> dict[str, Any]:
+    return {"plan": make_plan(6, num_ranks=num_ranks, num_microbatches=4, split_backward=True), **options}
+
+
+def front_frozen(num_layers: int) -> list[nn.Module]:
+    layers = plain(0.3)
+    for layer in layers[:num_layers]:
+        layer.requires_grad_(False)
+    return layers
+
+
+def every_split_schedule(num_ranks: int) -> list[Case]:
+    cases = []
+    for family in ("gpipe", "1f1b"):
+        for mode in Mode:
+            for sets in (1, 2):
+                options = split(num_ranks, schedule=family, recompute=RecomputePolicy(mode, sets=sets, keep="none"))
+                name = f"{family}, {mode}, {sets} sets, {num_ranks} ranks"
+                cases.append(Case(name, lambda: transposed(0.3), lambda: rows(9, 12), options=options))
+        options = split(num_ranks, schedule=family)
+        for frozen in (1, 3):
+            cases.append(
+                Case(f"{frozen} layers frozen", partial(front_frozen, frozen), lambda: rows(8, 8), options=options)
+            )
+        cases.append(Case("scaled", lambda: plain(0.3), lambda: rows(8, 11), options=options, scale=0.5))
+    return cases
+
+
+@pytest.mark.parametrize("num_ranks", [SLOW[1], SLOW[2], 3, SLOW[4]])
+def test_every_mode(num_ranks: int) -> None:
+    run_ranks(num_ranks, run_cases, every_split_schedule, num_ranks)
+
+
+def transformer() -> list[nn.Module]:
+    config = ModelConfig(name="gpt2", num_blocks=6, hidden_size=16, num_heads=2, dropout=0.1, max_sequence_length=16)
+    return [build() for build in transformer_layers(config, VOCABULARY)]
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (24, 17), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def bytes_of_a_step(mode: str, sets: int) -> tuple[int, float]:
+    """On every rank: the most bytes in the second step, and what its schedule says of places and stashed inputs."""
+    plan = make_plan(8, num_ranks=2, num_microbatches=6, split_backward=True)
+    policy = RecomputePolicy(Mode(mode), sets=sets, keep="none", last_stage="always")  # type: ignore[arg-type]
+    with Pipeline(
+        transformer(), next_token_loss, plan=plan, schedule="1f1b", recompute=policy, timeout_seconds=NEVER_SECONDS
+    ) as pipeline:
+        for _ in range(2):
+            pipeline.step(*tokens())
+        (stage,) = pipeline._stages.values()
+        stash = max(stage.stash_bytes.values(), default=0)
+        costs = Costs.spread(2)
+        sized = dataclasses.replace(
+            costs, input_bytes=(stash,) * 2, set_bytes=(max(stage.set_bytes.values()) + stash,) * 2
+        )
+        foreseen = simulate(pipeline.schedule, costs).of_rank(pipeline.rank)
+        assert {Kind.I, Kind.W} <= {event.op.kind for event in pipeline.report.events}
+        return (
+            pipeline.report.peak_activation_bytes,
+            max(held for _, held in bytes_over_time(pipeline.schedule, foreseen, sized)),
+        )
+
+
+def bytes_of_steps() -> list[tuple[str, int, float]]:
+    ways = [("never", 1), ("inline", 1), ("inline", 2), ("overlap", 2)]
+    return [(f"{mode}, {sets} sets", *bytes_of_a_step(mode, sets)) for mode, sets in ways]
+
+
+def test_peak_bytes_are_as_foreseen() -> None:
+    """What waits for W takes its set's place, and no more."""
+    for found in run_ranks(2, bytes_of_steps):
+        for way, measured, foreseen in found:
+            assert 0.85 * foreseen <= measured <= 1.05 * foreseen, f"{way}: {measured} bytes, {foreseen} foreseen"

@@ -1,0 +1,41 @@
+"""With a host infinitely far ahead: what the allocator reserves."""
+
+from __future__ import annotations
+
+import pytest
+
+from virtual_gpu.cases import ROWS, WIDTH, Case, play
+from virtual_gpu.recorded import RankRecording
+from virtual_gpu.reserved import reserved_bytes
+
+SCALAR = 8  # the loss of a microbatch, of which each is kept for the sum
+
+
+def reserved(recording: RankRecording) -> int:
+    """All bytes but those of the caller's stream, on which the batch is made, and the losses."""
+    return sum(size for stream, size in reserved_bytes(recording, SCALAR + 1).items() if stream != "caller")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages_per_rank"), [("1f1b", 3, 1), ("interleaved", 2, 2)], ids=["1f1b", "interleaved"]
+)
+@pytest.mark.parametrize(
+    ("mode", "many"),
+    [("overlap", 20), *(pytest.param(mode, 64, marks=pytest.mark.slow) for mode in ("overlap", "never", "inline"))],
+)
+def test_as_much_memory_for_any_number_of_microbatches(
+    schedule: str, ranks: int, stages_per_rank: int, mode: str, many: int
+) -> None:
+    found = []
+    for m in (8, many):
+        played = play(Case(schedule, mode, 1, ranks, stages_per_rank, microbatches=m))
+        found.append([reserved(recording) for recording in played.recording])
+    assert found[0] == found[1]
+
+
+def test_of_gpipe_what_grows_are_the_stashed_inputs() -> None:
+    few, many = 8, 24
+    played = [play(Case("gpipe", ranks=3, microbatches=m, last_stage="always")).recording for m in (few, many)]
+    growth = [reserved(two) - reserved(one) for one, two in zip(*played)]
+    stash = ROWS * WIDTH * 4 * (many - few)
+    assert growth == [0, stash, stash], "those of the first stage are the batch itself"

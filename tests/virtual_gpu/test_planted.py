@@ -1,0 +1,251 @@
+"""Faults on purpose: a line of the product is broken, and the virtual GPU says what goes wrong.
+
+Each is a line of a function, replaced while the case runs; so the suite needs no second copy of the tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pipetrain.runtime.executor import _TABLE, Executor
+from pipetrain.runtime.runner import CallRunner
+from pipetrain.schedule import check, launches
+from pipetrain.snapshot import saver
+from pipetrain.stage.stage import Stage
+from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.rings import Ring
+from pipetrain.transport.transport import Transport
+from virtual_gpu.cases import Case, batch_norm, bridges, conjugate, gaps, play
+from virtual_gpu.hangs import find_hangs
+from virtual_gpu.races import find_races
+from virtual_gpu.reserved import reserved_bytes
+from virtual_gpu.virtual_device import VirtualDevice
+from virtual_gpu.virtual_ranks import nccl_there
+
+
+def broken(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
+    """`owner.name` with `old` replaced by `new` in its source."""
+
+    @contextmanager
+    def patch() -> Iterator[None]:
+        function = inspect.unwrap(vars(owner)[name])
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
+        made: dict[str, Any] = {}
+        exec(compile(source.replace(old, new), name, "exec"), function.__globals__, made)
+        in_table = {kind: made[name] for kind, entry in _TABLE.items() if entry is function}
+        with mock.patch.object(owner, name, made[name]), mock.patch.dict(_TABLE, in_table):
+            yield
+
+    return patch
+
+
+def of_communicator(name: str, old: str, new: str) -> Callable[[], Any]:
+    """`transport/nccl.py` is there with the virtual GPU alone."""
+
+    def patch() -> Any:
+        with nccl_there():
+            from pipetrain.transport.nccl import Communicator
+        return broken(Communicator, name, old, new)()
+
+    return patch
+
+
+@contextmanager
+def all_of(*breaks: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in breaks:
+            stack.enter_context(one)
+        yield
+
+
+def recompute_late(run_order: Callable[..., Any]) -> Callable[..., Any]:
+    """R behind all that has its turn, and not right behind what it waits for."""
+    return lambda graph, turns: run_order(graph, [(1e9, 0) if turn == (-1.0, 0) else turn for turn in turns])
+
+
+def sets_of_all_stages_in_one_pool() -> Any:
+    """Fault: R waits for the last B of its own stage, and the memory is that of all stages of the rank."""
+    nothing = lambda _: iter(())  # noqa: E731
+    return all_of(
+        mock.patch.object(launches, "recomputed_too_early", nothing),
+        mock.patch.object(check, "recomputed_too_early", nothing),
+        mock.patch.object(launches, "run_order", recompute_late(launches.run_order)),
+    )
+
+
+# From the second step on, in which forms are known: each host launches what has its turn in its own queues.
+LAUNCHED = "program = self._programs.training(call.first_backward, call.skipped)"
+LAUNCHED_AHEAD = f"""\
+{LAUNCHED}
+        if step.index > 0:
+            from pipetrain.runtime.program import Program
+            program = Program.of(self._programs._training(call.first_backward), self._group.rank)
+"""
+
+GIVEN_INSIDE = """\
+        if not is_last:  # before the op ends: what it gives may have to be copied
+            self._give(turn, self._crossed(stage, output, given))
+"""
+GIVEN_OUTSIDE = """\
+    if not is_last:
+        self._give(turn, self._crossed(stage, output, given))
+"""
+# The copy is made where the producer runs, but after its end was recorded: the wrong mend.
+GIVEN_DENSE_OUTSIDE = """\
+    if not is_last:
+        from pipetrain.transport.forms import compact
+        result = self._crossed(stage, output, given)
+        self._give(turn, _Result([compact(leaf) for leaf in result.leaves], result.wants_gradient, result.spec, result.fixed))
+"""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault, a case in which it shows, and what is found: `race`, `hang` or `bytes` (that grow with the microbatches)."""
+
+    name: str
+    fault: Callable[[], Any]
+    case: Case
+    found: str = "race"
+
+
+PLAIN = Case("1f1b", ranks=3, microbatches=6)
+SEVERAL = Case("interleaved", stages_per_rank=2)
+GAPS = Case("1f1b", ranks=3, layers=bridges(gaps, 8))
+CONJUGATE = Case("1f1b", ranks=3, layers=bridges(conjugate))
+PLANTED = (
+    Planted("no stream waits for another op", broken(Lanes, "on", "self.device.wait(stream, event)", "pass"), PLAIN),
+    Planted(
+        "the end of an op is recorded before it",
+        broken(Lanes, "timed", "end = self._ended[op] = self._record(stream)", "end = self._ended[op] = start"),
+        PLAIN,
+    ),
+    Planted(
+        "an event is used again while others wait for it",
+        broken(Lanes, "timed", "self._spans.append((lane, op, start, end))", "self._spare += (start, end)"),
+        PLAIN,
+    ),
+    Planted(
+        "a step does not wait for the optimizer",
+        broken(Lanes, "start_step", "self.device.follow(stream, caller)", "pass"),
+        PLAIN,
+    ),
+    Planted(
+        "the optimizer does not wait for the step",
+        broken(Lanes, "end_step", "self.device.follow(caller, stream)", "pass"),
+        PLAIN,
+    ),
+    Planted("fault 1: one pool, waits per stage", sets_of_all_stages_in_one_pool, SEVERAL),
+    Planted(
+        "fault 2: a copy after the end of its producer",
+        broken(Executor, "_forward", GIVEN_INSIDE, GIVEN_OUTSIDE),
+        CONJUGATE,
+    ),
+    Planted(
+        "fault 2: a copy on the caller's stream",
+        broken(
+            Transport,
+            "send",
+            "    form, tensors = pack(leaves, wants_gradient, spec, fixed)",
+            "    with self._lanes.device.on(self._lanes.device._caller):\n"
+            "        form, tensors = pack(leaves, wants_gradient, spec, fixed)",
+        ),
+        GAPS,
+    ),
+    Planted("fault 2: the wrong mend", broken(Executor, "_forward", GIVEN_INSIDE, GIVEN_DENSE_OUTSIDE), GAPS),
+    Planted(
+        "what a copy is made of is let go of at once",
+        broken(Transport, "send", "given = list(leaves) if self._lanes.device.runs_ahead else []", "given = []"),
+        GAPS,
+    ),
+    Planted(
+        "fault 3: what R saw of buffers goes when R is launched",
+        broken(
+            Stage,
+            "recompute",
+            "late.end_recompute(held.seen.storages())",
+            "late.end_recompute(held.seen.storages()); held.seen = NOTHING_SEEN",
+        ),
+        replace(PLAIN, layers=batch_norm),
+    ),
+    Planted(
+        "fault 4: receives ahead",
+        broken(CallRunner, "_execute", LAUNCHED, LAUNCHED_AHEAD),
+        PLAIN,
+        "hang",
+    ),
+    Planted(
+        "what is sent is let go of when it is launched",
+        broken(Transport, "send", "if end.reads_later:", "if False:"),
+        PLAIN,
+    ),
+    Planted(
+        "fault 6: a new buffer for every message",
+        broken(Transport, "_make_buffers", "if self._lanes.device.runs_ahead:", "if False:"),
+        PLAIN,
+        "bytes",
+    ),
+    Planted(
+        "fault 6: results wait for no SEND",
+        lambda: mock.patch.object(launches, "_waits_for_sends", return_value=()),
+        PLAIN,
+        "bytes",
+    ),
+    Planted(
+        "fault 6: NCCL keeps memory until the device gets there",
+        lambda: mock.patch.object(VirtualDevice, "lent", lambda _, tensor: tensor),
+        PLAIN,
+        "bytes",
+    ),
+    Planted(
+        "a buffer is used again whatever still reads it on the device",
+        broken(Ring, "_used_again", " if self._lanes.comes_after(Lane.RECV, self._op, moment)", ""),
+        Case("1f1b", ranks=3, microbatches=8),
+    ),
+    Planted(
+        "a buffer is used again while somebody holds it",
+        broken(Ring, "_look", "== 1", ">= 1"),
+        Case("1f1b", ranks=3, microbatches=8),
+    ),
+    Planted(
+        "a SEND ends when it begins",
+        of_communicator("send", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        Case("gpipe", ranks=3, last_stage="always"),
+    ),
+    Planted(
+        "a RECV ends when it begins",
+        of_communicator("receive", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        PLAIN,
+    ),
+    Planted(
+        "a save does not wait for the optimizer",
+        broken(saver.Saver, "_copy_streams", "device.follow(stream, device.current())", "pass"),
+        Case("1f1b", saves=True),
+    ),
+    Planted(
+        "the optimizer does not wait for a save",
+        broken(saver.Saver, "_copy", "device.finish(stream)", "pass"),
+        Case("1f1b", saves=True),
+    ),
+)
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_found(planted: Planted) -> None:
+    with planted.fault():
+        recording = play(planted.case).recording
+        more = play(replace(planted.case, microbatches=12)).recording if planted.found == "bytes" else recording
+    races, hangs = find_races(recording), find_hangs(recording)
+    growth = sum(sum(reserved_bytes(many, 9).values()) for many in more) - sum(
+        sum(reserved_bytes(few, 9).values()) for few in recording
+    )
+    assert {"race": bool(races), "hang": bool(hangs), "bytes": growth > 0}[planted.found], (races, hangs, growth)
