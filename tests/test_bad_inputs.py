@@ -104,6 +104,7 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
     train("transport.edges=ncll", "transport.edges=ncll", "auto, nccl or pinned"),
@@ -371,7 +372,6 @@ COMMANDS = [
     Row("trian steps=3", ("trian: there is no such command", "train")),
     Row("show cost.forward_seconds=[1,2,3] pipeline.num_stages=2", ("cost.forward_seconds", "2")),
     Row("show cost.hop_seconds=-1", ("cost.hop_seconds",)),
-    Row("show cost.input_share=-1", ("cost.input_share",)),
     Row("show pipeline.schedule={}/nowhere.csv", ("nowhere.csv",)),
     Row("show pipeline.schedule={}/bad.csv pipeline.num_stages=2", ("bad.csv",), file_at("bad.csv", b"0F0,what\n")),
     Row("show --out={}/x.bmp pipeline.num_stages=2", ("bmp", "svg")),
