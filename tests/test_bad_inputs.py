@@ -104,6 +104,7 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
     train("transport.edges=ncll", "transport.edges=ncll", "auto, nccl or pinned"),

@@ -1,7 +1,7 @@
 """Better orders by changing the rule a little at a time: what there is without ortools, and where its search starts.
 
-A step changes the limit of a stage, what it prefers, or which sets it may keep, and stays where that is no slower (Hansen and
-Mladenovic 1997 call it a reduced variable neighbourhood search: one to three changes at a time, at random).
+A step changes the limit of a stage, what it prefers, which sets it may keep, or which F go before a B, and stays where that is no
+slower (Hansen and Mladenovic 1997 call it a reduced variable neighbourhood search: one to three changes at a time, at random).
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ def _changed(problem: OrderProblem, rule: ListRule, chance: random.Random) -> Li
     stage = chance.randrange(problem.num_stages)
     if what < 0.1:
         return replace(rule, prefers=chance.choice(list(Prefers)), next_only=chance.random() < 0.5)
-    if what < 0.4 or not problem.chooses(stage):
+    if what < 0.3 or not problem.chooses(stage):
         most = min(problem.num_microbatches, problem.stash_of(stage))
         limits = list(rule.limits)
         limits[stage] = min(most, max(1, limits[stage] + chance.choice((-2, -1, 1, 2))))
         return replace(rule, limits=tuple(limits))
-    place = (stage, chance.randrange(problem.num_microbatches))
-    return replace(rule, not_kept=rule.not_kept ^ {place})
+    number = chance.randrange(problem.num_microbatches)
+    if what < 0.6:
+        return replace(rule, not_kept=rule.not_kept ^ {(stage, number)})
+    some = range(number, min(problem.num_microbatches, number + chance.choice((1, 1, 2, 4))))
+    return replace(rule, first=rule.first ^ {(stage, i) for i in some})

@@ -1,6 +1,6 @@
 """`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
 
-    rule, families ──► best ──► search from there (`polish.py`, or `climb.py` without ortools) ──► FoundSchedule
+    rule, families ──► best ──► search from there (`climb.py`, with ortools then `polish.py`) ──► FoundSchedule
                                       └ its orders are simulated as all are: what counts is the step that runs
 
 What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
@@ -32,6 +32,7 @@ from pipetrain.timeline.shown import proven_gap
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
 _MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
+_SHARE_OF_CLIMB = 0.1  # of the seconds: from a better start constraint programming gets further
 _SAME = 1 + 1e-9  # steps this close are equal
 
 
@@ -99,13 +100,15 @@ def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
     """What a search finds from there; at least `start`."""
     problem = problem_of(spec, costs)
-    if can_polish() and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED:
-        polished = polish(problem, _listed(spec, start), effort)
-        order, least = polished.order, max(start.least_seconds, polished.least_seconds)
-    else:
-        order, least = climb(problem, effort, start.least_seconds), start.least_seconds
-    better = [] if order is None else _sound(spec, lanes_of_ranks(spec, order))
-    return _found(spec, costs, [start.schedule, *better], least)
+    polishes = can_polish() and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
+    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
+    climbed = climb(problem, first, start.least_seconds)
+    found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
+    if found.is_proven or not polishes:
+        return found
+    polished = polish(problem, _listed(spec, found), replace(effort, seconds=effort.seconds - first.seconds))
+    better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
+    return _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
 
 
 def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:

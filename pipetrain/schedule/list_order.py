@@ -89,13 +89,15 @@ class ListRule:
     """What the rule leaves open.
 
     `limits` are the microbatches that each stage may have in flight. With `next_only` no R runs before its gradient is here but the
-    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a place.
+    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a place, and `first` those whose F goes
+    before a B that could run: what comes of it on the stages behind may be worth the wait.
     """
 
     limits: tuple[int, ...]
     prefers: Prefers = Prefers.F
     next_only: bool = False
     not_kept: frozenset[tuple[int, int]] = frozenset()
+    first: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class _Stage:
         self._limit, self._places, self._stash = rule.limits[stage], problem.places_of(stage), problem.stash_of(stage)
         self._prefers, self._next_only = rule.prefers, rule.next_only
         self._not_kept = {i for own, i in rule.not_kept if own == stage}
+        self._first = {i for own, i in rule.first if own == stage}
         self._with_gradient_only = problem.policy.mode is Mode.INLINE
         self._kinds = (_FORWARD, RECOMPUTE, turn, *rest)
         self._seconds = [costs.of(kind)[stage] for kind in self._kinds]
@@ -178,6 +181,8 @@ class _Stage:
     def _choose(self, now: float) -> int | None:
         turn, missing = self.turns, self._without_set
         waits_w = self.ends < turn
+        if self.forwards in self._first and self._may_run_forward(now):
+            return 0
         if turn < self.forwards and self.has_backward:
             if self._has_set[turn] and self.gradients[turn] <= now:
                 return 2  # [1]

@@ -202,7 +202,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     model = json.dumps(spec_of(_layers(num_ranks)).fingerprint, sort_keys=True)
     schedule = Programs("gpipe", RecomputePolicy.of("overlap"), plan, own).describe()
-    introduce(Introduction(0, model, repr(plan), schedule), chain)
+    introduce(Introduction(0, model, repr(plan), schedule, carrier="gloo"), chain)
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"

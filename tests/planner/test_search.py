@@ -29,7 +29,7 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 
 RULE_ALONE = Effort(0)
-A_LITTLE = Effort(60, rules=100, steps=0.2)
+A_LITTLE = Effort(60, rules=50, steps=0.2)
 NEAR = 1.02
 
 
@@ -189,7 +189,7 @@ def never_worse(count: int, effort: Effort) -> None:
 
 
 def test_never_worse_than_a_named_family() -> None:
-    never_worse(10, RULE_ALONE)
+    never_worse(6, RULE_ALONE)
 
 
 @pytest.mark.slow
@@ -199,20 +199,20 @@ def test_never_worse_than_a_named_family_over_300_problems() -> None:
 
 
 def test_without_ortools_rules_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = Cell(8, 8, 0, 2, 38, split=True)
+    cell = Cell(4, 8, 0, 1, 36)
     spec = dataclasses.replace(cell.spec, order=None)
     monkeypatch.setattr(search, "can_polish", lambda: False)
-    effort = Effort(600, rules=50)
+    effort = Effort(600, rules=1000)
     found = best_schedule(spec, cell.costs, effort)
-    assert found.seconds < best_schedule(spec, cell.costs, RULE_ALONE).seconds
     problem = problem_of(spec, cell.costs)
-    orders = [climb(problem, effort, cell.goal) for _ in range(2)]
-    assert orders[0] == orders[1], "the same effort, the same order"
+    assert found.seconds == cell.goal < list_order(problem).seconds
+    assert climb(problem, effort, cell.goal).seconds == found.seconds, "the same effort, the same order"
 
 
 def test_as_many_steps_find_the_same_order() -> None:
-    problem = problem_of(dataclasses.replace(Cell(4, 16, 0, 2, 61).spec, order=None), Costs.spread(4))
+    problem = problem_of(dataclasses.replace(Cell(4, 8, 0, 1, 36).spec, order=None), Costs.spread(4))
     found = [polish(problem, list_order(problem), Effort(60, steps=0.02)) for _ in range(2)]
+    assert found[0].order is not None
     assert found[0] == found[1]
 
 
@@ -235,9 +235,10 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
 
     def short(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polished:
         found.append(effort)
-        return Polished(None, start.seconds - 3)
+        return Polished(None, start.seconds - 1)
 
     monkeypatch.setattr(search, "polish", short)
+    monkeypatch.setattr(search, "climb", lambda problem, effort, least_seconds: list_order(problem))
     return found
 
 
@@ -252,12 +253,12 @@ def test_what_was_found_is_kept(tmp_path: Path, searches: list[Effort]) -> None:
     seek(RULE_ALONE)
     assert not (tmp_path / "orders").exists()
     first = seek(Effort(30))
-    assert (first.seconds, first.least_seconds) == (69, 66)
+    assert (first.seconds, first.least_seconds) == (69, 68)
     assert said == ["seeking an order for pipeline.schedule=auto, for 30 s at most (pipeline.search_seconds)"]
     assert seek(Effort(30)) == seek(Effort(20)) == first
-    assert searches == [Effort(30)], "known"
+    assert searches == [Effort(27)], "known"
     assert seek(Effort(40)) == first
-    assert searches == [Effort(30), Effort(40)], "a longer search goes on"
+    assert searches == [Effort(27), Effort(36)], "a longer search goes on"
     seek(Effort(30), Costs.spread(4, forward=1.25))
     assert len(searches) == 3, "other costs"
     for file in (tmp_path / "orders").iterdir():

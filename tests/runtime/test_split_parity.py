@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from parity_cases import Case, plain, rows, run_cases, transposed
+import torch.distributed as dist
+from parity_cases import Case, mean_square, plain, rows, run_cases, transposed
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.loss import next_token_loss
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -103,3 +109,29 @@ def test_peak_bytes_are_as_foreseen() -> None:
     for found in run_ranks(2, bytes_of_steps):
         for way, measured, foreseen in found:
             assert 0.85 * foreseen <= measured <= 1.05 * foreseen, f"{way}: {measured} bytes, {foreseen} foreseen"
+
+
+def test_sharded_layers_stay_whole() -> None:
+    """`fully_shard` puts other leaves in the place of its weights, and reduces their gradients in the backward that it hooks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        reference = copy.deepcopy(nn.Sequential(*layers))
+        fully_shard(layers[0], mesh=init_device_mesh("cpu", (1,)))
+        plan = make_plan(2, num_ranks=1, num_microbatches=4, split_backward=True)
+        ((inputs, targets),) = rows(8)
+        with (
+            Pipeline(layers, mean_square, plan=plan, device="cpu", recompute="never") as pipeline,
+            pytest.warns(
+                UserWarning, match=r"layer 0 \(FSDPLinear\): gradients of its weights stay in I .*: fully_shard"
+            ),
+        ):
+            pipeline.step(inputs, targets)
+        reference_step(reference, mean_square, inputs, targets, num_microbatches=4)
+        for ours, theirs in zip(nn.Sequential(*layers).parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            gathered = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+            assert torch.equal(gathered, theirs.grad)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()

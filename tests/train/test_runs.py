@@ -76,6 +76,8 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     expected = [
         "config.yaml",
         "plan.json",
+        "schedule.csv",
+        "profile.json",
         "metrics.jsonl",
         "report.json",
         "report.md",
