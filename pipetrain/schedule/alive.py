@@ -2,6 +2,8 @@
 
 Also for a host that launches a device's ops however far ahead: it takes and gives back memory in the order of its launches, which
 keeps all waits and queues, as if each op took no time. That is one of the timings.
+
+Results that wait for their SEND are neither: `launches.py` bounds them, but not in GPipe with a last stage that alternates.
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ class Case:
     slow: int | None = None
     last_stage: str = "auto"
     communicators: str = "edge"
+    keep: str | None = None
+    ahead: int = 2
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -71,6 +73,8 @@ class Case:
         words += (
             ["saves"] * self.saves
             + [self.communicators] * (self.communicators != "edge")
+            + [f"keep-{self.keep}"] * (self.keep is not None)
+            + [f"ahead{self.ahead}"] * (self.ahead != 2)
             + ([] if self.slow is None else [f"slow{self.slow}"])
         )
         return "-".join(words)
@@ -109,8 +113,9 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         num_microbatches=case.microbatches,
         placement=case.placement,
         communicators=case.communicators,
+        transport_ahead=case.ahead,
     )
-    policy = RecomputePolicy(case.mode, case.sets, last_stage=case.last_stage)  # type: ignore[arg-type]
+    policy = RecomputePolicy(case.mode, case.sets, keep=case.keep, last_stage=case.last_stage)  # type: ignore[arg-type]
     losses, gradients = [], {}
     with Pipeline(
         list(case.layers(num_stages)), case.loss, plan=plan, schedule=case.schedule, recompute=policy

@@ -80,6 +80,7 @@ QUICK = [
     Case("gpipe", also=clips, saves=True),
     Case("1f1b", also=evaluates),
     Case("interleaved", stages_per_rank=2, communicators="pair"),
+    Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, keep="none"),
 ]
 MORE = [
     *(Case(schedule, ranks=3, layers=layers) for schedule in ("gpipe", "1f1b") for layers in MODELS),
@@ -93,6 +94,16 @@ MORE = [
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
     Case("1f1b", ranks=3, communicators="pair"),
+    *(
+        Case(schedule, sets=sets, ranks=2, stages_per_rank=per_rank, microbatches=6, keep="none")
+        for schedule, per_rank in (("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+        for sets in (2, 3)
+    ),
+    *(
+        Case(schedule, ranks=3, microbatches=6, ahead=ahead)
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+        for ahead in (0, 1, 4)
+    ),
     *(Case("gpipe", stages_per_rank=per_rank, communicators="pair") for per_rank in (2, 3)),
     *(Case("auto", mode, ranks=3, microbatches=6) for mode in MODES),
     *(

@@ -19,13 +19,15 @@ from pipetrain.runtime.executor import _TABLE, Executor
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.schedule import check, launches
 from pipetrain.snapshot import saver
+from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.stage import Stage
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.rings import Ring
 from pipetrain.transport.transport import Transport
-from virtual_gpu.cases import Case, batch_norm, bridges, conjugate, gaps, play
+from virtual_gpu.cases import Case, batch_norm, bfloat16, bridges, conjugate, differences, dropout, frozen, gaps, play
 from virtual_gpu.hangs import find_hangs
 from virtual_gpu.races import find_races
+from virtual_gpu.recorded import Recording
 from virtual_gpu.reserved import reserved_bytes
 from virtual_gpu.virtual_device import VirtualDevice
 from virtual_gpu.virtual_ranks import nccl_there
@@ -110,7 +112,8 @@ GIVEN_DENSE_OUTSIDE = """\
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault, a case in which it shows, and what is found: `race`, `hang` or `bytes` (that grow with the microbatches)."""
+    """A fault, a case in which it shows, and what is found: `race`, `hang`, `bytes` (that grow with the microbatches), larger
+    `sets`, or other `values` than the plain loop's."""
 
     name: str
     fault: Callable[[], Any]
@@ -189,6 +192,23 @@ PLANTED = (
         PLAIN,
     ),
     Planted(
+        "fault 5: a frozen weight is cast in each R",
+        broken(WeightCasts, "is_active", "return torch.is_autocast_enabled(self._device)", "return False"),
+        replace(PLAIN, layers=frozen, autocast=bfloat16),
+        "sets",
+    ),
+    Planted(
+        "fault 5: a trained weight is cast in each R",
+        broken(
+            Stage,
+            "recompute",
+            "held = self._held[microbatch]",
+            "torch.clear_autocast_cache(); held = self._held[microbatch]",
+        ),
+        replace(PLAIN, autocast=bfloat16),
+        "sets",
+    ),
+    Planted(
         "fault 6: a new buffer for every message",
         broken(Transport, "_make_buffers", "if self._lanes.device.runs_ahead:", "if False:"),
         PLAIN,
@@ -236,16 +256,42 @@ PLANTED = (
         broken(saver.Saver, "_copy", "device.finish(stream)", "pass"),
         Case("1f1b", saves=True),
     ),
+    # Each rank's thread has generators of its own (`baton`): a process per rank would show nothing more.
+    Planted(
+        "a layer goes on with what its generator has",
+        broken(Stage, "_forward_layer", "self._seed(number, given)", "pass"),
+        replace(PLAIN, mode="never", layers=dropout),
+        "values",
+    ),
+    Planted(
+        "each rank seeds its layers from 0",
+        broken(Stage, "_seed", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
+        replace(PLAIN, layers=dropout),
+        "values",
+    ),
 )
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_fault_is_found(planted: Planted) -> None:
     with planted.fault():
-        recording = play(planted.case).recording
+        played = play(planted.case)
+        recording = played.recording
         more = play(replace(planted.case, microbatches=12)).recording if planted.found == "bytes" else recording
-    races, hangs = find_races(recording), find_hangs(recording)
-    growth = sum(sum(reserved_bytes(many, 9).values()) for many in more) - sum(
-        sum(reserved_bytes(few, 9).values()) for few in recording
-    )
-    assert {"race": bool(races), "hang": bool(hangs), "bytes": growth > 0}[planted.found], (races, hangs, growth)
+    assert {
+        "race": lambda: find_races(recording),
+        "hang": lambda: find_hangs(recording),
+        "bytes": lambda: all_reserved(more) > all_reserved(recording),
+        "sets": lambda: of_sets(recording) > of_sets(play(planted.case).recording),
+        "values": lambda: differences(planted.case, played),
+    }[planted.found]()
+
+
+def all_reserved(recording: Recording) -> int:
+    """But for the losses, of which there is one for each microbatch."""
+    return sum(sum(reserved_bytes(rank, 9).values()) for rank in recording)
+
+
+def of_sets(recording: Recording) -> int:
+    """Bytes of the pool in which recomputed sets lie."""
+    return sum(reserved_bytes(rank).get("recompute", 0) for rank in recording)
