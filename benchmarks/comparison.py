@@ -77,13 +77,7 @@ class Comparison:
         return self.workload.costs(self.bound_hop_seconds)
 
     def _measured_costs(self) -> Costs:
-        return Costs.spread(
-            self.workload.num_stages,
-            forward=self.ops.forward,
-            backward=self.ops.backward,
-            recompute=self.ops.recompute,
-            hop=self.hop_seconds,
-        )
+        return self.ops.costs(self.workload.num_stages, self.hop_seconds)
 
     def _ours(self, name: str) -> Ours | None:
         system = self.row(name).system

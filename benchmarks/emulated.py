@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ from pipetrain.stage.split_function import SplitFunction
 NUM_SAVED = 16
 _DEVICE = threading.Lock()
 _watchers: list[Callable[[], None]] = []
+_pace = 1.0
+
+
+@contextmanager
+def hurried(share: float) -> Iterator[None]:
+    """Within, sleeps of this process take that share of their time."""
+    global _pace
+    _pace, before = share, _pace
+    try:
+        yield
+    finally:
+        _pace = before
 
 
 def watch(watcher: Callable[[], None]) -> None:
@@ -34,7 +47,20 @@ def occupy_device(seconds: float) -> None:
         watcher()
     if seconds > 0:
         with _DEVICE:
-            time.sleep(seconds)
+            time.sleep(seconds * _pace)
+
+
+def _is_wanted(node: Any, place: int) -> bool:
+    """Whether the backward that runs wants the gradient of this input of a node: torch's pipelines ask for that of a stage's input first and
+    later for those of its weights, and torch's own kernels compute what is asked for."""
+    following = node.next_functions[place][0]
+    if following is None:
+        return False
+    try:
+        wanted: bool = torch._C._will_engine_execute_node(following)
+    except RuntimeError:  # torch's word for a leaf whose gradient `torch.autograd.grad` gives back
+        return True
+    return wanted
 
 
 class _Sleep(SplitFunction):
@@ -53,13 +79,18 @@ class _Sleep(SplitFunction):
         output = torch.empty_like(given)
         output.view(-1)[0] = given.view(-1)[0]
         ctx.stage = stage
-        ctx.save_for_backward(weight, output, *(torch.empty_like(given) for _ in range(NUM_SAVED - 1)))
+        ctx.save_for_backward(weight, output, *(torch.empty_like(given) for _ in range(stage.num_saved - 1)))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         weight, *_ = ctx.saved_tensors
-        occupy_device(ctx.stage.backward_seconds)
+        seconds = ctx.stage.backward_seconds
+        if not _is_wanted(ctx, 1):
+            seconds -= ctx.stage.weight_gradient_seconds
+        elif ctx.needs_input_grad[0] and not _is_wanted(ctx, 0):
+            seconds = ctx.stage.weight_gradient_seconds
+        occupy_device(seconds)
         return gradients[0], torch.zeros_like(weight), None
 
     @staticmethod
@@ -76,10 +107,15 @@ class _Sleep(SplitFunction):
 
 class EmulatedStage(nn.Module):
     """A layer `[rows, numbers]` -> the same; `forwards` counts its F and R. Of `backward_seconds` W has `weight_gradient_seconds`
-    (default: half)."""
+    (default: half). Its set is `num_saved` tensors of the size of its output."""
 
     def __init__(
-        self, forward_seconds: float, backward_seconds: float, weight_gradient_seconds: float | None = None
+        self,
+        forward_seconds: float,
+        backward_seconds: float,
+        weight_gradient_seconds: float | None = None,
+        *,
+        num_saved: int = NUM_SAVED,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
@@ -88,6 +124,7 @@ class EmulatedStage(nn.Module):
         self.weight_gradient_seconds = (
             backward_seconds / 2 if weight_gradient_seconds is None else weight_gradient_seconds
         )
+        self.num_saved = num_saved
         self.forwards = 0
 
     def forward(self, given: Tensor) -> Tensor:
@@ -97,7 +134,10 @@ class EmulatedStage(nn.Module):
 
 @dataclass(frozen=True)
 class EmulatedWorkload:
-    """One emulated layer per stage; a microbatch is one row of `tensor_bytes` bytes."""
+    """Emulated layers, `layers_per_stage` for each of `num_stages` ranks; a microbatch is one row of `tensor_bytes` bytes.
+
+    Seconds and sets are those of all layers of a rank, so a rank with two stages of one layer each has two half sets.
+    """
 
     num_stages: int
     num_microbatches: int = 8
@@ -105,15 +145,22 @@ class EmulatedWorkload:
     backward_seconds: float = 0.08
     tensor_bytes: int = 1_000_000
     weight_gradient_seconds: float | None = None  # of a backward, where it is split; None: half
+    layers_per_stage: int = 1
 
     def layers(self) -> list[Callable[[], nn.Module]]:
-        return [self._stage] * self.num_stages
+        return [self._layer] * (self.num_stages * self.layers_per_stage)
 
-    def _stage(self) -> nn.Module:
-        return EmulatedStage(self.forward_seconds, self.backward_seconds, self.weight_gradient_seconds)
+    def _layer(self) -> nn.Module:
+        parts, weights = self.layers_per_stage, self.weight_gradient_seconds
+        return EmulatedStage(
+            self.forward_seconds / parts,
+            self.backward_seconds / parts,
+            None if weights is None else weights / parts,
+            num_saved=NUM_SAVED // parts,
+        )
 
     def balance(self) -> list[int]:
-        return [1] * self.num_stages
+        return [self.layers_per_stage] * self.num_stages
 
     def batch(self) -> tuple[Tensor, Tensor]:
         rows = torch.zeros(self.num_microbatches, self.tensor_bytes // 4)
@@ -129,19 +176,20 @@ class EmulatedWorkload:
         """What a rank that keeps all sets may need: the tensors of each, its input and a message."""
         return self.num_microbatches * (NUM_SAVED + 2) * self.tensor_bytes
 
-    def costs(self, hop_seconds: float = 0.0) -> Costs:
-        """What its sleeps take, and nothing else."""
-        return Costs.spread(
-            self.num_stages,
-            forward=self.forward_seconds,
-            backward=self.backward_seconds,
-            recompute=self.forward_seconds,
-            weight_gradient=self.weight_gradient_seconds,
-            input_gradient=None
-            if self.weight_gradient_seconds is None
-            else self.backward_seconds - self.weight_gradient_seconds,
+    def costs(self, hop_seconds: float = 0.0, *, stages_per_rank: int = 1) -> Costs:
+        """What its sleeps take, and nothing else; bytes of a set, with the input of its stage."""
+        stages, weights = self.num_stages * stages_per_rank, self.weight_gradient_seconds
+        costs = Costs.spread(
+            stages,
+            forward=self.forward_seconds / stages_per_rank,
+            backward=self.backward_seconds / stages_per_rank,
+            recompute=self.forward_seconds / stages_per_rank,
+            weight_gradient=None if weights is None else weights / stages_per_rank,
+            input_gradient=None if weights is None else (self.backward_seconds - weights) / stages_per_rank,
             hop=hop_seconds,
         )
+        whole = (NUM_SAVED // stages_per_rank + 1) * self.tensor_bytes
+        return replace(costs, input_bytes=(float(self.tensor_bytes),) * stages, set_bytes=(float(whole),) * stages)
 
     @staticmethod
     def loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG004

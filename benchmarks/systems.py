@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.plan.climb import Effort
+from pipetrain.plan.measured import measure_costs
+from pipetrain.plan.plan import make_plan
 from pipetrain.plan.search import best_schedule
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
+from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+
+STAGES_PER_RANK = {"zbv": 2}  # there and back; other families here have one
 
 
 class Workload(Protocol):
@@ -43,12 +48,14 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Account:
-    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for."""
+    """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for. `costs`: what
+    its ops took."""
 
     recompute_hidden_seconds: tuple[float, ...]
     recompute_exposed_seconds: tuple[float, ...]
     unexplained_seconds: tuple[float, ...]
     step_seconds: float
+    costs: Costs | None = None
 
 
 class Runner(Protocol):
@@ -82,8 +89,14 @@ def _all_tensors(modules: Iterable[nn.Module], batch: Sequence[Tensor]) -> list[
     return found + [tensor.grad for tensor in found if tensor.grad is not None]
 
 
-def _stage_layers(workload: Workload, stage: int) -> list[nn.Module]:
-    balance = workload.balance()
+def _balance(workload: Workload, stages_per_rank: int) -> list[int]:
+    """Layers of each stage, in the order of stages, where ranks hold several."""
+    assert all(layers % stages_per_rank == 0 for layers in workload.balance()), "its layers cannot be cut into as many"
+    return [layers // stages_per_rank for layers in workload.balance() for _ in range(stages_per_rank)]
+
+
+def _stage_layers(workload: Workload, stage: int, stages_per_rank: int = 1) -> list[nn.Module]:
+    balance = _balance(workload, stages_per_rank)
     first = sum(balance[:stage])
     return [build() for build in workload.layers()[first : first + balance[stage]]]
 
@@ -124,6 +137,14 @@ class Ours:
         # An emulated stage saves memory that nobody has written: there is nothing to prove.
         return RecomputePolicy(self.mode, sets=self.sets, keep=self.keep, last_stage=self.last_stage, verify=OFF)
 
+    @property
+    def stages_per_rank(self) -> int:
+        return STAGES_PER_RANK.get(self.family, 1)
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.stages_per_rank > 1 else "loop"
+
     def schedule(self, workload: Workload) -> Schedule:
         spec = self._spec(workload)
         if self.order is not None:
@@ -140,7 +161,11 @@ class Ours:
     def _spec(self, workload: Workload) -> ScheduleSpec:
         return ScheduleSpec(
             family=self.family,
-            stage_ranks=tuple(range(workload.num_stages)),
+            stage_ranks=stage_ranks_of(
+                self.placement,
+                workload.num_stages * self.stages_per_rank,
+                workload.num_stages,
+            ),
             num_microbatches=workload.num_microbatches,
             policy=self.policy,
             warmup=self.warmup,
@@ -156,13 +181,21 @@ class OursRunner:
     """A `Pipeline` on this rank."""
 
     def __init__(self, system: Ours, workload: Workload) -> None:
-        self.pipeline = Pipeline(
-            workload.layers(),
-            workload.loss,
+        layers, balance = workload.layers(), _balance(workload, system.stages_per_rank)
+        plan = make_plan(
+            len(layers),
+            num_ranks=workload.num_stages,
+            stages_per_rank=system.stages_per_rank,
             num_microbatches=workload.num_microbatches,
+            balance=balance,
+            placement=system.placement,
+        )
+        self.pipeline = Pipeline(
+            layers,
+            workload.loss,
             schedule=system.schedule(workload),
             recompute=system.policy,
-            balance=workload.balance(),
+            plan=plan,
             timeout_seconds=60.0,
         )
         self._batch = workload.batch()
@@ -187,6 +220,7 @@ class OursRunner:
             tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
             tuple(rank.other_seconds for rank in report.breakdown),
             report.step_seconds,
+            measure_costs(report.schedule.num_stages, [report.timeline]),
         )
 
     def close(self) -> None:
@@ -196,9 +230,12 @@ class OursRunner:
 # torch.distributed.pipelining -------------------------------------------------------------------------------------
 
 
+_TORCH_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zbv": "ScheduleZBVZeroBubble"}
+
+
 @dataclass(frozen=True)
 class TorchPipelining:
-    """`ScheduleGPipe` or `Schedule1F1B`, with `torch.utils.checkpoint` around the whole stage or without."""
+    """`ScheduleGPipe`, `Schedule1F1B` or `ScheduleZBVZeroBubble`, with `torch.utils.checkpoint` around the whole stage or without."""
 
     family: str
     recomputes: bool
@@ -232,32 +269,43 @@ def _boundary(tensor: Tensor, *, wants_gradient: bool) -> Tensor:
 class _TorchRunner:
     def __init__(self, system: TorchPipelining, workload: Workload) -> None:
         pipelining = importlib.import_module("torch.distributed.pipelining")
-        self._rank, self._last = dist.get_rank(), workload.num_stages - 1
-        self._module: nn.Module = nn.Sequential(*_stage_layers(workload, self._rank))
-        if system.recomputes:
-            self._module = _Checkpointed(self._module)
-        stage = pipelining.PipelineStage(
-            self._module,
-            self._rank,
-            workload.num_stages,
-            torch.device("cpu"),
-            input_args=(_boundary(workload.stage_input(self._rank), wants_gradient=self._rank > 0),),
-            output_args=(_boundary(workload.stage_output(self._rank), wants_gradient=True),),
-        )
-        kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[system.family]
-        self._schedule = kind(stage, n_microbatches=workload.num_microbatches, loss_fn=workload.loss)
+        per_rank = STAGES_PER_RANK.get(system.family, 1)
+        last = workload.num_stages * per_rank - 1
+        numbers = [dist.get_rank(), last - dist.get_rank()][:per_rank]
+        self._has_first, self._has_last = 0 in numbers, last in numbers
+        self._modules: list[nn.Module] = []
+        stages = []
+        for number in numbers:
+            module: nn.Module = nn.Sequential(*_stage_layers(workload, number, per_rank))
+            if system.recomputes:
+                module = _Checkpointed(module)
+            self._modules.append(module)
+            place = number // per_rank  # where boundary tensors differ from stage to stage, no rank has two
+            stages.append(
+                pipelining.PipelineStage(
+                    module,
+                    number,
+                    last + 1,
+                    torch.device("cpu"),
+                    input_args=(_boundary(workload.stage_input(place), wants_gradient=number > 0),),
+                    output_args=(_boundary(workload.stage_output(place), wants_gradient=True),),
+                )
+            )
+        kind = getattr(pipelining, _TORCH_SCHEDULES[system.family])
+        given = stages if per_rank > 1 else stages[0]
+        self._schedule = kind(given, n_microbatches=workload.num_microbatches, loss_fn=workload.loss)
         self._batch = workload.batch()
 
     def step(self) -> None:
         inputs, targets = self._batch
-        given = (inputs,) if self._rank == 0 else ()
-        if self._rank == self._last:
+        given = (inputs,) if self._has_first else ()
+        if self._has_last:
             self._schedule.step(*given, target=targets, losses=[])
         else:
             self._schedule.step(*given)
 
     def tensors(self) -> Iterable[Tensor]:
-        return _all_tensors([self._module], self._batch)
+        return _all_tensors(self._modules, self._batch)
 
     def own_peak_bytes(self) -> int | None:
         return None

@@ -12,13 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.policy import LastStage, Mode
 
-from .emulated import EmulatedWorkload, watch
+from .emulated import EmulatedWorkload, hurried, watch
 from .live import LiveStorages
 from .ranks import Place, RanksFailed, run_ranks, touch_memory
 from .systems import Account, Ours, Runner, System, Workload
+
+# A step that only makes what the next ones use (buffers, connections, forms) need not sleep as long; real layers take their time.
+WARM_UP = 0.1
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,11 @@ def _together(values: Sequence[dict[str, Any]]) -> Trial:
 
 
 def run_trial(system: System, workload: Workload, steps: int, count_bytes: bool) -> dict[str, Any]:
-    """On one rank: a step to warm up, timed steps, and after them a step under the byte meter where it is asked for."""
+    """On one rank: a step to warm up (sleeps hurried), timed steps, and after them a step under the byte meter where it is asked for."""
     touch_memory(workload.memory_bytes())
     runner = system.start(workload)
-    runner.step()
+    with hurried(WARM_UP):
+        runner.step()
     spans = []
     for _ in range(steps):
         dist.barrier()
@@ -165,7 +170,8 @@ def _live_bytes(runner: Runner, workload: Workload) -> int:
     if emulated:
         watch(live.sample)
     with live:
-        runner.step()  # shows the buffers that a system keeps from step to step
+        with hurried(WARM_UP):
+            runner.step()  # shows the buffers that a system keeps from step to step
         live.restart(runner.tensors())
         runner.step()
     return live.peak_bytes
@@ -179,10 +185,16 @@ class OpSeconds:
     backward: float
     recompute: float
 
+    def costs(self, num_stages: int, hop_seconds: float) -> Costs:
+        """Of a schedule whose stages are all as that one."""
+        return Costs.spread(
+            num_stages, forward=self.forward, backward=self.backward, recompute=self.recompute, hop=hop_seconds
+        )
+
 
 def measure_ops(workload: EmulatedWorkload) -> OpSeconds:
     """Medians over one stage alone, sleeps that end late and the runtime's own work included: what predictions start from."""
-    alone = replace(workload, num_stages=1)
+    alone = replace(workload, num_stages=1, num_microbatches=min(8, workload.num_microbatches))
     seconds: OpSeconds = run_ranks(1, _time_ops, alone)[0]
     return seconds
 
@@ -190,7 +202,8 @@ def measure_ops(workload: EmulatedWorkload) -> OpSeconds:
 def _time_ops(workload: EmulatedWorkload) -> OpSeconds:
     touch_memory(workload.memory_bytes())
     runner = Ours(mode=Mode.INLINE, last_stage=LastStage.ALWAYS).start(workload)
-    runner.step()
+    with hurried(WARM_UP):
+        runner.step()
     runner.step()
     events = runner.pipeline.report.events
     runner.close()

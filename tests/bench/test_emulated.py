@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import emulated
@@ -28,6 +29,52 @@ def test_recompute_of_a_peer_sleeps_again(slept: list[float]) -> None:
     checkpoint(stage, torch.zeros(1, 4), use_reentrant=False).sum().backward()
     assert slept == [1.0, 1.0, 2.0]
     assert stage.forwards == 2
+
+
+@pytest.mark.parametrize(("recomputes", "in_input_half", "in_weight_half"), [(False, [], []), (True, [1.0], [1.0])])
+def test_halves_of_a_peer_sleep_their_part(
+    slept: list[float], recomputes: bool, in_input_half: list[float], in_weight_half: list[float]
+) -> None:
+    """torch computes I and W in two passes over one graph; with its checkpoint each of them runs the forward again."""
+    stage = EmulatedStage(1.0, 2.0, 0.5)
+    given = torch.zeros(1, 4, requires_grad=True)
+    output = checkpoint(stage, given, use_reentrant=False) if recomputes else stage(given)
+    slept.clear()
+    _, groups = stage_backward_input([output], [torch.ones(1, 4)], [given], stage.parameters())
+    assert slept == [*in_input_half, 1.5]
+    slept.clear()
+    stage_backward_weight(stage.parameters(), groups)
+    assert slept == [*in_weight_half, 0.5]
+
+
+def test_a_backward_without_an_input_gradient_takes_all_its_time(slept: list[float]) -> None:
+    stage = EmulatedStage(1.0, 2.0, 0.5)
+    stage(torch.zeros(1, 4)).sum().backward()
+    assert slept == [1.0, 2.0]
+
+
+def test_layers_of_a_stage_share_its_time_and_its_set(slept: list[float]) -> None:
+    whole = EmulatedWorkload(2, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=400)
+    parted = EmulatedWorkload(2, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=400, layers_per_stage=2)
+    held = []
+    for workload in (whole, parted):
+        layers = nn.Sequential(*(build() for build in workload.layers()[: workload.balance()[0]]))
+        given = workload.stage_input(0)
+        slept.clear()
+        with LiveStorages([given, *layers.parameters()], every_operation=True) as live:
+            output = layers(given)
+        held.append(live.current_bytes)
+        output.sum().backward()
+        assert sum(slept) == 3.0
+    assert held == [NUM_SAVED * 400] * 2
+    assert parted.costs(stages_per_rank=2).forward == (0.5,) * 4
+
+
+def test_a_hurried_step_sleeps_less(slept: list[float]) -> None:
+    with emulated.hurried(0.25):
+        emulated.occupy_device(2.0)
+    emulated.occupy_device(2.0)
+    assert slept == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(("mode", "forwards"), [(Mode.NEVER, 4), (Mode.INLINE, 8), (Mode.OVERLAP, 8)])

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from benchmarks.ablation.run import orders
 from benchmarks.emulated import EmulatedWorkload
-from benchmarks.sets.run import INSIDE, QUICK, FewSets
-from benchmarks.systems import Ours
+from benchmarks.sets.run import INSIDE, QUICK, FewSets, Measured, targets_of
+from benchmarks.systems import Account, Ours
+from benchmarks.trial import Row, Trial
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
 from pipetrain.schedule.simulate import simulate
@@ -20,16 +21,17 @@ def seconds(system: Ours, workload: EmulatedWorkload) -> float:
 
 
 def test_orders_are_sought_once_and_fit_their_places() -> None:
-    case = FewSets(EmulatedWorkload(3, num_microbatches=6), 2, 1.0, split=True)
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
     for system in case.ours(0.0):
-        sought = system.sought(case.workload, case.workload.costs())
+        sought = system.sought(case.workload, case.workload.costs(stages_per_rank=system.stages_per_rank))
         assert (sought.order is not None) == (system.family == "auto")
         schedule = sought.schedule(case.workload)
         check(schedule)
         assert max(peak.sets for peak in peak_sets(schedule)) <= system.sets
+        assert schedule.num_ranks == case.workload.num_stages
         assert replace(sought, order=None) == system
     names = [system.name for case in (QUICK, *INSIDE) for system in case.ours(60.0)]
-    assert {"1f1b, split", "auto, the rule", "auto, split, 60 s of search"} <= set(names)
+    assert {"1f1b", "1f1b, split", "auto, 60 s of search", "auto, split, 60 s of search", "zbv"} <= set(names)
 
 
 def test_each_idea_of_the_ablation_brings_something() -> None:
@@ -46,3 +48,25 @@ def test_costs_of_a_workload_are_its_sleeps() -> None:
     costs = replace(FOUR, weight_gradient_seconds=0.5).costs(0.25)
     assert (costs.input_gradient[0], costs.weight_gradient[0], costs.hop_forward[0]) == (1.5, 0.5, 0.25)
     assert FOUR.costs().weight_gradient == ()
+
+
+def test_targets_say_what_was_measured() -> None:
+    """Rows that take what was simulated and hold what was foreseen keep all promises; one too late, too full, or beside fast peers does not."""
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
+    ours = [system.sought(case.workload, case.workload.costs()) for system in case.ours(0.0)]
+
+    def missed(*, late: float = 1.0, full: float = 1.0, peers: float = 10.0) -> list[str]:
+        rows = [Row(peer, [Trial((peers,), (), None)]) for peer in case.peers]
+        for system in ours:
+            costs = case.workload.costs(stages_per_rank=system.stages_per_rank)
+            step = simulate(system.schedule(case.workload), costs).step_seconds
+            held = max(Measured(case, [], 0.0).foreseen_bytes(system))
+            account = Account((), (), (), step, costs)
+            rows.append(Row(system, [Trial((late * step,), (), (round(full * held),), account)]))
+        return [target.what for target in targets_of(Measured(case, rows, 0.0)) if not target.met]
+
+    assert missed() == []
+    assert [what for what in missed(late=1.05) if "simulated" in what] == missed(late=1.05)
+    assert [what for what in missed(full=1.06) if "bytes" in what] == missed(full=1.06)
+    assert len(missed(late=1.05)) == len(missed(full=1.06)) == 1
+    assert len(missed(peers=1e-3)) == 3
