@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -162,6 +163,30 @@ def _stopped(signum: int, snapshots: Snapshots) -> str:
     return f"stopped by {name}; the report is written, and resume={snapshots.newest} goes on"
 
 
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Within it, what the library warns of is one line, as all that a command says; others' warnings look as they always do."""
+    package = Path(__file__).parent
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def tell(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            *others: object,
+            **named: object,
+        ) -> None:
+            if Path(filename).is_relative_to(package):
+                print(f"pipetrain: {message}", file=sys.stderr, flush=True)
+            else:
+                show(message, category, filename, lineno, *others, **named)  # type: ignore[arg-type]
+
+        warnings.showwarning = tell
+        yield
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains with the overrides in `arguments` as one rank; returns the exit code."""
     rank = int(os.environ.get("RANK", "0"))
@@ -175,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_start(config.resume, config.init_from, config.run_dir)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
-        outcome = train(config)
+        with _warnings_as_lines():
+            outcome = train(config)
     except ValueError as error:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:

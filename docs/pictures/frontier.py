@@ -1,9 +1,10 @@
 """The picture of time against sets in docs/SCHEDULES.md: what an order of a kind takes with K sets per stage, and what none can beat.
 
-python docs/pictures/frontier.py                                draws frontier.svg from frontier.json
-python docs/pictures/frontier.py --simulate --search-seconds=60   finds and simulates the orders again, first (an hour, on one core)
+python docs/pictures/frontier.py              draws frontier.svg from frontier.json
+python docs/pictures/frontier.py --simulate   simulates the orders again, first (a minute, on one core)
 
-Eight ranks, sixteen microbatches, F 1, B 2 (I 1 and W 1), R 1, no hop; `zbv` has two stages of half of that on each rank.
+Eight ranks, sixteen microbatches, F 1, B 2 (I 1 and W 1), R 1, no hop; `zbv` has two stages of half of that on each rank. Orders of `auto` that took a
+search are those of tests/planner/orders.json, which `python tests/planner/seek.py 60 "8 stages, 16 microbatches, hop 0, "` seeks again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pipetrain.plan.climb import Effort
 from pipetrain.plan.search import best_schedule
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.csv_file import order_of_csv
+from pipetrain.schedule.make import make, make_schedule
 from pipetrain.schedule.policy import Keep, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
@@ -27,6 +29,7 @@ from pipetrain.timeline.draw.palette import LOOKS, THEME
 from pipetrain.timeline.draw.table import Table, number
 
 HERE = Path(__file__).parent
+ORDERS = HERE.parents[1] / "tests" / "planner" / "orders.json"
 RANKS, MICROBATCHES = 8, 16
 SETS = (1, 2, 3, 4, 6, 8)
 COSTS = Costs.spread(RANKS)
@@ -64,12 +67,17 @@ def _family(family: str, policy: RecomputePolicy, *, split: bool) -> float:
     return simulate(schedule, costs).step_seconds
 
 
-def sought(search_seconds: float, *, split: bool) -> Callable[[int], float]:
-    """`pipeline.schedule=auto`."""
+def sought(*, split: bool) -> Callable[[int], float]:
+    """`pipeline.schedule=auto`: an order that a search has found, or what needs none."""
+    orders = json.loads(ORDERS.read_text())
 
     def seconds(sets: int) -> float:
         spec = ScheduleSpec("auto", tuple(range(RANKS)), MICROBATCHES, RecomputePolicy(sets=sets), split_backward=split)
-        return best_schedule(spec, COSTS, Effort(search_seconds)).seconds
+        name = f"{RANKS} stages, {MICROBATCHES} microbatches, hop 0, {sets} places{', split' if split else ''}"
+        if name not in orders:
+            return best_schedule(spec, COSTS, Effort(0)).seconds
+        order = order_of_csv(orders[name], name, spec.shape)
+        return simulate(make(replace(spec, order=order)), COSTS).step_seconds
 
     return seconds
 
@@ -81,29 +89,29 @@ def least(*, split: bool) -> Callable[[int], float]:
     )
 
 
-def lines(search_seconds: float) -> dict[str, Callable[[int], float]]:
+def lines() -> dict[str, Callable[[int], float]]:
     """What the picture shows, from the slowest to the fastest."""
     return {
         "inline": named(("gpipe", "1f1b"), "inline"),
         "gpipe, 1f1b": named(("gpipe", "1f1b")),
-        "auto": sought(search_seconds, split=False),
+        "auto": sought(split=False),
         "bound": least(split=False),
         "gpipe, 1f1b, zb-h1, split": named(("gpipe", "1f1b", "zb-h1"), split=True),
-        "auto, split": sought(search_seconds, split=True),
+        "auto, split": sought(split=True),
         "bound, split": least(split=True),
         "zbv": named(("zbv",)),
     }
 
 
-def simulated(search_seconds: float) -> dict[str, Any]:
+def simulated() -> dict[str, Any]:
     """What frontier.json holds."""
     found: dict[str, Line] = {}
-    for name, seconds in lines(search_seconds).items():
+    for name, seconds in lines().items():
         found[name] = {}
         for sets in SETS:
             found[name][str(sets)] = seconds(sets)
             print(f"{name}, K = {sets}: {found[name][str(sets)]:g}", flush=True)
-    return {"search_seconds": search_seconds, "seconds": found}
+    return {"seconds": found}
 
 
 # The table and the picture ----------------------------------------------------------------------------------------
@@ -198,12 +206,11 @@ def _names(found: dict[str, Line]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--simulate", action="store_true", help="find and simulate the orders again")
-    parser.add_argument("--search-seconds", type=float, default=0.0, help="for each order of auto; 0: its rule alone")
+    parser.add_argument("--simulate", action="store_true", help="simulate the orders again")
     arguments = parser.parse_args()
     file = HERE / "frontier.json"
     if arguments.simulate:
-        file.write_text(json.dumps(simulated(arguments.search_seconds), indent=1) + "\n")
+        file.write_text(json.dumps(simulated(), indent=1) + "\n")
     facts = json.loads(file.read_text())
     (HERE / "frontier.svg").write_text(picture(facts))
     print(table(facts))

@@ -60,7 +60,8 @@ class Programs:
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         if self._given is not None:
             _check_fits(self._given, plan)
-        notes = (pairs_in_csv(self._spec.name), idle_places(self.whole().schedule))
+        whole = self.whole().schedule
+        notes = (pairs_in_csv(whole.family), idle_places(whole))
         for note in notes if rank == 0 else ():
             if note:
                 warnings.warn(note, stacklevel=3)

@@ -10,6 +10,8 @@ from ranks import run_ranks
 from torch import nn
 
 from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.call_programs import Programs
+from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 
 RANKS, MICROBATCHES = 2, 4
@@ -68,3 +70,12 @@ def test_pairs_run_one_after_the_other_and_that_is_said_once(files: tuple[str, s
     said = [[text for text in texts if "OVERLAP_F_B" in text] for texts in run_ranks(RANKS, run_pairs, files[1])]
     assert [len(texts) for texts in said] == [1, 0]
     assert "6 cells with OVERLAP_F_B are read as F, then B" in said[0][0]
+
+
+def test_it_is_said_of_a_schedule_that_was_made_before(files: tuple[str, str]) -> None:
+    plan = make_plan(6, num_ranks=RANKS, num_microbatches=MICROBATCHES, stages_per_rank=2, placement="v")
+    made = make_schedule(
+        files[1], num_stages=2 * RANKS, num_microbatches=MICROBATCHES, num_ranks=RANKS, placement="v", recompute="never"
+    )
+    with pytest.warns(UserWarning, match="cells with OVERLAP_F_B are read as F, then B"):
+        Programs(made, made.policy, plan, 0)

@@ -1,10 +1,13 @@
 """How ranks tell the launcher what happened, and what it makes of that."""
 
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipetrain import train
 from pipetrain.launcher.launch import sum_up
 from pipetrain.launcher.outcome import (
     FOLDER_VARIABLE,
@@ -18,6 +21,7 @@ from pipetrain.launcher.outcome import (
     run_dir_of,
     tell,
 )
+from pipetrain.runtime import call_programs
 
 STOPPED = "stopped by SIGINT"
 
@@ -70,3 +74,13 @@ def test_without_a_launcher_the_user_is_told(
 def test_quiet_keeps_stdout_for_json(capsys: pytest.CaptureFixture[str]) -> None:
     tell(Outcome(0, Exit.DONE, "", "runs/x"), quiet=True)
     assert capsys.readouterr().out == ""
+
+
+def test_what_the_library_warns_of_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """What others warn of keeps its place in their code."""
+    with warnings.catch_warnings(record=True) as others, train._warnings_as_lines():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("recompute.sets=50: more than needed", UserWarning, str(call_programs.__file__), 1)
+        warnings.warn_explicit("of torch", UserWarning, str(torch.__file__), 1)
+    assert capsys.readouterr().err == "pipetrain: recompute.sets=50: more than needed\n"
+    assert [str(other.message) for other in others] == ["of torch"]
