@@ -49,13 +49,14 @@ class Workload(Protocol):
 @dataclass(frozen=True)
 class Account:
     """Where the recomputation of a step went, in seconds per rank; `unexplained` is time that no cause accounts for. `costs`: what
-    its ops took."""
+    its ops took. `stage_bytes`: the peak of sets, inputs and what waits for W, without messages on their way."""
 
     recompute_hidden_seconds: tuple[float, ...]
     recompute_exposed_seconds: tuple[float, ...]
     unexplained_seconds: tuple[float, ...]
     step_seconds: float
     costs: Costs | None = None
+    stage_bytes: tuple[int, ...] = ()
 
 
 class Runner(Protocol):
@@ -221,6 +222,7 @@ class OursRunner:
             tuple(rank.other_seconds for rank in report.breakdown),
             report.step_seconds,
             measure_costs(report.schedule.num_stages, [report.timeline]),
+            report.peak_stage_bytes,
         )
 
     def close(self) -> None:

@@ -121,9 +121,7 @@ class Measured:
 
     def off_bytes(self) -> float:
         """The worst of our rows: |foreseen / measured - 1|, of the rank that holds most."""
-        return max(
-            abs(max(self.foreseen_bytes(system)) / (row.peak_meter_bytes or 1) - 1) for row, system in self.ours()
-        )
+        return max(abs(max(self.foreseen_bytes(system)) / (_stage_bytes(row) or 1) - 1) for row, system in self.ours())
 
 
 def run(options: Options) -> Result:
@@ -211,6 +209,11 @@ def _table(measured: Measured) -> Table:
     return Table(f"{measured.case.title} (hop {measured.hop / unit:.2f} f, f = {unit * 1e3:g} ms)", headers, lines)
 
 
+def _stage_bytes(row: Row) -> int:
+    """Sets, inputs and what waits for W of the fullest rank, as metered; messages on their way have bounds of their own."""
+    return max(row.account.stage_bytes, default=0) if row.account is not None else 0
+
+
 def _foreseen(measured: Measured, row: Row) -> tuple[str, str, str, str]:
     """Of an order of ours: its simulated step and the least of any order that keeps its sets, in units of f; bytes of its fullest rank,
     foreseen and metered."""
@@ -221,7 +224,7 @@ def _foreseen(measured: Measured, row: Row) -> tuple[str, str, str, str]:
         f"{measured.simulated(row, system) / unit:.2f}",
         f"{measured.bound(system) / unit:.2f}",
         f"{max(measured.foreseen_bytes(system)) / 1e6:.1f}",
-        f"{(row.peak_meter_bytes or 0) / 1e6:.1f}",
+        f"{_stage_bytes(row) / 1e6:.1f}",
     )
 
 

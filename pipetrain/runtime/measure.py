@@ -23,6 +23,7 @@ def measure_rank(
     peak_bytes: int,
     memory: DeviceMemory,
     communicator_bytes: int | None,
+    peak_stage_bytes: int,
 ) -> RankReport:
     """The report of a step. On a GPU this waits for the step to end there."""
     shift = clock.offset_seconds
@@ -37,6 +38,7 @@ def measure_rank(
         clock.error_seconds + recording.error_seconds(),
         memory.peak_reserved_bytes,
         communicator_bytes,
+        peak_stage_bytes,
     )
 
 

@@ -227,7 +227,8 @@ class Pipeline:
         with self._watching():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         # Not the step itself, which holds the batch until the next one has ended.
-        index, recording, peak = step.index, self._lanes.recording(), self._meter.peak_bytes
+        index, recording = step.index, self._lanes.recording()
+        peak, peak_of_stages = self._meter.peak_bytes, self._meter.peak_stage_bytes
         self._last_report = lambda: measure_rank(
             self.rank,
             index,
@@ -237,6 +238,7 @@ class Pipeline:
             peak,
             self._lanes.device.memory(),
             self._runner.communicator_bytes,
+            peak_of_stages,
         )
         self.step_index += 1
         if self._on_event is not None:

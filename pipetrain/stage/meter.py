@@ -31,8 +31,13 @@ class ActivationMeter:
         self._weights: frozenset[int] = frozenset()
         self._left_out: dict[int, int] = {}  # storages of casts of weights, and who says so
         self.message_storages: set[int] = set()  # of what comes from other ranks in this step; other threads make them
+        self._on_their_way: dict[
+            int, int
+        ] = {}  # of the holders, those that only wait for the memory to leave or to be used
         self.current_bytes = 0
         self.peak_bytes = 0
+        self.stage_bytes = 0  # without what is only on its way
+        self.peak_stage_bytes = 0
         # Re-entrant: a slot may be collected, and release, while the same thread holds.
         self._lock = threading.RLock()
 
@@ -51,8 +56,11 @@ class ActivationMeter:
             if not self._left_out[storage]:
                 del self._left_out[storage]
 
-    def hold(self, tensor: Tensor) -> int:
-        """Count the storage of `tensor`; returns the key to release it by (0: it does not count)."""
+    def hold(self, tensor: Tensor, *, on_its_way: bool = False) -> int:
+        """Count the storage of `tensor`; returns the key to release it by (0: it does not count).
+
+        `on_its_way`: as a message that has not been used, or has not left, yet.
+        """
         storages = storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
         if not key or key in self._weights or key in self._left_out:
@@ -64,14 +72,25 @@ class ActivationMeter:
                 size = self._sizes[key] = sum(storage.nbytes() for storage in storages)
                 self.current_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            if on_its_way:
+                self._on_their_way[key] = self._on_their_way.get(key, 0) + 1
+            elif holders == self._on_their_way.get(key, 0):
+                self.stage_bytes += self._sizes[key]
+                self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
         return key
 
-    def release(self, key: int) -> None:
+    def release(self, key: int, *, on_its_way: bool = False) -> None:
         """One holder of the storage less. The holder must still own the tensor, so that the identity is not reused."""
         if not key:
             return
         with self._lock:
             holders = self._holders[key] - 1
+            if on_its_way:
+                self._on_their_way[key] -= 1
+                if not self._on_their_way[key]:
+                    del self._on_their_way[key]
+            elif holders == self._on_their_way.get(key, 0):
+                self.stage_bytes -= self._sizes[key]
             if holders:
                 self._holders[key] = holders
             else:
@@ -79,4 +98,4 @@ class ActivationMeter:
                 self.current_bytes -= self._sizes.pop(key)
 
     def start_step(self) -> None:
-        self.peak_bytes = self.current_bytes
+        self.peak_bytes, self.peak_stage_bytes = self.current_bytes, self.stage_bytes

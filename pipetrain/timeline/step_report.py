@@ -30,6 +30,9 @@ class RankReport:
     clock_error_seconds: float = 0.0
     peak_reserved_bytes: int | None = None
     communicator_bytes: int | None = None
+    peak_stage_bytes: int = (
+        0  # of `peak_activation_bytes`, without messages on their way: sets, inputs, what waits for W
+    )
 
     def to_json(self) -> bytes:
         events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
@@ -57,6 +60,7 @@ class Report:
     peak_reserved_bytes: tuple[int | None, ...]
     communicator_bytes: tuple[int | None, ...]
     clock_error_seconds: float
+    peak_stage_bytes: tuple[int, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -78,6 +82,7 @@ class Report:
             peak_reserved_bytes=tuple(report.peak_reserved_bytes for report in ranks),
             communicator_bytes=tuple(report.communicator_bytes for report in ranks),
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
+            peak_stage_bytes=tuple(report.peak_stage_bytes for report in ranks),
         )
 
 

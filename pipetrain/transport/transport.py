@@ -188,7 +188,9 @@ class Transport:
 
     def _hold_early(self, op: Op, collect: Collect) -> None:
         """An input that has come counts as an activation from now on."""
-        self._early[op] = [self._meter.hold(tensor) for tensor in collect()] if _is_activation(op) else []
+        self._early[op] = (
+            [self._meter.hold(tensor, on_its_way=True) for tensor in collect()] if _is_activation(op) else []
+        )
 
     def _make_buffers(self, op: Op, form: Form) -> list[Tensor]:
         """What a message of this form is received into: on any thread, or where the device runs ahead on the one that launches."""
@@ -206,7 +208,7 @@ class Transport:
         """The leaves of a message that has arrived, and its form."""
         form, collect = self._arrived.pop(op)
         for key in self._early.pop(op):
-            self._meter.release(key)
+            self._meter.release(key, on_its_way=True)
         return unpack(form, collect()), form
 
     def send(
@@ -236,14 +238,14 @@ class Transport:
             told, expected = None, None
         if told is not None:
             self._forms[op] = told
-        keys = [self._meter.hold(tensor) for tensor in tensors] if _is_activation(op) else []
+        keys = [self._meter.hold(tensor, on_its_way=True) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
         # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
         given = list(leaves) if self._lanes.device.runs_ahead else []
 
         def let_go() -> None:
             for key in keys:
-                self._meter.release(key)
+                self._meter.release(key, on_its_way=True)
             tensors.clear()
             given.clear()
 

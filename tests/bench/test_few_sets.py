@@ -61,8 +61,8 @@ def test_targets_say_what_was_measured() -> None:
             costs = case.workload.costs(stages_per_rank=system.stages_per_rank)
             step = simulate(system.schedule(case.workload), costs).step_seconds
             held = max(Measured(case, [], 0.0).foreseen_bytes(system))
-            account = Account((), (), (), step, costs)
-            rows.append(Row(system, [Trial((late * step,), (), (round(full * held),), account)]))
+            account = Account((), (), (), step, costs, (round(full * held),))
+            rows.append(Row(system, [Trial((late * step,), (), None, account)]))
         return [target.what for target in targets_of(Measured(case, rows, 0.0)) if not target.met]
 
     assert missed() == []

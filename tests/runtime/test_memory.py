@@ -173,3 +173,16 @@ def test_a_storage_counts_once_and_weights_do_not() -> None:
     meter.release(keys[2])
     meter.release(0)
     assert (meter.current_bytes, meter.peak_bytes) == (0, 40)
+
+
+def test_what_is_on_its_way_is_told_apart() -> None:
+    meter, sent, kept = ActivationMeter(), torch.zeros(10), torch.zeros(100)
+    sends, keeps = meter.hold(sent, on_its_way=True), meter.hold(kept)
+    assert (meter.current_bytes, meter.stage_bytes) == (440, 400)
+    both = meter.hold(sent)  # the stage that gave it holds it, too
+    assert (meter.current_bytes, meter.stage_bytes, meter.peak_stage_bytes) == (440, 440, 440)
+    meter.release(sends, on_its_way=True)
+    assert (meter.current_bytes, meter.stage_bytes) == (440, 440)
+    meter.release(both)
+    meter.release(keeps)
+    assert (meter.current_bytes, meter.stage_bytes, meter.peak_bytes, meter.peak_stage_bytes) == (0, 0, 440, 440)
