@@ -50,9 +50,12 @@ def environment() -> dict[str, str]:
 
 
 def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process:
-    """Starts a command in `folder`, in a session of its own; `variables` come on top of `environment()`."""
+    """Starts a command in `folder`, in a session of its own; `variables` come on top of `environment()`.
+
+    It hears Ctrl-C, as in a terminal: where the tests are started in the background, a shell has it ignored.
+    """
     return subprocess.Popen(
-        command,
+        ["env", "--default-signal=INT", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
