@@ -123,6 +123,8 @@ class Planted:
 
 
 PLAIN = Case("1f1b", ranks=3, microbatches=6)
+# Ranks are threads here, and torch has one cache of casts per process: where one rank's autocast ends, all lose theirs.
+CASTS = Case("gpipe", ranks=1, last_stage="always")
 SEVERAL = Case("interleaved", stages_per_rank=2)
 GAPS = Case("1f1b", ranks=3, layers=bridges(gaps, 8))
 CONJUGATE = Case("1f1b", ranks=3, layers=bridges(conjugate))
@@ -195,7 +197,7 @@ PLANTED = (
     Planted(
         "fault 5: a frozen weight is cast in each R",
         broken(WeightCasts, "is_active", "return torch.is_autocast_enabled(self._device)", "return False"),
-        replace(PLAIN, layers=frozen, autocast=bfloat16),
+        replace(CASTS, layers=frozen, autocast=bfloat16),
         "sets",
     ),
     Planted(
@@ -206,7 +208,7 @@ PLANTED = (
             "held = self._held[microbatch]",
             "torch.clear_autocast_cache(); held = self._held[microbatch]",
         ),
-        replace(PLAIN, autocast=bfloat16),
+        replace(CASTS, autocast=bfloat16),
         "sets",
     ),
     Planted(
