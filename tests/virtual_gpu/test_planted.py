@@ -124,7 +124,7 @@ class Planted:
 
 PLAIN = Case("1f1b", ranks=3, microbatches=6)
 # Ranks are threads here, and torch has one cache of casts per process: where one rank's autocast ends, all lose theirs.
-CASTS = Case("gpipe", ranks=1, last_stage="always")
+CASTS = Case("interleaved", ranks=1, stages_per_rank=2, last_stage="always")
 SEVERAL = Case("interleaved", stages_per_rank=2)
 GAPS = Case("1f1b", ranks=3, layers=bridges(gaps, 8))
 CONJUGATE = Case("1f1b", ranks=3, layers=bridges(conjugate))
