@@ -72,6 +72,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     found = None
     if order is None and pipeline.schedule == AUTO:
         found = _sought(config, plan.stage_ranks, _costs(config, plan.num_stages))
+    _policy(config).check_layers(plan.num_layers)
     schedule = _schedule(config, plan.stage_ranks, order=order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
@@ -114,6 +115,7 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
         input_share=cost.input_share,
+        kept_share=cost.kept_share,
     )
 
 
@@ -156,8 +158,12 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...]) -> ScheduleSpec:
         family=config.pipeline.schedule,
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
-        policy=RecomputePolicy(**asdict(config.recompute)),  # a field per key; it makes enums of text itself
+        policy=_policy(config),
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.ahead,
     )
+
+
+def _policy(config: RunConfig) -> RecomputePolicy:
+    return RecomputePolicy(**asdict(config.recompute))  # a field per key; it makes enums of text itself

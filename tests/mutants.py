@@ -38,6 +38,7 @@ STAGE, PARITY = "tests/runtime/test_stage.py", "tests/runtime/test_parity.py"
 CASTS, HANGS = "tests/runtime/test_casts.py", "tests/runtime/test_device_hangs.py"
 CLOCK = "tests/runtime/test_device_clock.py"
 DEFERRED = "tests/runtime/test_deferred.py"
+SELECTIVE = "tests/runtime/test_selective.py"
 MARKS = "tests/config/test_marks.py"
 MUSEUM, STATE = "tests/test_regressions.py", "tests/runtime/test_state.py"
 COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_without.py"
@@ -1440,10 +1441,59 @@ MUTANTS = (
         ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
     ),
     Mutant(
+        "what is kept of a product is the memory that an operation writes on",
+        "pipetrain/stage/selective.py",
+        "            output.copy()\n",
+        "            pass\n",
+        (SELECTIVE, "-k", "operation_writes"),
+    ),
+    Mutant(
+        "attention with dropout is skipped",
+        "pipetrain/stage/selective.py",
+        "            and not operation.draws_with(args, kwargs)\n",
+        "",
+        (SELECTIVE, "-k", "random"),
+    ),
+    Mutant(
+        "an operation of a library that draws unsaid is skipped",
+        "pipetrain/stage/selective.py",
+        "        if has_drawn or nested",
+        "        if nested",
+        (SELECTIVE, "-k", "random"),
+    ),
+    Mutant(
+        "what a compiled layer writes on stays kept",
+        "pipetrain/stage/slots.py",
+        "for one, old in zip(given, versions) if one._version != old",
+        "for one, old in zip(given, versions) if one._version < old",
+        (SELECTIVE, "-k", "compiled"),
+    ),
+    Mutant(
+        "kept outputs stay when B has begun",
+        "pipetrain/stage/stage.py",
+        "        held.late.start_backward()\n",
+        "",
+        (SELECTIVE, "-k", "kept_outputs or reference"),
+    ),
+    Mutant(
+        "R takes another product for the one that F kept",
+        "pipetrain/stage/selective.py",
+        "if call.func is not func or call.shapes != _shapes(args, kwargs):",
+        "if call.func is not func:",
+        (SELECTIVE, "-k", "another_order"),
+    ),
+    Mutant(
+        "an output is kept that R never comes to",
+        "pipetrain/stage/selective.py",
+        "changed or call.num_slots >= num_slots",
+        "changed",
+        (SELECTIVE, "-k", "never_comes"),
+    ),
+    Mutant(
         "inputs are counted as whole sets",
         "pipetrain/timeline/shown.py",
-        "input_bytes=self.costs.input_share, set_bytes",
-        "input_bytes=(1.0,) * self.costs.num_stages, set_bytes",
+        "input_bytes=self.costs.input_share or (0.0,) * stages,",
+        "input_bytes=(1.0,) * stages,",
         ("tests/schedule/test_schedule_breakdown.py", "-k", "share"),
     ),
     Mutant(

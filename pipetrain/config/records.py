@@ -147,6 +147,9 @@ class RecomputeConfig:
         None  # the most microbatches of a stage between F and B, one number or one per stage; None: any
     )
     last_stage: str = "auto"  # `auto`: the last stage has no R; `always`: it has
+    # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
+    # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
+    selective: str | tuple[str, ...] | None = None
     # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
     # N: one every N steps, in turn.
     verify: Annotated[str | int, matching(r"first|every|off|[1-9]\d*", "first, every, off or a number of steps")] = (
@@ -318,6 +321,8 @@ class CostConfig:
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
     # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
     input_share: _Share | None = None
+    # What recompute.selective keeps of a microbatch, in sets, by bytes; None: nothing, or not counted.
+    kept_share: _Share | None = None
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,9 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
     if recompute.keep == "auto":
         yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
+    if recompute.selective is not None:
+        shown = recompute.selective
+        yield _refused("recompute.selective", shown, "recomputes a stage as a whole; use recompute.selective=null")
     if recompute.stash is not None:
         yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
     if config.parallel.zero > 1:

@@ -40,6 +40,9 @@ class RunReport:
     stragglers: tuple[
         Straggler, ...
     ] = ()  # ranks whose ops became slower than they were, or are slower than their like
+    set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
+    input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
+    kept_bytes: PerRank = ()  # likewise, outputs that are kept for R (recompute.selective)
     deferred_share: PerRank = ()  # of the last step's seconds of backward, those of W; none where that is not known
 
 
@@ -133,6 +136,9 @@ def rank_totals(report: RunReport) -> Table:
         *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),
         ("peak activations", *map(size, report.peak_activation_bytes)),
         ("without recomputation", *map(size, report.peak_activation_bytes_never)),
+        *([("set of a microbatch", *map(size, report.set_bytes))] if report.set_bytes else []),
+        *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
+        *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
 

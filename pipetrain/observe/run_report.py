@@ -111,6 +111,9 @@ def make_report(
             _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
         ),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        set_bytes=last.ops.set_bytes if last.ops else (),
+        input_bytes=last.ops.input_bytes if last.ops else (),
+        kept_bytes=last.ops.kept_bytes if last.ops else (),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
     )
 

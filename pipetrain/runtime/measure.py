@@ -39,7 +39,15 @@ def measure_rank(
         memory.peak_reserved_bytes,
         communicator_bytes,
         peak_stage_bytes,
+        set_bytes=_most(stage.set_bytes for stage in stages.values()),
+        input_bytes=_most(stage.stash_bytes for stage in stages.values()),
+        kept_bytes=_most(stage.kept_bytes for stage in stages.values()),
     )
+
+
+def _most(sizes: Iterable[Mapping[int, int]]) -> int:
+    """The largest of all microbatches of all stages."""
+    return max((size for of_stage in sizes for size in of_stage.values()), default=0)
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, Stage]) -> int:

@@ -41,7 +41,7 @@ from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import Mode, Outputs, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import LossFn, Stage
@@ -139,10 +139,11 @@ class Pipeline:
                     num_microbatches=num_microbatches,
                     balance=balance,
                 )
+                policy = RecomputePolicy.of(recompute)
+                policy.check_layers(self.plan.num_layers)
                 stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
                 check_sharing(spec, stages)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
-                policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(
                     schedule, policy, self.plan, self._group.rank, runs_ahead=self._lanes.device.runs_ahead
                 )
@@ -150,7 +151,8 @@ class Pipeline:
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
+                kept = () if policy.mode is Mode.NEVER else policy.selective
+                self._stages = self._build(spec, loss_fn, kept, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
                 check_sharing(built_as(spec, self._layers()), stages)
             self._runner = CallRunner(
@@ -165,7 +167,9 @@ class Pipeline:
                 policy.verify,
             )
 
-    def _build(self, spec: ModelSpec, loss_fn: LossFn | None, *, checked: bool) -> dict[int, Stage]:
+    def _build(
+        self, spec: ModelSpec, loss_fn: LossFn | None, kept: Sequence[Outputs], *, checked: bool
+    ) -> dict[int, Stage]:
         """The stages of this rank."""
         return {
             index: Stage(
@@ -176,6 +180,7 @@ class Pipeline:
                 meter=self._meter,
                 loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
                 name_of=name_in(spec),
+                selective=kept,
             )
             for index in self.plan.stages_of(self.rank)
         }

@@ -20,7 +20,9 @@ class Costs:
     `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
 
-    `input_share` is what such an input is of a set, where only that is known.
+    `kept_bytes` are outputs that stay from F to B beside the input, although R runs (`recompute.selective`); part of `set_bytes`.
+
+    `input_share` is what such an input is of a set, and `kept_share` what is kept, where only that is known.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -38,6 +40,8 @@ class Costs:
     input_gradient: tuple[float, ...] = ()
     weight_gradient: tuple[float, ...] = ()
     input_share: tuple[float, ...] = ()
+    kept_bytes: tuple[float, ...] = ()
+    kept_share: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -77,6 +81,7 @@ class Costs:
         input_gradient: Spread | None = None,
         weight_gradient: Spread | None = None,
         input_share: Spread | None = None,
+        kept_share: Spread | None = None,
     ) -> Costs:
         """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B, or unknown.
 
@@ -106,6 +111,7 @@ class Costs:
             input_gradient=fill("input_gradient_seconds", input_gradient, num_stages, "stage"),
             weight_gradient=fill("weight_gradient_seconds", weight_gradient, num_stages, "stage"),
             input_share=fill("input_share", input_share, num_stages, "stage"),
+            kept_share=fill("kept_share", kept_share, num_stages, "stage"),
         )
 
     def with_links(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
@@ -36,6 +37,43 @@ class LastStage(enum.StrEnum):
     ALWAYS = "always"  # R there too, as the peers do
 
 
+# An entry of recompute.selective: layers (2, 0-3, 2.attention, 0-3.mlp), an operation, or both with a colon between them.
+_LAYERS = r"(?P<first>\d+)(?:-(?P<last>\d+))?(?:\.(?P<path>[\w.]+))?"
+_OP = r"[A-Za-z_]\w*(?:(?:::|\.)\w+)*"
+_OUTPUTS = re.compile(rf"{_LAYERS}(?::(?P<there>{_OP}))?|(?P<op>{_OP})")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs that stay from F to B: of the operations named `op` (`matmul`, `attention`, or as torch names one; None: both words), in
+    the model's layers from `first` to `last` (None: in all), there in the submodule `path` ("": anywhere)."""
+
+    op: str | None = None
+    first: int | None = None
+    last: int | None = None
+    path: str = ""
+
+    @staticmethod
+    def parse(text: object) -> Outputs:
+        """Raises:
+        ValueError: it is no such entry.
+        """
+        found = _OUTPUTS.fullmatch(str(text))
+        first, last = (int(number) if number else None for number in found.group("first", "last")) if found else (0, 0)
+        if not found or (first is not None and last is not None and last < first):
+            raise ValueError(
+                f"recompute.selective={text}: allowed are matmul, attention, an operation's name (mm), layers (3, 0-5, 3.mlp), and both "
+                "together (0-5:attention), or a list of such"
+            )
+        return Outputs(found["op"] or found["there"], first, first if last is None else last, found["path"] or "")
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return self.op or ""
+        layers = str(self.first) if self.last == self.first else f"{self.first}-{self.last}"
+        return layers + (f".{self.path}" if self.path else "") + (f":{self.op}" if self.op else "")
+
+
 FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a number is another
 
 
@@ -49,6 +87,8 @@ class RecomputePolicy:
     `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones
     included; None: any number.
 
+    `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
+
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
 
@@ -61,6 +101,7 @@ class RecomputePolicy:
     keep: Keep | None = None
     stash: PerStage | None = None
     last_stage: LastStage = LastStage.AUTO
+    selective: tuple[Outputs, ...] = ()
     verify: str | int = field(default=FIRST, compare=False, repr=False)
     ahead: InitVar[int | None] = None  # of before there was one pool: refused
 
@@ -78,6 +119,7 @@ class RecomputePolicy:
             reason = "a stage holds a microbatch from its F to its B"
             object.__setattr__(self, "stash", _numbers("recompute.stash", self.stash, reason))
         object.__setattr__(self, "last_stage", _choice("recompute.last_stage", self.last_stage, LastStage))
+        object.__setattr__(self, "selective", _outputs(self.selective))
         object.__setattr__(self, "verify", _verify(self.verify))
 
     @staticmethod
@@ -105,6 +147,16 @@ class RecomputePolicy:
         """Microbatches that `stage` may hold between F and the end of their backward; None: any number."""
         return self.stash if self.stash is None or isinstance(self.stash, int) else self.stash[stage]
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raises:
+        ValueError: `selective` names a layer that a model of so many has not.
+        """
+        for one in self.selective:
+            if one.last is not None and one.last >= num_layers:
+                raise ValueError(
+                    f"recompute.selective={one}: the model has the layers 0 to {num_layers - 1}; name some of these"
+                )
+
     def check_stages(self, num_stages: int) -> None:
         """Raises:
         ValueError: a list that has not one number for each of `num_stages` stages.
@@ -127,6 +179,13 @@ def _numbers(key: str, value: PerStage | Sequence[int], reason: str) -> PerStage
     if min(numbers) < 1:
         raise ValueError(f"{key}={shown}: allowed is 1 or more, for {reason}")
     return numbers if is_list else numbers[0]
+
+
+def _outputs(value: object) -> tuple[Outputs, ...]:
+    if value is None:
+        return ()
+    entries = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(one if isinstance(one, Outputs) else Outputs.parse(one) for one in entries)
 
 
 def _keep(value: object) -> Keep:

@@ -139,7 +139,7 @@ class WeightCasts:
 
     def _frozen(self, number: int) -> Mapping[int, Tensor]:
         """The weights of a layer that autocast would cast each time, by identity."""
-        if number >= len(self._layers) or _has_compiled(self._layers[number]):
+        if number >= len(self._layers) or has_compiled(self._layers[number]):
             return {}
         weights = self._layers[number].parameters()
         return {id(p): p for p in weights if not p.requires_grad and type(p) is nn.Parameter and _is_castable(p)}
@@ -202,6 +202,6 @@ def _is_castable(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and weight.layout is torch.strided and not weight.is_nested
 
 
-def _has_compiled(layer: nn.Module) -> bool:
+def has_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile runs a part of it, which casts as it was compiled."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in layer.modules())

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 
 Signature = tuple[torch.Size, torch.dtype, torch.layout, str | None]
@@ -113,6 +114,7 @@ class LateBoundSet:
 
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
+    `selection` says which outputs F keeps for R.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class LateBoundSet:
         keep: bool,
         proof: Proof | None = None,
         casts: WeightCasts | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -147,6 +150,9 @@ class LateBoundSet:
         self._is_complete = False
         self._failure: RuntimeError | None = None
         self._layer = -1  # that F or R is in
+        # Outputs that R does not compute; None: it computes all, or there is no R.
+        self._outputs = None if selection is None or keep else KeptOutputs(selection, meter)
+        self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
 
     def __len__(self) -> int:
         """How many slots R has to fill, or to prove."""
@@ -172,11 +178,26 @@ class LateBoundSet:
         if self._layer in self._whole:
             self._filled = self._end_of(self._layer)
 
-    def hooks(self) -> saved_tensors_hooks:
-        """The hooks under which a layer runs, in F and in R."""
+    def hooks(self) -> AbstractContextManager[object]:
+        """The hooks under which a layer runs, in F and in R; and what keeps outputs in F, and gives them out in R."""
         if self._phase is _Phase.FORWARD:
-            return saved_tensors_hooks(self._pack_in_forward, self._unpack)
-        return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+            hooks = saved_tensors_hooks(self._pack_in_forward, self._unpack)
+            if self._outputs is None:
+                return hooks
+            return _both(hooks, self._outputs.in_forward(self._layer, self._slots.__len__))
+        hooks = saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+        return hooks if self._outputs is None else _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
+
+    def watching(self) -> AbstractContextManager[object]:
+        """What a layer runs under in F that has no hooks: it may change in place what layers before it gave."""
+        if self._outputs is None:
+            return nullcontext()
+        return self._outputs.in_forward(self._layer, self._slots.__len__, keeps=False)
+
+    def after_layer(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """A layer of F has run that was `given` tensors of these `versions`: it may be compiled, so that nobody saw what it writes."""
+        if self._outputs is not None:
+            self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
 
     @contextmanager
     def listening_to_functorch(self) -> Iterator[None]:
@@ -212,6 +233,8 @@ class LateBoundSet:
         self._witnesses = [witness for witness in self._witnesses if witness[0] < start]
         self.reads_from.pop(self._layer, None)
         self.wanted, self.hooks_refused = None, False
+        if self._outputs is not None:
+            self._outputs.forget_layer(self._layer)
 
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
         slot = Slot(self._where, self._meter, self._layer, len(self._slots))
@@ -250,6 +273,8 @@ class LateBoundSet:
             self._whole.update(range(first, reader + 1))
         if self._fills and changing:
             self._copy_what_changes(changing)
+        if self._outputs is not None:
+            self._outputs.end_forward(self._whole, self._end_of_recompute() if needed else 0)
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
         self.before_read = _nothing
@@ -270,7 +295,11 @@ class LateBoundSet:
         self._phase = _Phase.RECOMPUTE
         self._layer, self._filled = -1, 0
         self._stop = Stop.AT_END if self.proof else stop
-        self._end = max((slot.number + 1 for slot in self._slots if slot.layer not in self._whole), default=0)
+        self._end = self._end_of_recompute()
+
+    def _end_of_recompute(self) -> int:
+        """The number after that of the last slot that R fills, or proves."""
+        return max((slot.number + 1 for slot in self._slots if slot.layer not in self._whole), default=0)
 
     def _pack_in_recompute(self, tensor: Tensor) -> None:
         if self._is_complete:
@@ -331,6 +360,8 @@ class LateBoundSet:
             self._fail_because_it_ended()
         if self._filled > expected:
             self._fail(self._layer, f"saves {self._filled - expected} tensors more than in F")
+        if self._outputs is not None and self._layer not in self._whole and (left := self._outputs.left(self._layer)):
+            self._fail(self._layer, f"ended without {left} of the operations whose outputs F kept")
         if self.proof is not None:
             self.proof.at_layer_end(last=self._starts[self._layer] < self._end <= expected)
 
@@ -356,6 +387,7 @@ class LateBoundSet:
             if slot.tensor is not None and slot.storage() in own:
                 slot.replace(slot.tensor.data)
         self._phase = _Phase.WAITING
+        self.set_bytes_before = self.saved_outputs_bytes
         self._slots.clear()
         if self.proof is not None:
             self.proof.clear()
@@ -367,8 +399,14 @@ class LateBoundSet:
         self._failure = None
         if self.proof is not None:
             self.proof.clear()
+        self.start_backward()
 
     # B ----------------------------------------------------------------------------------------------------------
+
+    def start_backward(self) -> None:
+        """B begins, and so R has ended: on a GPU no operation of R reads what is let go any more when its memory is given away."""
+        if self._outputs is not None:
+            self._outputs.drop()
 
     def assert_closed(self) -> None:
         """B is done: whatever is left of the set belongs to the graph, which goes."""
@@ -383,8 +421,21 @@ class LateBoundSet:
         return self._fills
 
     def tensors(self) -> list[Tensor]:
-        """What F has filled the slots with."""
-        return [slot.tensor for slot in self._slots if slot.tensor is not None]
+        """What F has filled the slots with, and what it keeps besides."""
+        kept = [] if self._outputs is None else self._outputs.tensors()
+        return kept + [slot.tensor for slot in self._slots if slot.tensor is not None]
+
+    @property
+    def outputs_bytes(self) -> int:
+        """Bytes of outputs that are kept for R, whether or not they are saved as well."""
+        return 0 if self._outputs is None else self._outputs.num_bytes
+
+    @property
+    def saved_outputs_bytes(self) -> int:
+        """Of these, what the slots have as well, which are filled."""
+        if self._outputs is None:
+            return 0
+        return self._outputs.bytes_in({slot.storage() for slot in self._slots})
 
     def _end_of(self, layer: int) -> int:
         """The number after that of the layer's last slot."""
@@ -429,6 +480,12 @@ class LateBoundSet:
 
 def _nothing() -> None:
     return
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _signature(tensor: Tensor) -> Signature:

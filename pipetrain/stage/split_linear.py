@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetrain.stage.split_function import SplitFunction, User, user_in_force, why_whole
+from pipetrain.stage.tensor_copies import view_into
 
 _linear, _addmm = F.linear, torch.addmm
 
@@ -40,14 +41,14 @@ class SplitLinear(SplitFunction):
         # What torch does in one operation and what in two differs in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = factor.t() if is_transposed else factor
-        # The output may be changed in place, which autograd allows of no view that a function returns.
-        output = x.new_empty(*x.shape[:-1], matrix.shape[1])
-        if bias is None:
-            torch.mm(_rows(x), matrix, out=_rows(output))
-        elif ctx.is_fused:
-            _addmm(bias.to(x.dtype), _rows(x), matrix, out=_rows(output))
+        if bias is not None and ctx.is_fused:
+            product = _addmm(bias.to(x.dtype), _rows(x), matrix)
         else:
-            torch.mm(_rows(x), matrix, out=_rows(output))
+            product = torch.mm(_rows(x), matrix)
+        # The output may be changed in place, which autograd allows of no view that a function returns. So the product's memory gets
+        # another shape; `out=` into a tensor of that shape would write, and what writes is not kept for R.
+        output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
+        if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))
         return output
 

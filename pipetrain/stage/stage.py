@@ -24,6 +24,7 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
+from pipetrain.stage.selective import Selection, Wanted
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
 from pipetrain.stage.split_function import Deferral
 
@@ -109,7 +110,8 @@ class _Held:
 
 
 class Stage:
-    """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one."""
+    """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one, `selective` says which
+    outputs stay from F to B although R runs."""
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class Stage:
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
         name_of: NameOf = no_names,
+        selective: Sequence[Wanted] = (),
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -128,6 +131,7 @@ class Stage:
         self.loss_fn = loss_fn
         self.set_bytes: dict[int, int] = {}  # microbatch -> bytes of its set, as last seen
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
+        self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
         self._device = device
         self._meter = meter
         self._held: dict[int, _Held] = {}
@@ -143,6 +147,7 @@ class Stage:
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._casts = WeightCasts(self.layers, device, meter)
+        self._selection = Selection.of(selective, self.layers, first_layer)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
 
@@ -206,8 +211,10 @@ class Stage:
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
         if held.late.is_filled:
-            self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before
+            unsaved = held.late.outputs_bytes - held.late.saved_outputs_bytes
+            self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before - unsaved
         if held.given is not None:
+            self.kept_bytes[microbatch] = held.late.outputs_bytes
             bytes_before = self._meter.current_bytes
             held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
@@ -236,7 +243,9 @@ class Stage:
 
     def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> _Held:
         proof = Proof() if prove and not keep else None
-        late = LateBoundSet(self._name_of, self._meter, keep=keep, proof=proof, casts=self._casts_in_force())
+        late = LateBoundSet(
+            self._name_of, self._meter, keep=keep, proof=proof, casts=self._casts_in_force(), selection=self._selection
+        )
         late.keep_whole(self._refuses_hooks)
         if not keep:
             late.keep_whole(self._layers_inside())
@@ -355,11 +364,13 @@ class Stage:
         *,
         look: bool,
     ) -> Any:
-        versions, at_layer = _versions(value), self._state.before_layer(number, before)
+        tensors, at_layer = _tensors_in(value), self._state.before_layer(number, before)
+        versions = [tensor._version for tensor in tensors]
         try:
             with late.hooks(), late.listening_to_functorch() if look else nullcontext():
                 output = call(value)
             if late.wanted is None and not late.hooks_refused:
+                late.after_layer(tensors, versions)
                 return output
             del output  # the layer went on without the gradient that it asked for
         except BaseException as error:
@@ -367,7 +378,7 @@ class Stage:
                 raise
         if late.wanted is not None and late.wanted.layer != number:
             self._refuse_gradient_through(late.wanted, number)
-        if _versions(value) != versions:
+        if [tensor._version for tensor in tensors] != versions:
             raise LayerRefused(
                 f"{self._name_of(number)} takes a gradient inside its forward and changes its input in place before, so that it "
                 "cannot start again from its input: use the operation that returns a new tensor"
@@ -385,7 +396,8 @@ class Stage:
     def _call_without_hooks(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
         """What the layer saves stays in its graph."""
         try:
-            return call(value)
+            with late.watching():
+                return call(value)
         finally:
             if late.wanted is not None:
                 self._refuse_gradient_through(late.wanted, number)
@@ -480,7 +492,7 @@ class Stage:
             self._casts.end_recompute()
         late.end_recompute(held.seen.storages())
         if late.proof is None:
-            self.set_bytes[microbatch] = self._meter.current_bytes - before
+            self.set_bytes[microbatch] = self._meter.current_bytes - before + late.set_bytes_before
         else:
             self._stop = max(late.proof.stop, self._stop or Stop.AT_SLOT)
 
@@ -522,6 +534,7 @@ class Stage:
         held.roots.clear()
         if held.deferral is not None:
             self._deferred[microbatch] = held.deferral
+        held.late.start_backward()
         if roots:
             with nullcontext() if held.deferral is None else held.deferral.open():
                 torch.autograd.backward(roots, seeds)
@@ -605,10 +618,10 @@ def _refuses_hooks(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
 
 
-def _versions(value: Any) -> list[int]:
-    """Of the tensors that a layer gets."""
+def _tensors_in(value: Any) -> list[Tensor]:
+    """What a layer gets."""
     leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 _LOSS_WITHOUT_GRADIENT = (

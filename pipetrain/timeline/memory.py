@@ -32,11 +32,13 @@ def stash_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
-    """Bytes of sets, and of the stashed inputs of those that are recomputed (from F to B or W; they are part of the set)."""
+    """Bytes of sets; and of those that are recomputed, from F on, of the stashed inputs and the outputs that are kept for R (which are
+    part of the set)."""
     changes = []
     for event in events:
         op, stage = event.op, event.op.stage
-        stash, whole = costs.input_bytes[stage], costs.set_bytes[stage]
+        whole = costs.set_bytes[stage]
+        stash = min(costs.input_bytes[stage] + (costs.kept_bytes[stage] if costs.kept_bytes else 0.0), whole)
         if op.kind in OPENS_STASH and stage >= schedule.first_backward:
             changes.append((event.start, whole if brings_set(schedule, op) else stash))
         elif brings_set(schedule, op):

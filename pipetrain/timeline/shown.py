@@ -68,11 +68,16 @@ class Shown:
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
     def peak_sets_with_inputs(self) -> tuple[float, ...] | None:
-        """Per rank the most sets at once, with what stashed inputs are of sets, if the costs say that (`input_share`)."""
-        if not self.costs.input_share:
+        """Per rank the most sets at once, with what stashed inputs and kept outputs are of sets, if the costs say that
+        (`input_share`, `kept_share`)."""
+        if not self.costs.input_share and not self.costs.kept_share:
             return None
+        stages = self.costs.num_stages
         in_sets = dataclasses.replace(
-            self.costs, input_bytes=self.costs.input_share, set_bytes=(1.0,) * self.costs.num_stages
+            self.costs,
+            input_bytes=self.costs.input_share or (0.0,) * stages,
+            kept_bytes=self.costs.kept_share,
+            set_bytes=(1.0,) * stages,
         )
         return dataclasses.replace(self, costs=in_sets).peak_bytes()
 
@@ -119,6 +124,8 @@ def _policy(policy: RecomputePolicy) -> str:
     if policy.mode is not Mode.NEVER:
         words += [f"sets {_numbers(policy.sets)}"] if policy.sets != 1 else []
         words += [f"keep {policy.keep}"] if policy.keep is not None else []
+    if policy.mode is not Mode.NEVER and policy.selective:
+        words += [f"selective {' '.join(map(str, policy.selective))}"]
     words += [f"stash {_numbers(policy.stash)}"] if policy.stash is not None else []
     words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
     return ", ".join(words)

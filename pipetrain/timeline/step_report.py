@@ -33,6 +33,10 @@ class RankReport:
     peak_stage_bytes: int = (
         0  # of `peak_activation_bytes`, without messages on their way: sets, inputs, what waits for W
     )
+    # Of one microbatch, the most of any stage: its set, and what is held before its R, the stage's input and the outputs kept for R.
+    set_bytes: int = 0
+    input_bytes: int = 0
+    kept_bytes: int = 0
 
     def to_json(self) -> bytes:
         events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
@@ -61,6 +65,9 @@ class Report:
     communicator_bytes: tuple[int | None, ...]
     clock_error_seconds: float
     peak_stage_bytes: tuple[int, ...] = ()
+    set_bytes: tuple[int, ...] = ()  # of one microbatch, the most of any stage of the rank
+    input_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -83,6 +90,9 @@ class Report:
             communicator_bytes=tuple(report.communicator_bytes for report in ranks),
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
             peak_stage_bytes=tuple(report.peak_stage_bytes for report in ranks),
+            set_bytes=tuple(report.set_bytes for report in ranks),
+            input_bytes=tuple(report.input_bytes for report in ranks),
+            kept_bytes=tuple(report.kept_bytes for report in ranks),
         )
 
 

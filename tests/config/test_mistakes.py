@@ -92,6 +92,7 @@ REFUSED_BY_DEEPSPEED = {
     "recompute.sets=2": ["recompute.sets=2", "recompute.sets=1"],
     "recompute.sets=[2,1]": ["recompute.sets=[2, 1]", "recompute.sets=1"],
     "recompute.keep=auto": ["recompute.keep=auto", "recompute.keep=none"],
+    "recompute.selective=matmul": ["recompute.selective=matmul", "recompute.selective=null"],
     "recompute.stash=4": ["recompute.stash=4", "recompute.stash=null"],
     "pipeline.stages_per_rank=2": ["pipeline.stages_per_rank=2", "pipeline.stages_per_rank=1"],
     "pipeline.placement=v": ["pipeline.placement=v", "pipeline.placement=loop"],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.runtime.cut import cut, weights_of
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored, layer_seed
 from pipetrain.stage.stage import Stage, StageInput
@@ -19,13 +20,18 @@ CPU = torch.device("cpu")
 
 
 def make_stages(
-    layers: Sequence[nn.Module], balance: Sequence[int], loss_fn: Callable[[Any, Any], Tensor], meter: ActivationMeter
+    layers: Sequence[nn.Module],
+    balance: Sequence[int],
+    loss_fn: Callable[[Any, Any], Tensor],
+    meter: ActivationMeter,
+    selective: Sequence[str] = (),
 ) -> list[Stage]:
     stages, first = [], 0
+    wanted = RecomputePolicy(selective=selective).selective
     for index, count in enumerate(balance):
         loss = loss_fn if index == len(balance) - 1 else None
         own = list(layers[first : first + count])
-        stages.append(Stage(index, own, first_layer=first, device=CPU, meter=meter, loss_fn=loss))
+        stages.append(Stage(index, own, first_layer=first, device=CPU, meter=meter, loss_fn=loss, selective=wanted))
         first += count
     return stages
 

@@ -110,6 +110,14 @@ def test_inputs_are_the_share_of_a_set_that_they_are() -> None:
     assert [line.split()[-1] for line in table.splitlines() if line][-2:] == ["-", "2.5"]
 
 
+def test_kept_outputs_are_the_share_of_a_set_that_they_are() -> None:
+    """As above, with half a set of kept outputs for each microbatch that waits for its R."""
+    counted = show(num_stages=3, num_microbatches=4, costs=Costs.spread(3, kept_share=0.5))
+    assert counted.peak_sets_with_inputs() == (1 + 3 * 0.5, 1 + 3 * 0.5, 1)
+    both = show(num_stages=3, num_microbatches=4, costs=Costs.spread(3, kept_share=0.5, input_share=0.25))
+    assert both.peak_sets_with_inputs() == (1 + 3 * 0.75, 1 + 3 * 0.75, 1)
+
+
 def test_a_title_says_that_backwards_are_split() -> None:
     assert show("1f1b", num_stages=3, num_microbatches=4, split_backward=True).title.startswith(
         "1f1b, split, overlap: "
