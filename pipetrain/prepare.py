@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.climb import Effort
-from pipetrain.plan.measured import check_profile, read_profile
 from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
+from pipetrain.plan.profile import check_conditions, check_profile, costs_of_layers, read_profile
 from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -24,7 +27,7 @@ from pipetrain.schedule.csv_file import order_of_csv, size_of_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
 from pipetrain.schedule.placement import ranks_named_in
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
@@ -100,12 +103,20 @@ def predict(config: RunConfig) -> Shown:
 
 
 def _costs(config: RunConfig, num_stages: int) -> Costs:
-    """Those of the run that `plan.profile` names, else those of `cost.*`."""
+    """Those of the run, or of the layers, that `plan.profile` names, else those of `cost.*`."""
     cost, given = config.cost, config.plan.profile
     if given is not None:
         profile = read_profile(given)
         check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
-        return profile.costs
+        if profile.costs is not None:
+            return profile.costs
+        check_conditions(given, profile, conditions_of(config))
+        plan = make_plan(
+            profile.num_layers, num_stages=num_stages, num_ranks=num_stages, balance=config.pipeline.balance
+        )
+        policy = _policy(config)
+        policy.check_layers(profile.num_layers)
+        return costs_of_layers(profile, plan.balance, () if policy.mode is Mode.NEVER else policy.selective)
     return Costs.spread(
         num_stages,
         forward=cost.forward_seconds,
@@ -117,6 +128,20 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         input_share=cost.input_share,
         kept_share=cost.kept_share,
     )
+
+
+def conditions_of(config: RunConfig) -> dict[str, Any]:
+    """What times and bytes of layers depend on, by its key: they hold for a run that has the same."""
+    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "path"}
+    installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
+    samples = -(-config.data.batch_size // config.pipeline.num_microbatches)
+    return {
+        **model,
+        "data.sequence_length": config.data.sequence_length,
+        "data.batch_size / pipeline.num_microbatches": samples,
+        "threads_per_rank": config.threads_per_rank,
+        **installed,
+    }
 
 
 def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
 from pipetrain.cli.command import Parser, refuse
 from pipetrain.cli.generate_command import GENERATE
+from pipetrain.cli.profile_command import PROFILE_LAYERS
 from pipetrain.cli.report_command import REPORT
 from pipetrain.cli.show_command import SHOW
 from pipetrain.cli.train_command import TRAIN
@@ -18,7 +19,14 @@ from pipetrain.cli.verify_command import VERIFY
 from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.output import STDOUT
 
-COMMANDS = {"train": TRAIN, "show": SHOW, "report": REPORT, "verify": VERIFY, "generate": GENERATE}
+COMMANDS = {
+    "train": TRAIN,
+    "show": SHOW,
+    "profile": PROFILE_LAYERS,
+    "report": REPORT,
+    "verify": VERIFY,
+    "generate": GENERATE,
+}
 _BENCH = "bench"  # has options of its own
 
 

@@ -43,16 +43,17 @@ def _show(arguments: Arguments) -> int:
 
 def _predicted(overrides: Sequence[str]) -> Shown:
     from pipetrain.config.load import load
-    from pipetrain.plan.measured import read_profile
+    from pipetrain.plan.profile import read_profile
     from pipetrain.prepare import predict
 
     config = load(overrides)
     if config.plan.profile is not None:
         # A schedule for that run has its stages and its microbatches, where nothing else is said.
         profile = read_profile(config.plan.profile)
-        keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
-        overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
-        config = load(overrides)
+        if profile.costs is not None:
+            keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
+            overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
+            config = load(overrides)
     return predict(config)
 
 

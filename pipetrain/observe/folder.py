@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipetrain.plan.measured import PROFILE
+from pipetrain.plan.profile import PROFILE
 
 RUNS = Path("runs")
 LATEST = "latest"

@@ -18,8 +18,8 @@ from pipetrain.observe.report import RunReport, as_markdown, write_report
 from pipetrain.observe.run_page import run_page
 from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.tracker import Ending, Trackers
-from pipetrain.plan.measured import Profile
 from pipetrain.plan.plan import Plan
+from pipetrain.plan.profile import Profile
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.schedule import Schedule

@@ -1,16 +1,10 @@
-"""What ops cost, from what they took in the steps before: the costs that a step is predicted with.
-
-A run leaves them in its folder as profile.json, from which the next is planned.
-"""
+"""What ops cost, from what they took in the steps before: the costs that a step is predicted with."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
@@ -54,58 +48,3 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
         input_gradient=halves("input_gradient"),
         weight_gradient=halves("weight_gradient"),
     )
-
-
-PROFILE = "profile.json"
-_FORMAT_VERSION = 1
-_LATEST = Path("runs") / "latest"
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What the ops of a run took, whose batch was cut into `num_microbatches`."""
-
-    costs: Costs
-    num_microbatches: int
-
-    def as_json(self) -> str:
-        """The text of profile.json."""
-        return json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
-
-
-def read_profile(given: str) -> Profile:
-    """The profile that `plan.profile` names: a run folder, `latest`, or the file itself.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    folder = _LATEST if given == "latest" else Path(given)
-    path = folder if folder.is_file() else folder / PROFILE
-    if not path.is_file():
-        raise ValueError(
-            f"plan.profile={given}: {path} is not there; a run writes it when it ends and its engine told of its ops: name such a run, "
-            "or leave plan.profile out"
-        )
-    try:
-        found = json.loads(path.read_text())
-        if found["format_version"] != _FORMAT_VERSION:
-            raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
-        names = {field.name for field in fields(Costs)}
-        costs = Costs(**{name: tuple(map(float, times)) for name, times in found["costs"].items() if name in names})
-        return Profile(costs, int(found["num_microbatches"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"plan.profile={given}: {path} cannot be read ({error}); name another run") from None
-
-
-def check_profile(given: str, profile: Profile, num_stages: int, num_microbatches: int) -> None:
-    """Raises:
-    ValueError: what the run's ops took says nothing of other stages, or of other microbatches.
-    """
-    for key, there, wanted in (
-        ("pipeline.num_stages", profile.costs.num_stages, num_stages),
-        ("pipeline.num_microbatches", profile.num_microbatches, num_microbatches),
-    ):
-        if there != wanted:
-            raise ValueError(
-                f"plan.profile={given}: a run with {key}={there}, and this has {wanted}; set {key}={there}, or name another run"
-            )

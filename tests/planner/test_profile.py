@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.plan.measured import PROFILE, Profile, check_profile, read_profile
+from pipetrain.plan.profile import PROFILE, Profile, check_profile, read_profile
 from pipetrain.schedule.costs import Costs
 
 SLOW_MIDDLE = Costs.spread(3, forward=[1, 2, 1], backward=[2, 3, 2], hop=[0.5, 0.25])

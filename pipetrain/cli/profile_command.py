@@ -1,0 +1,112 @@
+"""`pipetrain profile`: what each layer of the model takes and holds on this device, and which outputs are worth keeping."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.launcher.outcome import Exit
+from pipetrain.observe.output import STDOUT, write_json
+
+if TYPE_CHECKING:
+    from pipetrain.plan.profile import Advice, Profile
+
+_MOST_ADVICE = 5
+
+
+def _add_arguments(parser: Parser) -> None:
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", default="profile.json", help="where it is written (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="times are medians of so many (default: %(default)s)")
+
+
+def _profile(arguments: Arguments) -> int:
+    from pipetrain.config.load import load
+    from pipetrain.plan.profile import advice_of
+
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
+    config = load(arguments.overrides)
+    profile = _measured(config, arguments.rounds)
+    Path(arguments.out).write_text(profile.as_json())
+    advice = advice_of(profile, config.pipeline.num_microbatches)
+    if arguments.json is not None:
+        values = {"layers": [layer.__dict__ for layer in profile.layers], "advice": [one.__dict__ for one in advice]}
+        write_json(_plain(values), arguments.json)
+    if arguments.json != STDOUT:
+        print(_table(profile, advice))
+        print(f"profile: {arguments.out}")
+    return Exit.DONE
+
+
+def _measured(config: Any, rounds: int) -> Profile:
+    import torch
+
+    from pipetrain.config.together import check_run
+    from pipetrain.data.dataset import make_data
+    from pipetrain.group.own_device import choose_device
+    from pipetrain.model.spec import make_spec
+    from pipetrain.plan.profile import Profile
+    from pipetrain.prepare import conditions_of
+    from pipetrain.runtime.cut import cut
+    from pipetrain.runtime.profiling import profile_layers
+
+    check_run(config)
+    torch.set_num_threads(config.threads_per_rank)
+    data = make_data(config.data, config.seed)
+    batch = data.train.batch(0)
+    m = config.pipeline.num_microbatches
+    spec = make_spec(config.model, data.vocabulary_size)
+    # The first microbatch is the largest.
+    inputs, targets = cut(batch.inputs, m)[0], cut(batch.targets, m, "targets")[0]
+    device = choose_device(None)
+    layers = profile_layers(spec, inputs, targets.to(device), device=device, rounds=rounds, seed=config.seed, say=_say)
+    return Profile(conditions=conditions_of(config), layers=layers)
+
+
+def _say(text: str) -> None:
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    import dataclasses
+
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _table(profile: Profile, advice: Sequence[Advice]) -> str:
+    from pipetrain.timeline.draw.table import Table, size
+
+    rows = [
+        (
+            _numbers(layer.numbers),
+            layer.kind,
+            *(
+                f"{1e3 * seconds:.3g} ms"
+                for seconds in (layer.forward_seconds, layer.recompute_seconds, layer.backward_seconds)
+            ),
+            *map(size, (layer.saved_bytes, layer.output_bytes, layer.parameter_bytes)),
+            ", ".join(f"{one.op} {size(one.bytes)}" for one in layer.largest[:2]),
+        )
+        for layer in profile.layers
+    ]
+    head = ("layers", "kind", "F", "R", "B", "set", "output", "weights", "largest saved")
+    told = [str(one) for one in advice[:_MOST_ADVICE]]
+    return "\n".join([Table(head, rows).as_text(), "", *told])
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]} ({len(numbers)})"
+
+
+PROFILE_LAYERS = Command("measure what each layer takes and holds, and what is worth keeping", _add_arguments, _profile)

@@ -1,0 +1,324 @@
+"""profile.json: what layers take and hold, measured alone by `pipetrain profile`, or what the ops of a run's stages took.
+
+pipetrain profile   layers, and what they were measured with     -> costs of stages of any balance, by `costs_of_layers`
+a run               costs of its stages, and its microbatches    -> costs of those stages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.policy import Outputs
+
+PROFILE = "profile.json"
+_FORMAT_VERSION = 2
+_READ = (1, 2)  # 1 had no layers
+_LATEST = Path("runs") / "latest"
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """An operation in one submodule of a layer, all its calls in one microbatch together.
+
+    `word` is what `recompute.selective` calls operations of its kind, None where they have no word. Of its outputs `unsaved_bytes` are
+    such that the layer's backward does not need: who keeps the outputs holds these besides the set; of them `border_bytes` are the
+    layer's own output, which the next layer may save. The `tail` are the calls that R does not come to where the layer is the last of
+    its stage; nothing of theirs is saved.
+    """
+
+    op: str
+    word: str | None
+    path: str
+    calls: int
+    seconds: float
+    output_bytes: int
+    unsaved_bytes: int
+    border_bytes: int
+    tail_seconds: float
+    tail_bytes: int
+
+    def is_among(self, outputs: Outputs) -> bool:
+        """Whether an entry of `recompute.selective` keeps these, in a layer that it means."""
+        if outputs.path and not f"{self.path}.".startswith(f"{outputs.path}."):
+            return False
+        if outputs.op is None:
+            return self.word is not None
+        return outputs.op in (self.word, self.op, f"aten::{self.op}", f"aten.{self.op}")
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of a layer's set: the operation that makes it (`input` for what the layer is given), and what that takes."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    recompute_seconds: float
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Layers that look the same, measured on one of them with one microbatch; the number after the last layer's is the loss.
+
+    `recompute_seconds` is R through the whole layer, `recompute_last_seconds` where it is the last of its stage, so that R ends with its
+    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well.
+    """
+
+    numbers: tuple[int, ...]
+    kind: str
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    recompute_last_seconds: float
+    selective_seconds: float
+    saved_bytes: int
+    inner_bytes: int
+    saves_input: bool
+    saves_output: bool
+    input_bytes: int
+    output_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    largest: tuple[SavedTensor, ...] = ()
+    ops: tuple[OpProfile, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured: `layers` with what `conditions` (key -> value), or `costs` of a run whose batch was cut into
+    `num_microbatches`."""
+
+    costs: Costs | None = None
+    num_microbatches: int | None = None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[LayerProfile, ...] = ()
+
+    def as_json(self) -> str:
+        """The text of profile.json."""
+        return json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model, without the loss; 0 where layers were not measured."""
+        return sum(len(layer.numbers) for layer in self.layers) - any(layer.kind == LOSS for layer in self.layers)
+
+    def layer(self, number: int) -> LayerProfile:
+        return next(layer for layer in self.layers if number in layer.numbers)
+
+    @property
+    def has_loss(self) -> bool:
+        return any(layer.kind == LOSS for layer in self.layers)
+
+
+LOSS = "loss"
+
+
+def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> Costs:
+    """What stages of `balance` layers cost, from layers that were measured alone; hops are not known and take no time.
+
+    A tensor that two neighbours save is held once. `set_bytes` has the outputs that `selective` keeps although no backward needs them.
+    """
+    starts = [sum(balance[:stage]) for stage in range(len(balance))]
+    stages = [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
+    return Costs(
+        forward=tuple(stage.seconds("forward_seconds") + stage.looking_seconds() for stage in stages),
+        backward=tuple(stage.seconds("backward_seconds") for stage in stages),
+        recompute=tuple(stage.recompute_seconds() for stage in stages),
+        hop_forward=(0.0,) * (len(balance) - 1),
+        hop_backward=(0.0,) * (len(balance) - 1),
+        input_bytes=tuple(float(stage.layers[0].input_bytes) for stage in stages),
+        set_bytes=tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages),
+        kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective else (),
+    )
+
+
+class _Stage:
+    """The layers of one stage, and of the last one the loss."""
+
+    def __init__(self, profile: Profile, numbers: range, selective: Sequence[Outputs]) -> None:
+        if profile.has_loss and numbers.stop == profile.num_layers:
+            numbers = range(numbers.start, numbers.stop + 1)
+        self.layers = [profile.layer(number) for number in numbers]
+        self._is_selective = bool(selective)
+        self._kept = [
+            [
+                op
+                for op in profile.layer(number).ops
+                if any(_means(one, number) and op.is_among(one) for one in selective)
+            ]
+            for number in numbers
+        ]
+
+    def seconds(self, name: str) -> float:
+        total: float = sum(getattr(layer, name) for layer in self.layers)
+        return total
+
+    def recompute_seconds(self) -> float:
+        whole = sum(layer.recompute_seconds for layer in self.layers[:-1]) + self.layers[-1].recompute_last_seconds
+        spared = self.kept("seconds") - sum(op.tail_seconds for op in self._kept[-1])
+        return max(0.0, whole + self.looking_seconds() - spared)
+
+    def looking_seconds(self) -> float:
+        return max(0.0, self.seconds("selective_seconds")) if self._is_selective else 0.0
+
+    def kept(self, name: str) -> float:
+        total: float = sum(getattr(op, name) for ops in self._kept for op in ops)
+        return total
+
+    def kept_bytes(self) -> float:
+        return self.kept("output_bytes") - sum(op.tail_bytes for op in self._kept[-1])
+
+    def unsaved_bytes(self) -> float:
+        """Of what is kept, that which is in no set."""
+        saved = sum(op.border_bytes for ops, shares in zip(self._kept, self._borders()) if shares for op in ops)
+        return self.kept("unsaved_bytes") - saved - sum(op.tail_bytes for op in self._kept[-1])
+
+    def _borders(self) -> list[bool]:
+        """Whether what leaves a layer for the next one is saved."""
+        return [left.saves_output or right.saves_input for left, right in zip(self.layers, self.layers[1:])]
+
+    def set_bytes(self) -> int:
+        """With the stage's input where that is saved: it is held for R in any case."""
+        shared = sum(layer.output_bytes for layer, is_saved in zip(self.layers, self._borders()) if is_saved)
+        first, last = self.layers[0], self.layers[-1]
+        ends = first.input_bytes + (last.output_bytes if last.saves_output else 0)
+        return sum(layer.inner_bytes for layer in self.layers) + shared + ends
+
+
+def _means(outputs: Outputs, number: int) -> bool:
+    return outputs.first is None or outputs.last is None or outputs.first <= number <= outputs.last
+
+
+# The file --------------------------------------------------------------------------------------------------------------
+
+
+def read_profile(given: str) -> Profile:
+    """The profile that `plan.profile` names: a run folder, `latest`, or the file itself.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    folder = _LATEST if given == "latest" else Path(given)
+    path = folder if folder.is_file() else folder / PROFILE
+    if not path.is_file():
+        raise ValueError(
+            f"plan.profile={given}: {path} is not there; a run writes it when it ends and its engine told of its ops: name such a run, "
+            "or leave plan.profile out"
+        )
+    try:
+        found = json.loads(path.read_text())
+        if found["format_version"] not in _READ:
+            raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
+        return _profile(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"plan.profile={given}: {path} cannot be read ({error}); name another run") from None
+
+
+def _profile(found: Mapping[str, Any]) -> Profile:
+    layers = tuple(_layer(layer) for layer in found.get("layers", ()))
+    if found["costs"] is None:
+        if not layers:
+            raise ValueError("it has neither costs nor layers")
+        return Profile(conditions=dict(found["conditions"]), layers=layers)
+    names = {field.name for field in fields(Costs)}
+    costs = Costs(**{name: tuple(map(float, times)) for name, times in found["costs"].items() if name in names})
+    return Profile(costs, int(found["num_microbatches"]))
+
+
+def _layer(found: Mapping[str, Any]) -> LayerProfile:
+    largest = tuple(SavedTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in found["largest"])
+    ops = tuple(OpProfile(**op) for op in found["ops"])
+    return LayerProfile(**{**found, "numbers": tuple(found["numbers"]), "largest": largest, "ops": ops})
+
+
+def check_profile(given: str, profile: Profile, num_stages: int, num_microbatches: int) -> None:
+    """Raises:
+    ValueError: what the run's ops took says nothing of other stages, or of other microbatches.
+    """
+    if profile.costs is None:
+        return
+    for key, there, wanted in (
+        ("pipeline.num_stages", profile.costs.num_stages, num_stages),
+        ("pipeline.num_microbatches", profile.num_microbatches, num_microbatches),
+    ):
+        if there != wanted:
+            raise ValueError(
+                f"plan.profile={given}: a run with {key}={there}, and this has {wanted}; set {key}={there}, or name another run"
+            )
+
+
+def check_conditions(given: str, profile: Profile, conditions: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: layers were measured with something else than `conditions`; names the first that differs.
+    """
+    for key, wanted in conditions.items():
+        there = profile.conditions.get(key)
+        if profile.layers and there != wanted:
+            raise ValueError(
+                f"plan.profile={given}: measured with {key}={there}, and this has {wanted}; measure again with `pipetrain profile`, or "
+                "leave plan.profile out"
+            )
+
+
+# Advice ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Outputs worth keeping: `bytes_per_microbatch` more are held between F and B, and R of a step takes `seconds_per_step` less."""
+
+    selective: str
+    what: str
+    bytes_per_microbatch: int
+    seconds_per_step: float
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        size = self.bytes_per_microbatch
+        return (
+            f"keep {self.what}: {size / 1e6:.1f} MB more per microbatch that waits ({size * self.num_microbatches / 1e6:.1f} MB for all "
+            f"{self.num_microbatches}), {self.seconds_per_step:.3g} s less R per step (recompute.selective=[{self.selective}])"
+        )
+
+
+def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
+    """What to keep, that which saves most seconds per byte first: each kind of dear operation in each kind of layer."""
+    found = []
+    for layer in profile.layers:
+        for word in sorted({op.word for op in layer.ops if op.word is not None}):
+            ops = [op for op in layer.ops if op.word == word]
+            size, seconds = sum(op.output_bytes for op in ops), sum(op.seconds for op in ops)
+            if layer.kind == LOSS or not size or not seconds:
+                continue
+            for first, last in _runs(layer.numbers):
+                count = last - first + 1
+                where = f"layer {first}" if first == last else f"layers {first}-{last}"
+                numbers = str(first) if first == last else f"{first}-{last}"
+                found.append(
+                    Advice(
+                        f"{numbers}:{word}",
+                        f"{word} outputs of {where}",
+                        size * count,
+                        seconds * count * num_microbatches,
+                        num_microbatches,
+                    )
+                )
+    return sorted(found, key=lambda one: one.bytes_per_microbatch / one.seconds_per_step)
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers, as first and last."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -1,0 +1,378 @@
+"""Measures the layers of a model, each alone on this device: what F, R and B take, what a backward needs, what that took to make.
+
+    a layer and an end that saves four bytes    F, R through all of the layer, B
+    the same, with outputs kept                 what it costs R to look at each operation
+    the layer alone                             R that ends with the layer's last saved tensor; the bytes of its set
+    the layer under a mode that takes the time  what each operation takes, gives, and how much of that is saved
+
+Layers that look the same are measured once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipetrain.model.spec import ModelSpec
+from pipetrain.plan.profile import LOSS, LayerProfile, OpProfile, SavedTensor
+from pipetrain.schedule.policy import Outputs
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.seeding import generators_restored, layer_seed
+from pipetrain.stage.selective import OPS_OF, operation_of
+from pipetrain.stage.stage import LossFn, Stage, StageInput
+from pipetrain.stage.tensor_copies import is_dense, storage_key
+
+ROUNDS = 9
+_LARGEST = 10
+_ADAM_MOMENTS = 2
+_Say = Callable[[str], None]
+
+
+def profile_layers(
+    spec: ModelSpec,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    device: torch.device,
+    loss_fn: LossFn | None = None,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    say: _Say = lambda _: None,
+) -> tuple[LayerProfile, ...]:
+    """Every layer of the model on one microbatch, `inputs` and `targets` as a batch of `step` has them; medians of `rounds`.
+
+    One layer at a time is on the device. `autocast` is entered as a training step has it. Optimizer bytes are those of AdamW: two
+    moments of each trained weight.
+    """
+    measured: dict[Any, LayerProfile] = {}
+    outputs: dict[Any, Any] = {}
+    value = inputs
+    with generators_restored(device):
+        for number in range(spec.num_layers):
+            kind = spec.size.kinds[number] if spec.size.kinds else None
+            look: Any = (kind, _form(value)) if kind else None
+            if look not in measured:
+                (layer,) = spec.build(number, number + 1, seed=seed, device=device)
+                look = look or (type(layer).__qualname__, repr(layer), _parameters(layer), _form(value))
+            if look not in measured:
+                say(f"layer {number} ({type(layer).__name__})")
+                bench = _Bench(layer, device, rounds, autocast)
+                measured[look] = bench.measure(number, value, needs_gradient=number > 0)
+                outputs[look] = bench.output
+            else:
+                _add(measured, look, number)
+            value = outputs[look]
+        fn = loss_fn or spec.loss_fn
+        if fn is not None:
+            bench = _Bench(_Loss(fn, targets), device, rounds, autocast)
+            measured[LOSS] = bench.measure(spec.num_layers, value, needs_gradient=True, kind=LOSS)
+    return tuple(measured.values())
+
+
+def _add(measured: dict[Any, LayerProfile], look: Any, number: int) -> None:
+    known = measured[look]
+    measured[look] = LayerProfile(**{**known.__dict__, "numbers": (*known.numbers, number)})
+
+
+def _form(value: Any) -> str:
+    leaves, spec = pytree.tree_flatten(value)
+    return f"{[(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]} {spec}"
+
+
+def _parameters(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
+
+
+class _Loss(nn.Module):
+    """The loss as a layer."""
+
+    def __init__(self, loss_fn: LossFn, targets: Any) -> None:
+        super().__init__()
+        self._loss_fn, self._targets = loss_fn, targets
+
+    def forward(self, output: Any) -> Tensor:
+        return self._loss_fn(output, self._targets)
+
+
+class _SavesLittle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_zeros(1))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return gradients[0]
+
+
+class _End(nn.Module):
+    """Has R run through the layer before it, as where more layers follow."""
+
+    def forward(self, value: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(value)
+        number = next((n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+        if number is not None:
+            leaves[number] = _SavesLittle.apply(leaves[number])  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(leaves, spec)
+
+
+class _Bench:
+    """One layer, measured."""
+
+    def __init__(
+        self, layer: nn.Module, device: torch.device, rounds: int, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._layer, self._device, self._rounds, self._autocast = layer, device, rounds, autocast
+        self.output: Any = None  # detached
+
+    def measure(self, number: int, value: Any, *, needs_gradient: bool, kind: str | None = None) -> LayerProfile:
+        given = self._given(number, value, needs_gradient=needs_gradient)
+        layer = self._layer
+        through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
+        keeping = self._stage(number, [layer, _End()], [Outputs()])
+        forward, recompute, backward, ends_early, keeps = [], [], [], [], []
+        with self._autocast():
+            for turn in range(1 + self._rounds):  # the first is proved, and not counted
+                layer.zero_grad()
+                times = self._turn(through, given, turn)
+                early = self._turn(alone, given, turn)
+                kept = self._turn(keeping, given, turn)
+                if turn:
+                    forward.append(times[0])
+                    recompute.append(times[1])
+                    backward.append(times[2])
+                    ends_early.append(early[1])
+                    keeps.append(kept[1])
+            trace = self._trace(given)
+        set_bytes = alone.set_bytes.get(self._rounds, 0)
+        saves_output = bool(trace.saved_keys & trace.output_keys)
+        ops = trace.ops()
+        spared = sum(op.seconds for op in ops if op.word is not None)
+        trained = [one for one in layer.parameters() if one.requires_grad]
+        trained_bytes = sum(one.nbytes for one in trained)
+        return LayerProfile(
+            numbers=(number,),
+            kind=kind or type(layer).__name__,
+            forward_seconds=statistics.median(forward),
+            backward_seconds=statistics.median(backward),
+            recompute_seconds=statistics.median(recompute),
+            recompute_last_seconds=statistics.median(ends_early),
+            selective_seconds=statistics.median(keeps) + spared - statistics.median(recompute),
+            saved_bytes=set_bytes + (trace.input_bytes if trace.saved_keys & trace.input_keys else 0),
+            inner_bytes=set_bytes - (trace.output_bytes if saves_output else 0),
+            saves_input=bool(trace.saved_keys & trace.input_keys),
+            saves_output=saves_output,
+            input_bytes=trace.input_bytes,
+            output_bytes=trace.output_bytes,
+            parameter_bytes=sum(one.nbytes for one in layer.parameters()),
+            gradient_bytes=trained_bytes,
+            optimizer_bytes=_ADAM_MOMENTS * trained_bytes,
+            largest=trace.largest(),
+            ops=ops,
+        )
+
+    def _stage(self, number: int, layers: Sequence[nn.Module], selective: Sequence[Outputs] = ()) -> Stage:
+        meter = ActivationMeter()
+        meter.exclude([*self._layer.parameters(), *self._layer.buffers()])
+        return Stage(0, layers, first_layer=number, device=self._device, meter=meter, selective=selective)
+
+    def _given(self, number: int, value: Any, *, needs_gradient: bool) -> StageInput:
+        leaves, spec = pytree.tree_flatten(value)
+        moved = tuple(leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        wants = frozenset(
+            n
+            for n, leaf in enumerate(moved)
+            if needs_gradient and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        )
+        return StageInput(moved, spec, wants, lambda layer: layer_seed(0, 0, 0, layer + number))
+
+    def _turn(self, stage: Stage, given: StageInput, turn: int) -> tuple[float, float, float]:
+        """Seconds of F, R and B of one microbatch."""
+        start = self._now()
+        output = stage.forward(turn, given, keep=False, prove=not turn)
+        forward = self._now()
+        stage.recompute(turn)
+        recompute = self._now()
+        gradients = [
+            torch.ones_like(leaf) if wanted else None for leaf, wanted in zip(output.leaves, output.wants_gradient)
+        ]
+        self.output = pytree.tree_unflatten(list(output.leaves), output.spec)
+        before = self._now()
+        stage.backward(turn, gradients)
+        end = self._now()
+        stage.end_step()
+        return forward - start, recompute - forward, end - before
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _trace(self, given: StageInput) -> _Trace:
+        """The operations of one forward, each with the median of its times over some."""
+        traces = []
+        for _ in range(min(3, self._rounds)):
+            leaves = [
+                leaf.detach().requires_grad_() if n in given.wants_gradient else leaf
+                for n, leaf in enumerate(given.leaves)
+            ]
+            trace = _Trace(self._layer, self._now)
+            with saved_tensors_hooks(trace.pack, lambda tensor: tensor), trace:
+                output = self._layer(pytree.tree_unflatten(leaves, given.spec))
+            trace.end(leaves, pytree.tree_leaves(output))
+            traces.append(trace)
+        last = traces[-1]
+        for number, call in enumerate(last.calls):
+            call.seconds = statistics.median(trace.calls[number].seconds for trace in traces)
+        return last
+
+
+@dataclass
+class _Call:
+    """One operation that ran."""
+
+    op: str
+    path: str
+    num_saved: int  # before it
+    can_be_kept: bool
+    seconds: float
+    sizes: dict[int, int] = field(default_factory=dict)  # of its outputs' storages
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what runs, what it takes, and what is saved of what it gives."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, layer: nn.Module, now: Callable[[], float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = now
+        self._paths = {id(module): path for path, module in layer.named_modules()}
+        self._weights = {storage_key(one) for one in (*layer.parameters(), *layer.buffers())}
+        self._open: list[str] = [""]
+        self._alive: list[Tensor] = []  # so that no storage's identity is used again
+        self._saved: list[Tensor] = []
+        self._num_saved = 0
+        self.calls: list[_Call] = []
+        self.saved_keys: set[int] = set()
+        self.input_keys: set[int] = set()
+        self.output_keys: set[int] = set()
+        self.input_bytes = self.output_bytes = 0
+
+    def __enter__(self) -> _Trace:
+        self._hooks = (
+            torch_module.register_module_forward_pre_hook(self._enter_module),
+            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._open.append(self._paths.get(id(module), self._open[-1]))
+
+    def _leave_module(self, *_: Any) -> None:
+        self._open.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = operation_of(func)
+        start = self._now()
+        given = func(*args, **kwargs)
+        seconds = self._now() - start
+        tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and is_dense(one)]
+        self._alive += [one.detach() for one in tensors]
+        self.calls.append(
+            _Call(
+                str(func) if operation is None else operation.name,
+                self._open[-1],
+                self._num_saved,
+                operation is not None and operation.can_be_kept and not operation.draws_with(args, kwargs),
+                seconds,
+                {storage_key(one): one.untyped_storage().nbytes() for one in tensors},
+            )
+        )
+        return given
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self._num_saved += 1
+        if is_dense(tensor) and storage_key(tensor) not in self._weights:
+            self._saved.append(tensor.detach())
+            self.saved_keys.add(storage_key(tensor))
+        return tensor
+
+    def end(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """The layer has run."""
+        given, gave = _sizes(inputs), _sizes(outputs)
+        self.input_keys, self.output_keys = set(given), set(gave)
+        self.input_bytes, self.output_bytes = sum(given.values()), sum(gave.values())
+
+    def largest(self) -> tuple[SavedTensor, ...]:
+        """Of distinct storages."""
+        makers: dict[int, _Call] = {}
+        for call in self.calls:
+            for key in call.sizes:
+                makers.setdefault(key, call)
+        found: dict[int, SavedTensor] = {}
+        for tensor in self._saved:
+            key = storage_key(tensor)
+            maker = makers.get(key)
+            op = "input" if key in self.input_keys or maker is None else maker.op
+            seconds = 0.0 if op == "input" or maker is None else maker.seconds
+            size = tensor.untyped_storage().nbytes()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(key, SavedTensor(op, tuple(tensor.shape), dtype, size, seconds))
+        return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:_LARGEST])
+
+    def ops(self) -> tuple[OpProfile, ...]:
+        """What could be kept, by submodule and operation."""
+        groups: dict[tuple[str, str], list[_Call]] = {}
+        for call in self.calls:
+            if call.can_be_kept and call.sizes:
+                groups.setdefault((call.path, call.op), []).append(call)
+        return tuple(self._op(path, op, calls) for (path, op), calls in groups.items())
+
+    def _op(self, path: str, op: str, calls: Sequence[_Call]) -> OpProfile:
+        tail = [call for call in calls if call.num_saved >= self._num_saved]
+        return OpProfile(
+            op=op,
+            word=next((word for word, names in OPS_OF.items() if op in names), None),
+            path=path,
+            calls=len(calls),
+            seconds=sum(call.seconds for call in calls),
+            output_bytes=_bytes(calls),
+            unsaved_bytes=_bytes(calls, lambda key: key not in self.saved_keys),
+            border_bytes=_bytes(calls, lambda key: key not in self.saved_keys and key in self.output_keys),
+            tail_seconds=sum(call.seconds for call in tail),
+            tail_bytes=_bytes(tail),
+        )
+
+
+def _bytes(calls: Sequence[_Call], counts: Callable[[int], bool] = lambda _: True) -> int:
+    return sum(size for call in calls for key, size in call.sizes.items() if counts(key))
+
+
+def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_dense(leaf)]
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,139 @@
+"""Layers measured alone say what stages of them hold, to the byte; and what `pipetrain profile` writes is read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from one_rank import CPU
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.cli.main import main
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.spec import ModelSpec, spec_of
+from pipetrain.model.transformer import transformer_spec
+from pipetrain.plan.profile import Profile, costs_of_layers, read_profile
+from pipetrain.runtime.profiling import profile_layers
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.stage import Stage, StageInput
+
+
+def transformer(**keys: object) -> ModelSpec:
+    config = ModelConfig(**{"num_blocks": 3, "hidden_size": 32, "num_heads": 2, **keys})  # type: ignore[arg-type]
+    return transformer_spec(config, 256)
+
+
+def tokens() -> Tensor:
+    return torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def held_by_stages(spec: ModelSpec, balance: Sequence[int], selective: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Per stage what one microbatch holds after its R, with the stage's input, and what is kept before it."""
+    meter = ActivationMeter()
+    wanted = RecomputePolicy(selective=selective).selective
+    stages: list[Stage] = []
+    for count in balance:
+        first = sum(len(stage.layers) for stage in stages)
+        loss = spec.loss_fn if first + count == spec.num_layers else None
+        layers = spec.build(first, first + count)
+        stages.append(
+            Stage(len(stages), layers, first_layer=first, device=CPU, meter=meter, selective=wanted, loss_fn=loss)
+        )
+    meter.exclude(one for stage in stages for layer in stage.layers for one in (*layer.parameters(), *layer.buffers()))
+    held, kept = [0] * len(balance), [0] * len(balance)
+    for microbatch in range(2):  # the first is proved, and so says where R may end
+        value, wants = tokens(), frozenset[int]()
+        for stage in stages:
+            given = StageInput((value,), pytree.tree_flatten(value)[1], wants, lambda layer: layer, tokens(), 1.0)
+            (value,), wants = stage.forward(microbatch, given, keep=False, prove=not microbatch).leaves, frozenset([0])
+        del given, value
+        gradients: Sequence[Tensor | None] = ()
+        for stage in reversed(stages):
+            kept[stage.index] = stage.kept_bytes[microbatch]
+            before = meter.current_bytes - kept[stage.index] - stage.stash_bytes[microbatch]
+            stage.recompute(microbatch)
+            held[stage.index] = meter.current_bytes - before
+            gradients = stage.backward(microbatch, gradients)
+    return held, kept
+
+
+@pytest.mark.parametrize("keys", [{}, {"name": "gpt2", "dropout": 0.1}], ids=["llama", "gpt2"])
+def test_what_stages_hold_is_what_the_profile_of_their_layers_says(keys: dict[str, object]) -> None:
+    spec, balance = transformer(**keys), [2, 2, 1]
+    profile = Profile(layers=profile_layers(spec, tokens(), tokens(), device=CPU, rounds=1))
+    for selective in ([], ["matmul"], ["attention", "matmul"], ["1-2.mlp"], ["2:matmul"]):
+        costs = costs_of_layers(profile, balance, RecomputePolicy(selective=selective).selective)
+        held, kept = held_by_stages(spec, balance, selective)
+        assert costs.set_bytes == pytest.approx(held, rel=0.01), selective  # of a word here or there
+        assert list(costs.kept_bytes or (0, 0, 0)) == kept, selective
+
+
+def test_layers_that_look_the_same_are_measured_once() -> None:
+    spec = transformer()
+    embedding, block, head, loss = profile_layers(spec, tokens(), tokens(), device=CPU, rounds=1)
+    assert [one.numbers for one in (embedding, block, head, loss)] == [(0,), (1, 2, 3), (4,), (5,)]
+    assert block.kind == "Block"
+    weights = sum(one.nbytes for one in spec.build(1, 2)[0].parameters())
+    assert (block.parameter_bytes, block.gradient_bytes, block.optimizer_bytes) == (weights, weights, 2 * weights)
+    assert block.output_bytes == block.input_bytes == 2 * 16 * 32 * 4
+    assert [one.bytes for one in block.largest] == sorted((one.bytes for one in block.largest), reverse=True)
+    assert len(block.largest) == 10
+    product = next(one for one in block.largest if one.op == "mm")
+    assert product.recompute_seconds > 0
+    assert {(op.path, op.calls) for op in block.ops if op.op == "mm"} >= {("attention.query", 1), ("mlp.down", 1)}
+    (attention,) = (op for op in block.ops if op.word == "attention")
+    assert attention.path == "attention"
+    assert 0 < attention.seconds < block.forward_seconds + block.recompute_seconds + 1.0
+
+
+def test_any_layers_are_told_apart_by_their_looks() -> None:
+    """Frozen weights, another width and layers without weights are not the same; without a loss there is none."""
+    frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), frozen, nn.Tanh(), nn.Linear(4, 2)]
+    found = profile_layers(spec_of(layers), torch.randn(3, 4), device=CPU, rounds=1)
+    # The first is given no gradient to pass on, but does the same in F.
+    assert [one.numbers for one in found] == [(0, 1), (2,), (3,), (4,)]
+    assert (found[1].gradient_bytes, found[1].parameter_bytes) == (0, 4 * 4 * 4 + 4 * 4)
+    assert (found[2].saves_input, found[2].saves_output, found[2].inner_bytes) == (False, True, 0)
+
+
+def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("some text to learn " * 400)
+    keys = [
+        "data=text",
+        f"data.path={tmp_path}",
+        "data.heldout_fraction=0",
+        "data.sequence_length=16",
+        "data.batch_size=4",
+    ]
+    keys += ["model.num_blocks=2", "model.hidden_size=32", "model.num_heads=2", "pipeline.num_microbatches=4"]
+    file = tmp_path / "mine.json"
+    assert main(["profile", *keys, f"--out={file}", "--rounds=1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {one["selective"].partition(":")[2] for one in told["advice"]} == {"attention", "matmul"}
+    assert len(told["layers"]) == len(read_profile(str(file)).layers) == 4
+
+    def shown(*more: str) -> dict[str, list[float]]:
+        assert main(["show", *keys, f"plan.profile={file}", "recompute=inline", *more, "--json"]) == 0
+        found: dict[str, list[float]] = json.loads(capsys.readouterr().out)
+        return found
+
+    def seconds_of(found: dict[str, list[float]], op: str) -> float:
+        (one,) = (one for one in found["ops"] if one["op"] == op)  # type: ignore[index]
+        return float(one["end"] - one["start"])  # type: ignore[index]
+
+    assert seconds_of(shown(), "0R0") == pytest.approx(costs_of_layers(read_profile(str(file)), [2, 2]).recompute[0])
+    wanted = RecomputePolicy(selective="1:matmul").selective
+    kept = shown("recompute.selective='1:matmul'")
+    assert seconds_of(kept, "0R0") == pytest.approx(
+        costs_of_layers(read_profile(str(file)), [2, 2], wanted).recompute[0]
+    )
+    assert main(["show", *keys, f"plan.profile={file}", "model.hidden_size=64"]) == 2
+    assert "measured with model.hidden_size=32, and this has 64" in capsys.readouterr().err
+    assert main(["profile", *keys, "--rounds=0"]) == 2
+    assert "--rounds=0: allowed is 1 or more" in capsys.readouterr().err
