@@ -28,6 +28,7 @@ from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
+from pipetrain.model.size import size_of
 from pipetrain.model.spec import make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
@@ -115,6 +116,13 @@ def _sought_for(config: RunConfig) -> tuple[object, ...]:
     return pipeline, replace(config.recompute, verify="off"), config.transport.ahead, config.plan, config.cost
 
 
+def _mfu_of_a_token_per_second(config: RunConfig, vocabulary_size: int, num_devices: int) -> float | None:
+    """What a token per second is of what the devices could do; None where that is not known."""
+    size = size_of(config.model, vocabulary_size=vocabulary_size, sequence_length=config.data.sequence_length)
+    peak, flops = config.observe.peak_flops_per_second, size.flops_per_token
+    return None if peak is None or flops is None else flops / (peak * num_devices)
+
+
 def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
     """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
     snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint)
@@ -137,6 +145,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     return Steps(
         num_steps=config.steps,
         tokens_per_step=config.data.batch_size * config.data.sequence_length,
+        mfu_of_a_token_per_second=_mfu_of_a_token_per_second(config, data.vocabulary_size, group.size),
         evaluate_every_steps=config.observe.evaluate_every_steps,
         seed=config.seed,
         data=data,

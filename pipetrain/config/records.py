@@ -257,6 +257,8 @@ class ObserveConfig:
     progress: bool = True  # a progress bar on rank 0 (lines where stderr is no terminal)
     evaluate_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
+    # Floating-point operations that one device can do in a second, at the run's precision; None: `mfu` is null.
+    peak_flops_per_second: Annotated[float | None, more_than(0)] = None
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

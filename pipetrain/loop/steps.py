@@ -38,6 +38,7 @@ class Steps:
 
     num_steps: int
     tokens_per_step: int
+    mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
     evaluate_every_steps: int | None  # None: nothing is evaluated on the way
     seed: int
     data: Data
@@ -119,7 +120,7 @@ class Steps:
             self.recorder.end_step(step)
         else:
             timeline = None if figures.ops is None else figures.ops.timeline
-            metrics = metrics_of(step, result, figures, self.tokens_per_step / seconds)
+            metrics = metrics_of(step, result, figures, self.tokens_per_step / seconds, self.mfu_of_a_token_per_second)
             self.recorder.end_step(step, metrics, timeline)
             if timeline is not None:
                 self.watch.add(step, timeline)

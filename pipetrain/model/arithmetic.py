@@ -66,15 +66,6 @@ def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_
     return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * config.hidden_size]
 
 
-def flops_per_token(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward, per token of a sample of `sequence_length` tokens.
-
-    A backward takes two forwards, which makes this the `6 N + 12 L H Q T` of PaLM (Chowdhery et al., 2022, appendix B).
-    Recomputation is not added: what is divided by this is model FLOPs utilisation.
-    """
-    return 3.0 * sum(forward_flops_per_layer(config, vocabulary_size, sequence_length))
-
-
 def _matrices_of_block(config: ModelConfig) -> int:
     hidden = config.hidden_size
     kv_size = hidden // config.num_heads * num_kv_heads(config)

@@ -22,6 +22,15 @@ class ModelSize:
     flops_per_layer: tuple[float, ...] | None = None
     parameters_per_layer: tuple[int, ...] | None = None
 
+    @property
+    def flops_per_token(self) -> float | None:
+        """Floating-point operations of forward and backward, per token.
+
+        A backward takes two forwards (`6 N + 12 L H Q T` of PaLM, Chowdhery et al., 2022, appendix B). What is recomputed is not added:
+        what is divided by this is model FLOPs utilisation.
+        """
+        return None if self.flops_per_layer is None else 3.0 * sum(self.flops_per_layer)
+
     def __post_init__(self) -> None:
         for name in ("kinds", "flops_per_layer", "parameters_per_layer"):
             entries = getattr(self, name)

@@ -40,6 +40,7 @@ class RunReport:
     stragglers: tuple[
         Straggler, ...
     ] = ()  # ranks whose ops became slower than they were, or are slower than their like
+    mfu: float | None = None  # median share of what the devices could do (observe.peak_flops_per_second)
     set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
     input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
     kept_bytes: PerRank = ()  # likewise, outputs that are kept for R (recompute.selective)
@@ -123,6 +124,7 @@ def totals(report: RunReport) -> Table:
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
         ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
         ("bubble", number(report.bubble_fraction, "{:.1%}")),
+        *([] if report.mfu is None else [("model FLOPs of the devices' peak (mfu)", number(report.mfu, "{:.1%}"))]),
     ]
     return Table(("", "run"), rows)
 

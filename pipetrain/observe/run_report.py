@@ -23,7 +23,13 @@ def measured_steps(first_step: int) -> range:
     return range(first_step - 1 + MEASURED_STEPS.start, first_step - 1 + MEASURED_STEPS.stop)
 
 
-def metrics_of(step: int, result: StepResult, figures: StepFigures, tokens_per_second: float) -> StepMetrics:
+def metrics_of(
+    step: int,
+    result: StepResult,
+    figures: StepFigures,
+    tokens_per_second: float,
+    mfu_of_a_token_per_second: float | None = None,
+) -> StepMetrics:
     """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
     ops, unknown = figures.ops, (None,) * figures.num_ranks
 
@@ -38,7 +44,7 @@ def metrics_of(step: int, result: StepResult, figures: StepFigures, tokens_per_s
         tokens_per_second=tokens_per_second,
         step_seconds=figures.step_seconds,
         bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
-        mfu=None,
+        mfu=None if mfu_of_a_token_per_second is None else tokens_per_second * mfu_of_a_token_per_second,
         recompute_hidden_seconds=per_rank("recompute_hidden_seconds"),
         recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
         wait_activation_seconds=per_rank("wait_activation_seconds"),
@@ -111,6 +117,7 @@ def make_report(
             _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
         ),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        mfu=median("mfu"),
         set_bytes=last.ops.set_bytes if last.ops else (),
         input_bytes=last.ops.input_bytes if last.ops else (),
         kept_bytes=last.ops.kept_bytes if last.ops else (),

@@ -62,10 +62,11 @@ def profile_layers(
     with generators_restored(device):
         for number in range(spec.num_layers):
             kind = spec.size.kinds[number] if spec.size.kinds else None
-            look: Any = (kind, _form(value)) if kind else None
+            is_first = number == 0  # no gradient goes on from it
+            look: Any = (is_first, kind, _form(value)) if kind else None
             if look not in measured:
                 (layer,) = spec.build(number, number + 1, seed=seed, device=device)
-                look = look or (type(layer).__qualname__, repr(layer), _parameters(layer), _form(value))
+                look = look or (is_first, type(layer).__qualname__, repr(layer), _parameters(layer), _form(value))
             if look not in measured:
                 say(f"layer {number} ({type(layer).__name__})")
                 bench = _Bench(layer, device, rounds, autocast)

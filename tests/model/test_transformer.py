@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.arithmetic import count_parameters, flops_per_token, mlp_size, parameters_per_layer
+from pipetrain.model.arithmetic import count_parameters, mlp_size, parameters_per_layer, transformer_size
 from pipetrain.model.attention import Attention
 from pipetrain.model.loss import next_token_loss
 from pipetrain.model.rotary import rotary_tables, rotate
@@ -210,7 +210,7 @@ def test_flops_are_those_of_the_counter(config: ModelConfig) -> None:
         FlopCounterMode(display=False) as counter,
     ):
         next_token_loss(model(ids), ids).backward()
-    assert counter.get_total_flops() == flops_per_token(config, VOCABULARY, 12) * ids.numel()
+    assert counter.get_total_flops() == transformer_size(config, VOCABULARY, 12).flops_per_token * ids.numel()
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_built() -> None:

@@ -94,12 +94,11 @@ def test_layers_that_look_the_same_are_measured_once() -> None:
 def test_any_layers_are_told_apart_by_their_looks() -> None:
     """Frozen weights, another width and layers without weights are not the same; without a loss there is none."""
     frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4), frozen, nn.Tanh(), nn.Linear(4, 2)]
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), frozen, nn.Tanh(), nn.Linear(4, 2)]
     found = profile_layers(spec_of(layers), torch.randn(3, 4), device=CPU, rounds=1)
-    # The first is given no gradient to pass on, but does the same in F.
-    assert [one.numbers for one in found] == [(0, 1), (2,), (3,), (4,)]
-    assert (found[1].gradient_bytes, found[1].parameter_bytes) == (0, 4 * 4 * 4 + 4 * 4)
-    assert (found[2].saves_input, found[2].saves_output, found[2].inner_bytes) == (False, True, 0)
+    assert [one.numbers for one in found] == [(0,), (1, 2), (3,), (4,), (5,)]  # the first hands no gradient on
+    assert (found[2].gradient_bytes, found[2].parameter_bytes) == (0, 4 * 4 * 4 + 4 * 4)
+    assert (found[3].saves_input, found[3].saves_output, found[3].inner_bytes) == (False, True, 0)
 
 
 def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,8 @@ REPORT = (
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
     "skipped_steps rollbacks stragglers deferred_share"
 )
+# smoke: two blocks of hidden 32 and MLP 88, samples of 32 tokens, 256 tokens to choose from; B takes two F
+FLOPS_PER_TOKEN = 3 * (2 * (2 * (4 * 32 * 32 + 3 * 32 * 88) + 4 * 32 * 32) + 2 * 256 * 32)
 PER_RANK = [
     "recompute_hidden_seconds",
     "recompute_exposed_seconds",
@@ -53,7 +55,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def finished(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of six steps that went to its end, in the folder of its own that it was started in."""
     start_dir = tmp_path_factory.mktemp("run")
-    done = complete(start_dir, [*PIPETRAIN, *TINY, f"data.path={text}"])
+    done = complete(start_dir, [*PIPETRAIN, *TINY, f"data.path={text}", "observe.peak_flops_per_second=1e12"])
     assert done.returncode == 0, done.stderr
     return start_dir, done
 
@@ -103,7 +105,7 @@ def test_metrics_have_exactly_the_keys(finished: Finished) -> None:
         assert all(len(line[key]) == 2 for key in PER_RANK)
         assert math.isfinite(line["loss"])
         assert 0 <= line["bubble_fraction"] < 1
-        assert line["mfu"] is None
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * FLOPS_PER_TOKEN / (2 * 1e12))
     assert lines[0]["lr"] == pytest.approx(1.5e-3)  # half-way up a warm-up of two steps
     assert lines[1]["lr"] == pytest.approx(3e-3)
     assert lines[-1]["lr"] == pytest.approx(3e-4)  # a tenth, at the end of the cosine
