@@ -66,6 +66,7 @@ class Case:
     communicators: str = "edge"
     keep: str | None = None
     ahead: int = 2
+    selective: str | None = None
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -75,6 +76,7 @@ class Case:
             + [self.communicators] * (self.communicators != "edge")
             + [f"keep-{self.keep}"] * (self.keep is not None)
             + [f"ahead{self.ahead}"] * (self.ahead != 2)
+            + [f"selective-{self.selective}"] * (self.selective is not None)
             + ([] if self.slow is None else [f"slow{self.slow}"])
         )
         return "-".join(words)
@@ -115,7 +117,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         communicators=case.communicators,
         transport_ahead=case.ahead,
     )
-    policy = RecomputePolicy(case.mode, case.sets, keep=case.keep, last_stage=case.last_stage)  # type: ignore[arg-type]
+    policy = RecomputePolicy(case.mode, case.sets, keep=case.keep, last_stage=case.last_stage, selective=case.selective)  # type: ignore[arg-type]
     losses, gradients = [], {}
     with Pipeline(
         list(case.layers(num_stages)), case.loss, plan=plan, schedule=case.schedule, recompute=policy

@@ -78,6 +78,7 @@ QUICK = [
     Case("1f1b", layers=dropout, slow=0),
     Case("1f1b", autocast=bfloat16, layers=frozen, ranks=3),
     Case("gpipe", also=clips, saves=True),
+    Case("interleaved", sets=2, stages_per_rank=2, selective="matmul"),
     Case("1f1b", also=evaluates),
     Case("interleaved", stages_per_rank=2, communicators="pair"),
     Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, keep="none"),
@@ -111,6 +112,12 @@ MORE = [
         for layers in (batch_norm, dropout, missing_gradients)
     ),
     *(Case("1f1b", ranks=4, microbatches=8, sets=sets) for sets in (1, 2)),
+    *(
+        Case(schedule, mode, ranks=3, layers=layers, selective="matmul")
+        for schedule in ("gpipe", "1f1b")
+        for mode in MODES[1:]
+        for layers in (in_place, frozen)
+    ),
 ]
 # In three places or more a small schedule keeps all sets, which the pipeline says: here it is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:recompute.sets")
