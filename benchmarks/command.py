@@ -21,6 +21,7 @@ NAMES = {
     "split": "a backward in two halves beside a whole one: time, and what waits between them",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
+    "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",
     "replay": "one stage at real size on one GPU, its neighbours replayed",

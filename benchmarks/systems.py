@@ -111,7 +111,7 @@ class Ours:
 
     family: str = "gpipe"
     mode: Mode = Mode.OVERLAP
-    sets: int = 1
+    sets: float | None = 1
     last_stage: LastStage = LastStage.AUTO
     transport_ahead: int = 2
     warmup: tuple[int, ...] | None = None
@@ -120,6 +120,8 @@ class Ours:
     search_seconds: float = 0.0  # of `auto`; 0: its rule alone
     order: str | None = None  # what `sought` has found for `auto`, as a schedule's file
     label: str | None = None
+    segments: int = 1
+    stash: int | None = None
 
     @property
     def name(self) -> str:
@@ -136,7 +138,15 @@ class Ours:
     @property
     def policy(self) -> RecomputePolicy:
         # An emulated stage saves memory that nobody has written: there is nothing to prove.
-        return RecomputePolicy(self.mode, sets=self.sets, keep=self.keep, last_stage=self.last_stage, verify=OFF)
+        return RecomputePolicy(
+            self.mode,
+            sets=self.sets,
+            keep=self.keep,
+            stash=self.stash,
+            last_stage=self.last_stage,
+            segments=self.segments,
+            verify=OFF,
+        )
 
     @property
     def stages_per_rank(self) -> int:

@@ -74,9 +74,9 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     )
     found = None
     if order is None and pipeline.schedule == AUTO:
-        found = _sought(config, plan.stage_ranks, _costs(config, plan.num_stages))
+        found = _sought(_spec(config, plan.stage_ranks, plan.balance), _costs(config, plan.num_stages), config)
     _policy(config).check_layers(plan.num_layers)
-    schedule = _schedule(config, plan.stage_ranks, order=order) if found is None else found.schedule
+    schedule = _schedule(_spec(config, plan.stage_ranks, plan.balance), order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
 
@@ -96,10 +96,19 @@ def predict(config: RunConfig) -> Shown:
         stages_per_rank=pipeline.stages_per_rank,
     )
     costs = _costs(config, len(stage_ranks))
+    spec = replace(_spec(config, stage_ranks, _balance_shown(config, len(stage_ranks))), costs=costs)
     if pipeline.schedule == AUTO:
-        found = _sought(config, stage_ranks, costs)
+        found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
-    return show_schedule(_schedule(config, stage_ranks, costs), costs)
+    return show_schedule(_schedule(spec), costs)
+
+
+def _balance_shown(config: RunConfig, num_stages: int) -> tuple[int, ...] | None:
+    """The layers of each stage, where the number of parts depends on them."""
+    if not isinstance(config.recompute.segments, str):
+        return None
+    size = size_of(config.model, sequence_length=config.data.sequence_length)
+    return make_plan(size.num_layers, num_stages=num_stages, balance=config.pipeline.balance).balance
 
 
 def _costs(config: RunConfig, num_stages: int) -> Costs:
@@ -157,20 +166,16 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
     return max(cluster.num_nodes, _DEFAULT_RANKS)
 
 
-def _sought(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs) -> FoundSchedule:
+def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
     """The best order for the costs, from the user's cache where it was sought before."""
-    effort = Effort(config.pipeline.search_seconds)
-    return best_schedule(_spec(config, stage_ranks), costs, effort, cache_folder(), _say)
+    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
 
 
 def _say(text: str) -> None:
     print(f"pipetrain: {text}", file=sys.stderr, flush=True)
 
 
-def _schedule(
-    config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None, order: str | None = None
-) -> Schedule:
-    spec = replace(_spec(config, stage_ranks), costs=costs)
+def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
     if order is not None:
         spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
     schedule = make(spec)
@@ -178,12 +183,14 @@ def _schedule(
     return schedule
 
 
-def _spec(config: RunConfig, stage_ranks: tuple[int, ...]) -> ScheduleSpec:
+def _spec(config: RunConfig, stage_ranks: tuple[int, ...], balance: tuple[int, ...] | None) -> ScheduleSpec:
+    """`balance`: the layers of each stage; None: they are not known."""
+    policy = _policy(config)
     return ScheduleSpec(
         family=config.pipeline.schedule,
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
-        policy=_policy(config),
+        policy=policy if balance is None else policy.of_layers(balance),
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.ahead,

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
+from pipetrain.runtime.segmented import AnyStage, make_stage
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.stage.stage import Stage
 from pipetrain.transport.device import CpuDevice
 from pipetrain.transport.forms import Form
 from pipetrain.transport.lanes import Lanes
@@ -287,17 +287,18 @@ class InProcessRun:
         self._forms: list[dict[Op, Form]] = [{} for _ in range(schedule.num_ranks)]
         edges = _Edges(self.theatre, buffered)
         self.transports: list[Transport] = []
-        self.stages: list[dict[int, Stage]] = []
+        self.stages: list[dict[int, AnyStage]] = []
         self.executors = [self._make_executor(rank, edges) for rank in range(schedule.num_ranks)]
 
     def _make_executor(self, rank: int, edges: _Edges) -> Executor:
-        meter, monitor = ActivationMeter(), _Monitor(rank, self.theatre)
+        meter, monitor, policy = ActivationMeter(), _Monitor(rank, self.theatre), self.schedule.policy
         lanes = _Lanes(rank, self.theatre)
         transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU, lanes)
         stages = {
-            index: Stage(
+            index: make_stage(
                 index,
-                [self.layers[index]],
+                [self.layers[index], *(nn.Identity() for _ in range(policy.num_parts(index) - 1))],
+                (1,) * policy.num_parts(index),
                 first_layer=index,
                 device=CPU,
                 meter=meter,

@@ -63,8 +63,10 @@ def split(family: str, delay: int) -> Generator:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_split: bool = True) -> Case:
-    """What any family can be asked for; `with_split`: also with backward split into I and W."""
+def cases(
+    draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_split: bool = True, with_parts: bool = True
+) -> Case:
+    """What any family can be asked for; also with backward split into I and W, and with stages recomputed in parts."""
     families = [name for name in FAMILIES if with_split or name not in ALWAYS_SPLIT]
     family = draw(st.sampled_from(families))
     ranks = draw(st.integers(1, max_ranks))
@@ -72,10 +74,13 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
     stages = ranks * draw(per_rank.get(family, st.integers(1, 3)))
     placement = draw(placements(family, stages, ranks))
     microbatches = draw(st.integers(1, max_microbatches))
-    places = st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
+    segments = draw(st.sampled_from([1, 1, 2, 3])) if with_parts and family not in ALWAYS_SPLIT else 1
+    place = st.integers(1, 4) if segments == 1 else st.integers(1, 3 * segments).map(lambda count: count / segments)
+    places = st.one_of(place, st.lists(place, min_size=stages, max_size=stages))
     policy = RecomputePolicy(
         mode=draw(st.sampled_from(Mode)),
         sets=draw(places),
+        segments=segments,
         keep=draw(st.sampled_from([None, *Keep])),
         last_stage=draw(st.sampled_from(LastStage)),
     )
@@ -93,7 +98,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
         arguments["warmup"] = draw(
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
         )
-    if with_split and family not in ("inference", *ALWAYS_SPLIT) and draw(st.booleans()):
+    if with_split and segments == 1 and family not in ("inference", *ALWAYS_SPLIT) and draw(st.booleans()):
         places = 4 if policy.mode is Mode.NEVER else min(numbers(policy.sets))
         if draw(st.booleans()):
             arguments["split_backward"] = True
@@ -104,7 +109,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_
 
 def numbers(value: PerStage) -> tuple[int, ...]:
     """Those of all stages, or the one for all."""
-    return (value,) if isinstance(value, int) else value
+    return value if isinstance(value, tuple) else (value,)
 
 
 def placements(family: str, stages: int, ranks: int) -> st.SearchStrategy[str | list[int]]:
@@ -146,7 +151,9 @@ def mutants(draw: st.DrawFn) -> tuple[Schedule, Op | None]:
         return draw(without_a_wait(schedule))
     if change == "tighten":
         policy = schedule.policy
-        fewer = tuple(draw(st.integers(1, count)) for count in numbers(policy.sets))
+        parts = policy.segments
+        counts = (round(count * parts) for count in numbers(policy.sets))
+        fewer = tuple(_of_sets(draw(st.integers(1, count)), parts) for count in counts)
         sets = fewer if isinstance(policy.sets, tuple) else fewer[0]
         return dataclasses.replace(schedule, policy=dataclasses.replace(policy, sets=sets)), None
     places = [(rank, lane) for rank in range(schedule.num_ranks) for lane in Lane if schedule.lane(rank, lane)]
@@ -168,6 +175,10 @@ def mutants(draw: st.DrawFn) -> tuple[Schedule, Op | None]:
                 place = draw(st.integers(0, len(others)))
                 schedule = with_lane(schedule, other_rank, other_lane, (*others[:place], op, *others[place:]))
     return with_lane(schedule, rank, lane, tuple(ops)), None
+
+
+def _of_sets(places: int, parts: int) -> float:
+    return places if parts == 1 else places / parts
 
 
 @st.composite
@@ -279,7 +290,7 @@ def of_another_kind(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         draw(st.integers(0, schedule.num_stages)),
         draw(st.sampled_from(Kind)),
         draw(st.one_of(st.none(), st.integers(0, schedule.num_microbatches))),
-        draw(st.one_of(st.none(), st.integers(0, 1))),
+        draw(st.one_of(st.none(), st.integers(0, 2))),
     )
     ops = tuple(other if one == op else one for one in schedule.lane(rank, lane))
     renamed = with_lane(schedule, rank, lane, ops)

@@ -125,6 +125,13 @@ _Places = Annotated[
         ": allowed is 1 or more, or a list with one such number per stage",
     ),
 ]
+_Sets = Annotated[
+    int | float | tuple[float, ...] | None,
+    Limit(
+        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) > 0,
+        ": allowed is 1 or more (with recompute.segments=k a multiple of 1/k), or a list with one such number per stage",
+    ),
+]
 _Keep = Annotated[
     str | int | None,
     Limit(
@@ -141,12 +148,15 @@ class RecomputeConfig:
     """What is recomputed, and when."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
-    sets: _Places = 1  # sets of a stage alive at once, kept or recomputed; one number or one per stage
+    # Sets of a stage alive at once, kept or recomputed; one number or one per stage. None: one, or with `segments` one part.
+    sets: _Sets = None
     keep: _Keep = None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
     stash: _Places | None = (
         None  # the most microbatches of a stage between F and B, one number or one per stage; None: any
     )
-    last_stage: str = "auto"  # `auto`: the last stage has no R; `always`: it has
+    last_stage: str = "auto"  # `auto`: the last stage has no R, where a whole set has room; `always`: it has
+    # In how many parts a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
+    segments: Annotated[int | str, matching(r"[1-9]\d*|sqrt|layers", "a number of parts, sqrt or layers")] = 1
     # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
     selective: str | tuple[str, ...] | None = None

@@ -104,7 +104,11 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
     yield from _of_transport(config.transport)
     if recompute.mode not in ("never", "inline"):
         yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
-    if recompute.sets != 1:
+    if recompute.segments != 1:
+        yield _refused(
+            "recompute.segments", recompute.segments, "recomputes a stage as a whole; use recompute.segments=1"
+        )
+    if recompute.sets not in (None, 1):
         yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
     if recompute.keep == "auto":
         yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")

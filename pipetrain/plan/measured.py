@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.op import Op
 from pipetrain.timeline.residuals import op_seconds
 
 MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is taken
@@ -23,7 +25,10 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
     """
     spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timeline in timelines:
+        taken: dict[Op, float] = defaultdict(float)  # of an op in parts, all of them
         for op, seconds in op_seconds(timeline).items():
+            taken[replace(op, part=None) if op.part is not None else op] += seconds
+        for op, seconds in taken.items():
             row = op.kind.row
             if row.cost is not None:
                 place = op.stage if row.direction is not Direction.FORWARD or op.kind.computes else op.stage - 1

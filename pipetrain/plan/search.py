@@ -100,7 +100,7 @@ def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
     """What a search finds from there; at least `start`."""
     problem = problem_of(spec, costs)
-    polishes = can_polish() and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
+    polishes = can_polish() and not spec.policy.in_parts and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
     first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
     climbed = climb(problem, first, start.least_seconds)
     found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)

@@ -46,20 +46,21 @@ class Programs:
     ) -> None:
         self._rank = rank
         self._runs_ahead = runs_ahead
-        self._given = given if isinstance(given, Schedule) else None
+        self._given = None
+        if isinstance(given, Schedule):
+            _check_fits(given, plan)
+            self._given = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance))
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
-            policy=policy,
+            policy=policy.of_layers(plan.balance),
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
-        if self._given is not None:
-            _check_fits(self._given, plan)
         whole = self.whole().schedule
         notes = (pairs_in_csv(whole.family), idle_places(whole))
         for note in notes if rank == 0 else ():

@@ -17,8 +17,8 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.counting import Counted
 from pipetrain.runtime.cut import cut, num_rows, rows_fault
 from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Op
-from pipetrain.stage.stage import Stage
 from pipetrain.transport.forms import Form
 
 # So that a header stays within its fixed size.
@@ -52,7 +52,7 @@ class Calls:
     to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
     """
 
-    def __init__(self, chain: Chain, plan: Plan, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, chain: Chain, plan: Plan, stages: Mapping[int, AnyStage]) -> None:
         self._chain = chain
         self._plan = plan
         self._stages = stages

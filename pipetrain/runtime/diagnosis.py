@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from pipetrain.stage.stage import Stage
+from pipetrain.runtime.segmented import AnyStage
 
 
 class Where(StrEnum):
@@ -116,7 +116,7 @@ class Diagnosis:
 class FiniteWatch:
     """Sees every layer of one rank while a step runs in its `with` block. Waits for the device at each: not for the hot path."""
 
-    def __init__(self, rank: int, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, rank: int, stages: Mapping[int, AnyStage]) -> None:
         self._rank = rank
         self._stages = stages
         self._layers = {

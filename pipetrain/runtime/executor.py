@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.runtime.program import COMPUTING, Program, Turns
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import local_source, receive_of, send_of
+from pipetrain.schedule.messages import gives, local_source, receive_of, send_of, takes
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.stage.seeding import layer_seed
-from pipetrain.stage.stage import Stage, StageInput, StageOutput
+from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.structures import spec_text, structure
@@ -96,7 +97,7 @@ class Executor:
     def __init__(
         self,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, AnyStage],
         transport: Transport,
         lanes: Lanes,
         monitor: Monitor,
@@ -193,16 +194,17 @@ class Executor:
 
     def _recompute(self, turn: _Turn) -> None:
         with self._lanes.timed(turn.lane, turn.op):
-            self._stages[turn.op.stage].recompute(turn.microbatch)
+            self._stages[turn.op.stage].recompute(turn.microbatch, turn.op.part)
 
     def _backward(self, turn: _Turn) -> None:
         op, lane, program, step = turn
         gradients: Sequence[Any] = ()
-        if op.stage < program.schedule.num_stages - 1:
+        if op.stage < program.schedule.num_stages - 1 and takes(program.schedule, op):
             gradients = self._received(op, program).leaves
         with self._lanes.timed(lane, op):
-            wanted_back = self._stages[op.stage].backward(turn.microbatch, gradients, scale=step.scale)
-        if op.stage > program.schedule.first_backward:
+            stage = self._stages[op.stage]
+            wanted_back = stage.backward(turn.microbatch, gradients, scale=step.scale, part=op.part)
+        if op.stage > program.schedule.first_backward and gives(op):
             self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
 
     def _backward_weights(self, turn: _Turn) -> None:
@@ -255,7 +257,7 @@ class Executor:
         wants = frozenset(n for n, want in enumerate(result.wants_gradient) if want)
         return _Received(result.leaves, wants, result.fixed, result.spec, is_shared=True)
 
-    def _crossed(self, stage: Stage, output: StageOutput, given: StageInput) -> _Result:
+    def _crossed(self, stage: AnyStage, output: StageOutput, given: StageInput) -> _Result:
         """The output of a stage as the next one gets it, here or on another rank."""
         fixed = memories(given.leaves, given.fixed)
         leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)

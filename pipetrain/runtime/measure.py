@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from pipetrain.group.clocks import Clock
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
-from pipetrain.stage.stage import Stage
 from pipetrain.timeline.step_report import RankReport
 from pipetrain.transport.device import DeviceMemory
 from pipetrain.transport.lanes import Recording
@@ -19,7 +19,7 @@ def measure_rank(
     step: int,
     recording: Recording,
     clock: Clock,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, AnyStage],
     peak_bytes: int,
     memory: DeviceMemory,
     communicator_bytes: int | None,
@@ -50,7 +50,7 @@ def _most(sizes: Iterable[Mapping[int, int]]) -> int:
     return max((size for of_stage in sizes for size in of_stage.values()), default=0)
 
 
-def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, Stage]) -> int:
+def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, AnyStage]) -> int:
     """What the rank would hold at its peak if every set stayed from F to B, in the order in which F and B ran.
 
     From the bytes of each set as R or F brought it, and of each stashed input.
@@ -59,7 +59,7 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, St
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
         row = op.kind.row
-        change = (Holding.STASH in row.opens) - (Holding.STASH in row.closes)
+        change = (Holding.STASH in row.opens) - (Holding.STASH in row.closes and not op.part)
         if not change or op.stage not in stages:
             continue
         stage = stages[op.stage]

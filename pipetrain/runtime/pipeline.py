@@ -38,13 +38,14 @@ from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.segmented import AnyStage, make_stage
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, Outputs, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.stage import LossFn, Stage
+from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
 from pipetrain.transport.lanes import Recording, make_lanes
@@ -169,12 +170,14 @@ class Pipeline:
 
     def _build(
         self, spec: ModelSpec, loss_fn: LossFn | None, kept: Sequence[Outputs], *, checked: bool
-    ) -> dict[int, Stage]:
+    ) -> dict[int, AnyStage]:
         """The stages of this rank."""
+        policy = self.schedule.policy
         return {
-            index: Stage(
+            index: make_stage(
                 index,
                 build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked),
+                policy.parts[index] if policy.in_parts else (),
                 first_layer=self.plan.layers_of(index).start,
                 device=self.device,
                 meter=self._meter,

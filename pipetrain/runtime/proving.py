@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from torch import nn
 
 from pipetrain.runtime.program import Program
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.policy import EVERY, FIRST, OFF
-from pipetrain.stage.stage import Stage
 
 Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 _NOTHING: Places = frozenset()
@@ -23,7 +23,7 @@ _NOTHING: Places = frozenset()
 class Proving:
     """The choice for one rank; `verify` is `recompute.verify`."""
 
-    def __init__(self, stages: Mapping[int, Stage], verify: str | int) -> None:
+    def __init__(self, stages: Mapping[int, AnyStage], verify: str | int) -> None:
         self._stages = stages
         self._verify = verify
         self._proved: set[Hashable] = set()
@@ -61,4 +61,5 @@ def _in_turn(program: Program, turn: int) -> Places:
     for kind in (Kind.F, Kind.R):
         ops = [op for op in program.ops if op.kind is kind]
         found |= {stage: [op.microbatch for op in ops if op.stage == stage] for stage in {op.stage for op in ops}}
+    found = {stage: list(dict.fromkeys(microbatches)) for stage, microbatches in found.items()}  # R may come in parts
     return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

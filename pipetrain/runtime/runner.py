@@ -21,9 +21,10 @@ from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weigh
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.proving import Proving
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.stage.stage import LossFn, Stage
+from pipetrain.stage.stage import LossFn
 from pipetrain.transport.fetch import bring, fetch
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, make_edges
@@ -41,7 +42,7 @@ class CallRunner:
         group: Group,
         plan: Plan,
         programs: Programs,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, AnyStage],
         lanes: Lanes,
         meter: ActivationMeter,
         loss_fn: LossFn | None,

@@ -11,14 +11,14 @@ from types import FrameType
 
 from torch import nn
 
-from pipetrain.stage.stage import Stage
+from pipetrain.runtime.segmented import AnyStage
 from pipetrain.transport.device import Device
 
 _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("stage", "runtime", "transport"))
 
 
 @contextmanager
-def waits_told(stages: Mapping[int, Stage], device: Device) -> Iterator[None]:
+def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
     """Within it, each wait of the host for the device is looked at; afterwards there is a warning for each layer that had one.
 
     Whose forward it is stands on the stack of who waits. What pipetrain itself waits for on a first microbatch, to compare,

@@ -27,11 +27,37 @@ def brings_set(schedule: Schedule, op: Op) -> bool:
     return op.kind in BRINGS_BACK_SET or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
 
 
+def ends_stash(op: Op) -> bool:
+    """Whether nothing of its microbatch is left in the stage when `op` has ended: of parts, that of the first ends it."""
+    return op.kind in CLOSES_STASH and not op.part
+
+
+def places_taken(schedule: Schedule, op: Op) -> int:
+    """The places that are taken from the start of `op`: a part takes one, a set as many as its stage has parts."""
+    return _places(schedule, op) if brings_set(schedule, op) else 0
+
+
+def places_freed(schedule: Schedule, op: Op) -> int:
+    """The places that are free again at the end of `op`."""
+    return _places(schedule, op) if op.kind in ENDS_SET else 0
+
+
+def _places(schedule: Schedule, op: Op) -> int:
+    return schedule.policy.num_parts(op.stage) if op.part is None else 1
+
+
+def as_sets(schedule: Schedule, stage: int, places: int) -> float:
+    """What so many places of `stage` are in sets; a whole number of them as one."""
+    sets, rest = divmod(places, schedule.policy.num_parts(stage))
+    return sets if not rest else places / schedule.policy.num_parts(stage)
+
+
 @dataclass(frozen=True)
 class SetPeak:
-    """The most sets of one stage alive at once, and the op with which they are."""
+    """The most sets of one stage alive at once, the places that they take, and the op with which they do."""
 
-    sets: int
+    sets: float
+    places: int
     op: Op
 
 
@@ -42,13 +68,13 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     chain, so a moment is the number c of its ops that have ended while op c runs. The recompute lane may then have
     started each R whose waits lie in those c ops; at worst it has started them all.
     """
-    peaks = [SetPeak(0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
+    peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
         alive = [0] * schedule.num_stages
         for op, starts in _moments(schedule, rank):
-            alive[op.stage] += 1 if starts else -1
-            if alive[op.stage] > peaks[op.stage].sets:
-                peaks[op.stage] = SetPeak(alive[op.stage], op)
+            alive[op.stage] += places_taken(schedule, op) if starts else -places_freed(schedule, op)
+            if alive[op.stage] > peaks[op.stage].places:
+                peaks[op.stage] = SetPeak(as_sets(schedule, op.stage, alive[op.stage]), alive[op.stage], op)
     return tuple(peaks)
 
 
@@ -77,7 +103,7 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
     for rank in range(schedule.num_ranks):
         for op in schedule.lane(rank, Lane.COMPUTE):
             if op.stage >= schedule.first_backward:
-                held[op.stage] += (op.kind in OPENS_STASH) - (op.kind in CLOSES_STASH)
+                held[op.stage] += (op.kind in OPENS_STASH) - ends_stash(op)
                 peaks[op.stage] = max(peaks[op.stage], held[op.stage])
     return tuple(peaks)
 
@@ -85,16 +111,16 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
 def idle_places(schedule: Schedule) -> str | None:
     """A sentence for the user where a stage (with one number for all: each stage) has more places than sets to hold."""
     policy, held = schedule.policy, peak_stash(schedule)
-    if policy.mode is Mode.NEVER or max(held, default=0) == 0:
+    if policy.mode is Mode.NEVER or policy.sets is None or max(held, default=0) == 0:
         return None
-    if isinstance(policy.sets, int):
+    if not isinstance(policy.sets, tuple):
         too_many, who, most = policy.sets > max(held), "no stage has", max(held)
     else:
         stage = next((s for s, (size, count) in enumerate(zip(policy.sets, held)) if size > count > 0), None)
         too_many, who, most = stage is not None, f"stage {stage} never has", held[stage or 0]
     if not too_many:
         return None
-    sets = policy.sets if isinstance(policy.sets, int) else list(policy.sets)
+    sets = list(policy.sets) if isinstance(policy.sets, tuple) else policy.sets
     effect = (
         "with as many places nothing is recomputed there, as with recompute.mode=never"
         if policy.keeps

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import WAYS, Direction, Kind
 from pipetrain.schedule.placement import Placement, stage_ranks_of
-from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 
 Way = tuple[Kind, ...]  # the ops in which a microbatch goes back
@@ -40,7 +40,7 @@ def bound(
     links = _Links(costs, stage_ranks_of(placement, costs.num_stages, num_ranks), first_backward, ways, wanted)
     stages = range(costs.num_stages)
     return _least_time(
-        links, num_microbatches, [_numbers_kept(wanted, num_microbatches, s == stages[-1]) for s in stages]
+        links, num_microbatches, [_numbers_kept(wanted, num_microbatches, s, is_last=s == stages[-1]) for s in stages]
     )
 
 
@@ -65,7 +65,8 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     Place-time. A kept set takes a place of its stage from the start of F to the end of the backward: L = f + the round trip
     through the stages after + b seconds, at least. A recomputed one takes it from the start of R, which the rank runs before the
     backward: r + b seconds, at least. All of this lies between head and tail, in K places:
-    n_kept L + n_rec (r + b) <= K (T - head - tail). Where backward is split, the part of it up to the end of I does, and with
+    n_kept L + n_rec (r + b) <= K (T - head - tail). With k parts a place is for one of them: a kept set takes k, and each part
+    of a recomputed one its part of r + b, so that the first term is k n_kept L. Where backward is split, the part of it up to the end of I does, and with
     the W it does for a tail of 0.
     """
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, _ways_back(schedule), schedule.policy)
@@ -73,9 +74,9 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
 
 
-def _numbers_kept(policy: RecomputePolicy, microbatches: int, is_last: bool) -> Sequence[int]:
+def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_last: bool) -> Sequence[int]:
     """How many sets a stage may keep, ascending."""
-    at_once = policy.last_stage is LastStage.AUTO and (is_last or microbatches == 1)
+    at_once = policy.keeps_at_once(stage) and (is_last or microbatches == 1)
     if policy.mode is Mode.NEVER or at_once:
         return (microbatches,)
     return range(microbatches + 1) if policy.keeps else (0,)
@@ -86,7 +87,8 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
         for microbatch in schedule.microbatches:
-            found[stage][tuple(op.kind for op in schedule.way(Direction.BACKWARD, stage, microbatch))] += 1
+            ops = schedule.way(Direction.BACKWARD, stage, microbatch)
+            found[stage][tuple(dict.fromkeys(op.kind for op in ops))] += 1  # parts of a B take what it takes
     return found
 
 
@@ -116,6 +118,7 @@ class _Links:
         ]
         self.recompute = costs.recompute
         self.places = [policy.places_of(stage) for stage in range(len(stage_ranks))]
+        self.parts = [policy.num_parts(stage) for stage in range(len(stage_ranks))]
         self.turn, self.after, self.backward, self.late = [], [], [], []
         for stage, counts in enumerate(ways):
             needed = counts if stage >= first_backward else Counter[Way]()
@@ -152,7 +155,8 @@ class _Links:
             (self.turn[stage], self.tail(stage)),
             (self.turn[stage] + self.after[stage], 0.0),
         ):
-            lives = kept * (way + backward) + recomputed * (self.recompute[stage] + backward)
+            in_parts = recomputed * (self.recompute[stage] + backward)
+            lives = self.parts[stage] * kept * (way + backward) + in_parts
             least = max(least, self.head(stage) + lives / places + outside)
         return least
 

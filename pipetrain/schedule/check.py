@@ -6,18 +6,21 @@ what is wrong; its docstring is the sentence that the error shows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pipetrain.schedule.alive import peak_sets, peak_stash
+from pipetrain.schedule.families import fault_of_part
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction, kinds_where
 from pipetrain.schedule.launches import launch_order, recomputed_too_early
-from pipetrain.schedule.messages import partner_of, send_of, source_of
+from pipetrain.schedule.messages import giver_of, partner_of, send_of, source_of, takes
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule import Schedule, in_parts
+from pipetrain.schedule.waits import read_by
 
 Fault = tuple[Op, str]  # the op that breaks the rule, and how
 Rule = Callable[[Schedule], Iterator[Fault]]
@@ -81,8 +84,10 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
             yield op, f"there are microbatches 0 to {schedule.num_microbatches - 1}"
         elif op.microbatch in schedule.skipped:
             yield op, f"the schedule skips microbatch {op.microbatch}"
-        elif op.part is not None or op.peer is not None:
+        elif op.peer is not None:
             yield op, "the executor does not know ops of this form"
+        elif fault := fault_of_part(op, schedule.policy.num_parts(op.stage)):
+            yield op, fault
         elif schedule.stage_ranks[op.stage] != rank:
             yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
         elif lanes[op.kind] is not lane:
@@ -95,7 +100,7 @@ def each_forward(schedule: Schedule) -> Iterator[Fault]:
 
 
 def each_backward(schedule: Schedule) -> Iterator[Fault]:
-    """Each stage runs one B, or one I and one W, for each microbatch, and none where nothing needs a gradient."""
+    """Each stage runs one B, a B of each part, or one I and one W, for each microbatch, and none where nothing needs a gradient."""
     yield from _incomplete(schedule, Direction.BACKWARD, schedule.first_backward)
     backward = {kind for way in WAYS[Direction.BACKWARD] for kind in way}
     for _, _, op in schedule.ops():
@@ -121,13 +126,14 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
                 if op not in way:
                     yield (
                         op,
-                        f"stands beside {' and '.join(map(str, way))}: a microbatch goes back once, as B or as I and W",
+                        f"stands beside {' and '.join(map(str, way))}: a microbatch goes back once, as B, as B of each part or as I and W",
                     )
 
 
 def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
-    """A set is either kept from F to the end of its backward or brought back by one R, as the policy says."""
-    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
+    """A set is either kept from F to the end of its backward or brought back by one R, or one of each part, as the policy says."""
+    there = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
+    recomputed = {(op.stage, op.microbatch) for op in there}
     for stage in range(schedule.num_stages):
         for microbatch in schedule.microbatches:
             place, op = (stage, microbatch), Op(stage, RECOMPUTE, microbatch)
@@ -138,8 +144,12 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
                 yield op, "recompute.mode=never keeps every set, this one is not kept"
             elif place in schedule.kept and place in recomputed:
                 yield op, "the set is kept, so there is nothing to recompute"
-            elif place not in schedule.kept and place not in recomputed:
-                yield op, "is missing: the set is not kept"
+            elif place not in schedule.kept:
+                wanted = in_parts(op, schedule.policy.num_parts(stage))
+                yield from ((one, "is missing: the set is not kept") for one in wanted if one not in there)
+                yield from _not_in_parts(schedule, stage, microbatch, len(wanted))
+            else:
+                yield from _not_in_parts(schedule, stage, microbatch, 1)
     present = set(schedule.microbatches)
     for stage, microbatch in schedule.kept:
         if not 0 <= stage < schedule.num_stages or microbatch not in present:
@@ -147,6 +157,14 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
                 schedule.way(Direction.FORWARD, stage, microbatch)[0],
                 "is said to be kept, but is not in the schedule",
             )
+
+
+def _not_in_parts(schedule: Schedule, stage: int, microbatch: int, num_parts: int) -> Iterator[Fault]:
+    """A backward that has not as many parts as its set comes in."""
+    first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
+    if (first.part is None) != (num_parts == 1):
+        why = "the set comes back in parts" if first.part is None else "the set is kept, so its backward is whole"
+        yield first, why
 
 
 def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:
@@ -222,13 +240,17 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     row = op.kind.row
     for kind in row.reads:
         yield Op(op.stage, kind, op.microbatch)
+    if row.lane is Lane.SEND and row.direction is Direction.BACKWARD:
+        yield giver_of(schedule, row.direction, op.stage, op.microbatch)
     source = source_of(schedule, op)
     if source is not None:
         yield source
+    if row.needs_set and op.part is not None and not takes(schedule, op):
+        yield dataclasses.replace(op, part=op.part + 1)
     if row.needs_set and (op.stage, op.microbatch) not in schedule.kept:
-        yield Op(op.stage, RECOMPUTE, op.microbatch)
+        yield Op(op.stage, RECOMPUTE, op.microbatch, op.part)
     if op.kind is RECOMPUTE and schedule.policy.mode is Mode.INLINE:
-        gradient = source_of(schedule, schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0])
+        gradient = source_of(schedule, read_by(schedule, op)[0])
         if gradient is not None:
             yield gradient
 
@@ -299,10 +321,11 @@ def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
     """A stage never has more sets alive, kept or recomputed, than its places (recompute.sets)."""
     for stage, peak in enumerate(peak_sets(schedule)):
         places = schedule.policy.places_of(stage)
-        if places is not None and peak.sets > places:
-            for_stage = "" if isinstance(schedule.policy.sets, int) else f" for stage {stage}"
-            fault = f"stage {stage} may have {peak.sets} sets alive, its places are {places}"
-            yield peak.op, f"{fault}; use recompute.sets={peak.sets}{for_stage}, or an order with fewer"
+        if places is not None and peak.places > places:
+            for_stage = f" for stage {stage}" if isinstance(schedule.policy.sets, tuple) else ""
+            of = " of one part each" if schedule.policy.in_parts else ""
+            fault = f"stage {stage} may have {peak.sets:g} sets alive, its places{of} are {places}"
+            yield peak.op, f"{fault}; use recompute.sets={peak.sets:g}{for_stage}, or an order with fewer"
 
 
 def stash_within_bounds(schedule: Schedule) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
     0F0,0F1,,0R0,0B0,0R1,0B1        a line per rank; empty cells are idle time and mean nothing
     1F0,1I0,1F1,1W0,1I1,1W1         I and W are the halves of a B
+    0F0,0R0.1,0B0.1,0R0.0,0B0.0     with recompute.segments=2 R and B of each part, from the last
 
 Without R, torch's own runtime reads the file. A file with R says itself which sets are recomputed, all others are kept;
 one without leaves that to the policy, unless its first line is the word
@@ -27,7 +28,7 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, with_recompute
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule import Schedule, in_parts
 
 _KINDS = kinds_where(lambda row: row.in_csv)
 _ALL_KEPT = "keep"  # the line that says so
@@ -177,7 +178,7 @@ def _parsed(place: str, cell: str) -> Op:
         op = Op.parse(cell)
     except ValueError:
         op = None
-    if op is None or op.kind not in _KINDS or op.part is not None or op.peer is not None:
+    if op is None or op.kind not in _KINDS or op.peer is not None:
         raise ValueError(
             f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
         )
@@ -190,6 +191,8 @@ def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) ->
     directions = Direction if stage >= shape.first_backward else (Direction.FORWARD,)
     for direction, microbatch in itertools.product(directions, range(shape.num_microbatches)):
         ways = [[Op(stage, kind, microbatch) for kind in way] for way in WAYS[direction]]
+        if direction is Direction.BACKWARD and shape.parts_of(stage) > 1:
+            ways += [list(in_parts(op, shape.parts_of(stage))) for (op,) in ways[:1]]
         there = [way for way in ways if any(op in places for op in way)]
         if not there:
             raise ValueError(f"{end}: the line ends without {ways[0][0]}; each stage needs F and B for each microbatch")
@@ -199,7 +202,9 @@ def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) ->
                 f"{places[more[-1]]}: {more[-1]} stands beside {first}; allowed are B, or I and W, not both"
             )
         if len(there[0]) > 1 + len(more):
-            (missing,) = (op for op in there[0] if op not in places)
+            missing = next(op for op in there[0] if op not in places)
             raise ValueError(f"{places[first]}: {first} stands without {missing}; allowed are B, or I and W after it")
-        if any(order[after] < order[before] for before, after in itertools.pairwise(there[0])):
-            raise ValueError(f"{places[more[0]]}: {more[0]} stands before {first}, whose other half it is")
+        for before, after in itertools.pairwise(there[0]):
+            if order[after] < order[before]:
+                what = "whose other half it is" if after.part is None else "the part that comes back first"
+                raise ValueError(f"{places[after]}: {after} stands before {before}, {what}")

@@ -20,7 +20,8 @@ class Shape:
     """What a generator gets to know: stage s lives on rank `stage_ranks[s]`.
 
     `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care.
+    flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care. `num_parts`
+    are those of each stage where it is recomputed in parts; a file may name them, for a generator a B is whole.
     """
 
     stage_ranks: tuple[int, ...]
@@ -28,6 +29,7 @@ class Shape:
     alternate_last: bool = True
     warmup: int | Sequence[int] | None = None
     first_backward: int = 0
+    num_parts: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -36,6 +38,10 @@ class Shape:
     @property
     def num_ranks(self) -> int:
         return ranks_named_in(self.stage_ranks)
+
+    def parts_of(self, stage: int) -> int:
+        """In how many parts `stage` is recomputed."""
+        return self.num_parts[stage] if self.num_parts else 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, ascending."""
@@ -48,7 +54,7 @@ Generator = Callable[[Shape], ComputeLanes]
 
 def fault_of(op: Op, rank: int, shape: Shape) -> str | None:
     """What is wrong with `op` on the compute lane of `rank`, if something is."""
-    if not op.kind.computes or op.part is not None or op.peer is not None:
+    if not op.kind.computes or op.peer is not None:
         return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
     if not 0 <= op.stage < shape.num_stages:
         return (
@@ -59,7 +65,17 @@ def fault_of(op: Op, rank: int, shape: Shape) -> str | None:
         return f"is of microbatch {op.microbatch}; allowed are {allowed}"
     if shape.stage_ranks[op.stage] != rank:
         return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
-    return None
+    return fault_of_part(op, shape.parts_of(op.stage))
+
+
+def fault_of_part(op: Op, num_parts: int) -> str | None:
+    """What is wrong with the part of `op`, of a stage with so many, if something is."""
+    may_have = op.kind in (Kind.R, Kind.B) and num_parts > 1
+    if op.part is None:
+        return f"is of one of {num_parts} parts; write which, as in {op}.0" if op.kind is Kind.R and may_have else None
+    if not may_have:
+        return "is no op of a compute lane here: only R and B have parts, where recompute.segments is more than 1"
+    return None if op.part < num_parts else f"is of part {op.part}; stage {op.stage} has parts 0 to {num_parts - 1}"
 
 
 def gpipe(shape: Shape) -> ComputeLanes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from pipetrain.schedule.alive import ENDS_SET, brings_set
+from pipetrain.schedule.alive import places_freed, places_taken
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import RECOMPUTE
 from pipetrain.schedule.op import Lane, Op
@@ -22,7 +22,8 @@ _MOMENT = 1e-9  # of the step: a shorter wait is none
 
 def has_gaps_for_r(schedule: Schedule) -> bool:
     """Whether this pass has anything to do: with one place no R can come before the B in front of it has ended."""
-    return schedule.policy.mode is Mode.EARLY and schedule.policy.most_sets > 1
+    places = (schedule.policy.places_of(stage) or 0 for stage in range(schedule.num_stages))
+    return schedule.policy.mode is Mode.EARLY and max(places) > 1
 
 
 def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
@@ -45,23 +46,23 @@ def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 class _Lane:
-    """One compute lane: its ops, the wait before each, and how many sets of an op's stage are alive while each op runs."""
+    """One compute lane: its ops, the wait before each, and how many places of a stage are taken while each op runs."""
 
     def __init__(self, schedule: Schedule, rank: int, gaps: list[float]) -> None:
         self._ops = schedule.lane(rank, Lane.COMPUTE)
         self._gaps = gaps
-        self._places = schedule.policy.places_of
+        self._policy = schedule.policy
         self._alive: defaultdict[int, list[int]] = defaultdict(list)
         stages, now = sorted({op.stage for op in self._ops}), defaultdict[int, int](int)
         for op in self._ops:
-            now[op.stage] += brings_set(schedule, op)
+            now[op.stage] += places_taken(schedule, op)
             for stage in stages:
                 self._alive[stage].append(now[stage])
-            now[op.stage] -= op.kind in ENDS_SET
+            now[op.stage] -= places_freed(schedule, op)
 
     def with_r_in_gaps(self, costs: Costs) -> tuple[Op, ...]:
         """The ops, each R before the first op with a wait that has room for it."""
-        seconds = costs.of(RECOMPUTE)
+        seconds, share_of = costs.of(RECOMPUTE), self._policy.share_of
         before: defaultdict[int, list[Op]] = defaultdict(list)  # what moves to before the op at a place of the lane
         staying = set()
         for place, op in enumerate(self._ops):
@@ -70,7 +71,7 @@ class _Lane:
                 staying.add(place)
             else:
                 before[gap].append(op)
-                self._gaps[gap] -= seconds[op.stage]
+                self._gaps[gap] -= seconds[op.stage] * share_of(op.stage, op.part)
         return tuple(
             op for place, own in enumerate(self._ops) for op in (*before[place], *((own,) if place in staying else ()))
         )
@@ -78,7 +79,7 @@ class _Lane:
     def _gap_for(self, place: int, op: Op) -> int | None:
         """The first place to which R can go; all from there on then has one place less."""
         read = Op(op.stage, op.kind.row.reads[0], op.microbatch)
-        alive, size, first = self._alive[op.stage], self._places(op.stage), None
+        alive, size, first = self._alive[op.stage], self._policy.places_of(op.stage), None
         for earlier in range(place - 1, -1, -1):
             if self._ops[earlier] == read or (size is not None and alive[earlier] >= size):
                 break

@@ -14,8 +14,8 @@ from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.op import Lane
-from pipetrain.schedule.policy import LastStage, Mode
-from pipetrain.schedule.recompute import Sets, decides_itself, directly_followed
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.recompute import Sets, decides_itself, kept_at_once
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
@@ -38,9 +38,11 @@ def with_best_kept(draft: Schedule, costs: Costs, lower: Callable[[Sets], Schedu
 
 def _patterns(draft: Schedule) -> Iterator[frozenset[tuple[int, int]]]:
     yield frozenset()
-    microbatches, places = draft.num_microbatches, draft.policy.most_sets
+    microbatches, policy = draft.num_microbatches, draft.policy
+    stages = range(draft.first_backward, draft.num_stages)
+    places, parts = (max(of(stage) or 0 for stage in stages) for of in (policy.places_of, policy.num_parts))
     for for_recompute in range(min(places, _MOST_FOR_RECOMPUTE + 1)):
-        kept = places - for_recompute
+        kept = max(1, (places - for_recompute) // parts)
         for start in (0, 1, 2, microbatches // 2):
             yield fill_places(draft, for_recompute, lambda i, start=start: i >= start)  # type: ignore[misc]
         for period in (2, 3):
@@ -58,11 +60,11 @@ def fill_places(
 ) -> frozenset[tuple[int, int]]:
     """Keeps each wanted set for which its stage has a place, in the order of F or, from the end, against it.
 
-    Each stage leaves `for_recompute` of its places to R at any time. All of them may be filled (0) where each set that is not kept
+    Each stage leaves `for_recompute` of its places, each for a set or a part of one, to R at any time. All of them may be filled (0) where each set that is not kept
     still finds one just before it is read.
     """
     kept: set[tuple[int, int]] = set()
-    at_once = directly_followed(draft) if draft.policy.last_stage is LastStage.AUTO else set()
+    at_once = kept_at_once(draft)
     for stage in range(draft.first_backward, draft.num_stages):
         pool = _Places(draft, stage, for_recompute)
         for microbatch in sorted(i for one, i in at_once if one == stage):
@@ -75,8 +77,8 @@ def fill_places(
 class _Places:
     """What lies in the places of one stage while each of its ops runs, in the order of its compute lane.
 
-    A set that is not kept needs a place from the op that reads it first to that which ends it at least, a kept one from its F. An R
-    waits until a place is free, so that these needs are all there are.
+    A set that is not kept needs a place, for one part after the other, from the op that reads it first to that which ends it at
+    least; a kept one needs as many as it has parts, from its F. An R waits until a place is free, so that these needs are all there are.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:
@@ -85,6 +87,7 @@ class _Places:
         size = draft.policy.places_of(stage)
         assert size is not None, "recompute.mode=never keeps all sets"
         self._size = size
+        self._per_set = draft.policy.num_parts(stage)
         self._most_kept = size - for_recompute
         self._needed = [0] * len(own)
         self._kept = [0] * len(own)
@@ -103,12 +106,14 @@ class _Places:
     def keep(self, microbatch: int) -> bool:
         """Keeps a set if that leaves room for all others; whether it does."""
         start, read, end = self._lives[microbatch]
-        if max(self._needed[start:read], default=0) >= self._size:
+        before, then = self._per_set, self._per_set - 1  # more than an R that is as late as can be
+        if max(self._needed[start:read], default=0) + before > self._size:
             return False
-        if max(self._kept[start : end + 1], default=0) >= self._most_kept:
+        if then and max(self._needed[read : end + 1], default=0) + then > self._size:
             return False
-        for place in range(start, read):
-            self._needed[place] += 1
+        if max(self._kept[start : end + 1], default=0) + self._per_set > self._most_kept:
+            return False
         for place in range(start, end + 1):
-            self._kept[place] += 1
+            self._needed[place] += before if place < read else then
+            self._kept[place] += self._per_set
         return True

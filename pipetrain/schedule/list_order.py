@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, Kind
+from pipetrain.schedule.messages import gives
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
@@ -58,7 +59,7 @@ class OrderProblem:
 
     def chooses(self, stage: int) -> bool:
         """Whether sets of `stage` may be kept or not. The last stage runs each B right after its F, and so keeps them all."""
-        is_open = self.policy.mode is not Mode.NEVER and self.places_of(stage) < self.num_microbatches
+        is_open = self.policy.mode is not Mode.NEVER and self.places_of(stage) < self._most_places(stage)
         return is_open and self.first_backward <= stage < self.num_stages - 1
 
     def kinds_of(self, stage: int) -> tuple[Kind, ...]:
@@ -68,8 +69,12 @@ class OrderProblem:
         return (_FORWARD, *((RECOMPUTE,) if self.chooses(stage) else ()), *self.way_back)
 
     def places_of(self, stage: int) -> int:
-        """Sets of `stage` that may be alive at once; as many as there are microbatches where nothing bounds them."""
-        return min(self.policy.places_of(stage) or self.num_microbatches, self.num_microbatches)
+        """Places of `stage`, for a set or a part of one each; as many as all microbatches need where nothing bounds them."""
+        most = self._most_places(stage)
+        return min(self.policy.places_of(stage) or most, most)
+
+    def _most_places(self, stage: int) -> int:
+        return self.num_microbatches * self.policy.num_parts(stage)
 
     def stash_of(self, stage: int) -> int:
         """Microbatches that `stage` may hold between F and the end of their backward."""
@@ -134,7 +139,8 @@ def _all_rules(problem: OrderProblem) -> Iterator[ListRule]:
     shapes = ((slope, extra) for slope in _SLOPES for extra in _EXTRAS)
     for limits in dict.fromkeys(tuple(limit(s, *shape) for s in range(stages)) for shape in shapes):
         if problem.policy.mode in (Mode.EARLY, Mode.OVERLAP):
-            reaches = (False, True) if problem.policy.most_sets > 1 else (False,)
+            has_choice = max(map(problem.places_of, range(stages))) > 1
+            reaches = (False, True) if has_choice else (False,)
             yield from (ListRule(limits, prefers, next_only) for prefers in Prefers for next_only in reaches)
         else:  # R has no choice
             yield ListRule(limits)
@@ -160,22 +166,27 @@ class _Stage:
         self._with_gradient_only = problem.policy.mode is Mode.INLINE
         self._kinds = (_FORWARD, RECOMPUTE, turn, *rest)
         self._seconds = [costs.of(kind)[stage] for kind in self._kinds]
+        self._parts, self._share_of = problem.policy.num_parts(stage), problem.policy.share_of
         self.has_backward = stage >= problem.first_backward
         self.free_at = 0.0
         self.inputs = [math.inf] * microbatches  # when each arrives
         self.gradients = [math.inf] * microbatches
         self.forwards = self.turns = self.ends = 0  # F, B or I, B or W done so far
-        self._without_set = 0  # the first in flight that has no set; all before have, or had, theirs
+        self._without_set = 0  # the first in flight that has not all of its set; all before have, or had, theirs
         self._has_set = [False] * microbatches
-        self._alive = 0
+        self._brought = [0] * microbatches  # parts of its set that R has brought
+        self._read = [0] * microbatches  # ... and that B has read
+        self._later: set[int] = set()  # the kept ones behind the first without a set
+        self._alive = 0  # places that are taken
         self.lane: list[Op] = []
 
     def take(self, now: float) -> int | None:
         """Starts the op that the rule says; which it is (0: F, 1: R, 2: B or I, 3: W), None if there is none."""
         what = self._choose(now * _SAME_MOMENT)
         if what is not None:
-            self._begin(what)
-            self.free_at = now + self._seconds[what]
+            op = self._begin(what)
+            self.lane.append(op)
+            self.free_at = now + self._seconds[what] * self._share_of(self._stage, op.part)
         return what
 
     def _choose(self, now: float) -> int | None:
@@ -184,7 +195,8 @@ class _Stage:
         if self.forwards in self._first and self._may_run_forward(now):
             return 0
         if turn < self.forwards and self.has_backward:
-            if self._has_set[turn] and self.gradients[turn] <= now:
+            has_next = self._has_set[turn] or self._brought[turn] > self._read[turn]
+            if has_next and self.gradients[turn] <= now:
                 return 2  # [1]
             if missing < self.forwards and (waits_w or self._alive < self._places) and self._runs_r(missing, now):
                 return 1 if self._alive < self._places else 3  # [2] [4]
@@ -208,37 +220,55 @@ class _Stage:
             return False
         return not self.has_backward or (number - self.turns < self._limit and number - self.ends < self._stash)
 
-    def _begin(self, what: int) -> None:
+    def _begin(self, what: int) -> Op:
         if what == 0:
             number, self.forwards = self.forwards, self.forwards + 1
             if self.has_backward and self._can_keep(number):
-                self._set_comes(number)
-        elif what == 1:
-            number = self._without_set
-            self._set_comes(number)
-        elif what == 2:
-            number, self.turns = self.turns, self.turns + 1
-        else:
-            number = self.ends
-        if what >= 2 and what == len(self._kinds) - 1:
-            self.ends += 1
-            self._alive -= 1
-        self.lane.append(Op(self._stage, self._kinds[what], number))
+                self._keep(number)
+            return Op(self._stage, self._kinds[what], number)
+        if what == 1:
+            return self._next_part(what, self._without_set, self._brought)
+        if what == 2:
+            return self._begin_turn()
+        self.ends, self._alive = self.ends + 1, self._alive - 1
+        return Op(self._stage, self._kinds[what], self.ends - 1)
+
+    def _begin_turn(self) -> Op:
+        number, is_end = self.turns, self._kinds[2] is self._kinds[-1]
+        if not self._brought[number] or self._parts == 1:
+            self.turns += 1
+            self.ends += is_end
+            self._alive -= is_end * self._parts
+            return Op(self._stage, self._kinds[2], number)
+        op = self._next_part(2, number, self._read)
+        self.turns += not op.part
+        self.ends += not op.part
+        return op
+
+    def _next_part(self, what: int, number: int, counts: list[int]) -> Op:
+        """R or B of the next part of a set, from the last to the first; of all of it, where the stage has no parts."""
+        counts[number] += 1
+        self._alive += 1 if counts is self._brought else -1
+        if counts is self._brought and counts[number] == self._parts:
+            self._set_is_there(number)
+        part = None if self._parts == 1 else self._parts - counts[number]
+        return Op(self._stage, self._kinds[what], number, part)
 
     def _can_keep(self, number: int) -> bool:
-        """Whether a place is free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
-        if number in self._not_kept:
+        """Whether places are free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
+        if number in self._not_kept or self._alive + self._parts > self._places:
             return False
-        missing = self._without_set
-        if missing == number:
-            return self._alive < self._places
-        later = self._alive - (missing - self.turns) - (self.turns - self.ends)
-        return self._alive < self._places and later + 1 < self._places
+        return self._without_set == number or (len(self._later) + 1) * self._parts < self._places
 
-    def _set_comes(self, number: int) -> None:
-        self._alive += 1
+    def _keep(self, number: int) -> None:
+        self._alive += self._parts
+        self._later.add(number)
+        self._set_is_there(number)
+
+    def _set_is_there(self, number: int) -> None:
         self._has_set[number] = True
         while self._without_set < self._microbatches and self._has_set[self._without_set]:
+            self._later.discard(self._without_set)
             self._without_set += 1
 
 
@@ -269,6 +299,8 @@ class _Listing:
         """What an F or a B that has `ended` gives to the next stage on its way."""
         stages, costs = self._stages, self._problem.costs
         own = stages[stage]
+        if not gives(own.lane[-1]):
+            return
         if what == 0 and stage + 1 < len(stages):
             self._arrive(stage + 1, stages[stage + 1].inputs, own.forwards - 1, ended, costs.hop_forward[stage])
         elif what == 0 and own.has_backward:

@@ -17,10 +17,20 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 
+def takes(schedule: Schedule, op: Op) -> bool:
+    """Whether `op` works on what comes from the stage before it, and not on what another part of its own stage gave."""
+    return op.part is None or op.part == schedule.policy.num_parts(op.stage) - 1
+
+
+def gives(op: Op) -> bool:
+    """Whether what `op` makes goes to the next stage on its way, and not to another part of its own."""
+    return not op.part
+
+
 def receive_of(schedule: Schedule, op: Op) -> Op | None:
     """The receive whose tensor `op` uses, if it comes by message."""
     row = op.kind.row
-    if row.takes is None or row.direction is None:
+    if row.takes is None or row.direction is None or not takes(schedule, op):
         return None
     return Op(op.stage, row.takes, op.microbatch) if _crosses(schedule, op.stage - row.direction, op.stage) else None
 
@@ -28,7 +38,7 @@ def receive_of(schedule: Schedule, op: Op) -> Op | None:
 def send_of(schedule: Schedule, op: Op) -> Op | None:
     """The send of what `op` produces, if another rank needs it."""
     row = op.kind.row
-    if row.gives is None or row.direction is None:
+    if row.gives is None or row.direction is None or not gives(op):
         return None
     to = op.stage + row.direction
     wanted = row.direction is Direction.FORWARD or to >= schedule.first_backward
@@ -38,12 +48,18 @@ def send_of(schedule: Schedule, op: Op) -> Op | None:
 def local_source(schedule: Schedule, op: Op) -> Op | None:
     """The op on the same rank whose result `op` uses, where there is no message."""
     direction = op.kind.row.direction
-    if direction is None or not op.kind.computes:
+    if direction is None or not op.kind.computes or not takes(schedule, op):
         return None
     neighbour = op.stage - direction
     if not 0 <= neighbour < schedule.num_stages or _crosses(schedule, neighbour, op.stage):
         return None
-    return schedule.way(direction, neighbour, op.microbatch)[0]
+    return giver_of(schedule, direction, neighbour, op.microbatch)
+
+
+def giver_of(schedule: Schedule, direction: Direction, stage: int, microbatch: int | None) -> Op:
+    """Of the ops in which a microbatch passes `stage`, the one that gives the next stage its tensor."""
+    way = schedule.way(direction, stage, microbatch)
+    return next(op for op in way if op.kind.row.gives is not None and gives(op))
 
 
 def source_of(schedule: Schedule, op: Op) -> Op | None:

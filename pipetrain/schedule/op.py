@@ -1,7 +1,7 @@
 """One unit of work in a schedule, and its one spelling.
 
     2R1        stage 2 recomputes microbatch 1        0SEND_F1    stage 0 sends the output of microbatch 1 on
-    2R1.3      only layer 3 of the stage              0SEND_F1>3  ... to stage 3, which is not its neighbour
+    2R1.3      only part 3 of the stage               0SEND_F1>3  ... to stage 3, which is not its neighbour
     2STEP      the optimizer step of stage 2          2REDUCE_GRAD.0   bucket 0 of the gradient all-reduce
 
 This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has the kinds.
@@ -25,7 +25,7 @@ _SPELLING = re.compile(
 class Op:
     """`kind` done by `stage` for `microbatch` (None for STEP and REDUCE_GRAD, which belong to no microbatch).
 
-    `part` is a layer of the stage (R, F, B) or a bucket (REDUCE_GRAD). `peer` is the other stage of a transfer,
+    `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` is the other stage of a transfer,
     where it is not the neighbour.
     """
 
@@ -36,7 +36,7 @@ class Op:
     peer: int | None = None
 
     def __hash__(self) -> int:  # of what tells ops of a step apart: a check hashes each of them some twenty times
-        return hash((self.stage, self.kind, self.microbatch))
+        return hash((self.stage, self.kind, self.microbatch, self.part))
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch

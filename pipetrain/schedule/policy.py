@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
 
 PerStage = int | tuple[int, ...]  # a number for all stages, or one for each
+Sets = float | tuple[float, ...]  # likewise; with segments parts of a set, too
 
 
 class Mode(enum.StrEnum):
@@ -36,6 +38,8 @@ class LastStage(enum.StrEnum):
     AUTO = "auto"  # F0 B0 F1 B1 ...: no R, one set held
     ALWAYS = "always"  # R there too, as the peers do
 
+
+SQRT, LAYERS = "sqrt", "layers"  # values of recompute.segments; a number is another
 
 # An entry of recompute.selective: layers (2, 0-3, 2.attention, 0-3.mlp), an operation, or both with a colon between them.
 _LAYERS = r"(?P<first>\d+)(?:-(?P<last>\d+))?(?:\.(?P<path>[\w.]+))?"
@@ -89,6 +93,12 @@ class RecomputePolicy:
 
     `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
 
+    With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
+    between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A place is then one of a part:
+    `sets` may be a multiple of 1 / segments, a kept set takes as many places as there are parts, and with less than one set
+    the last stage recomputes as well. `sets=None` is one place. `parts` are the layers in each part of each stage,
+    where the stages are known (`of_layers`). Nothing of it with `mode=never`.
+
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
 
@@ -97,11 +107,13 @@ class RecomputePolicy:
     """
 
     mode: Mode = Mode.OVERLAP
-    sets: PerStage = 1
+    sets: Sets | None = None
     keep: Keep | None = None
     stash: PerStage | None = None
     last_stage: LastStage = LastStage.AUTO
     selective: tuple[Outputs, ...] = ()
+    segments: int | str = 1
+    parts: tuple[tuple[int, ...], ...] = ()
     verify: str | int = field(default=FIRST, compare=False, repr=False)
     ahead: InitVar[int | None] = None  # of before there was one pool: refused
 
@@ -112,7 +124,8 @@ class RecomputePolicy:
                 "recompute.keep=none for as many recomputed sets alive at once"
             )
         object.__setattr__(self, "mode", _choice("recompute.mode", self.mode, Mode))
-        object.__setattr__(self, "sets", _numbers("recompute.sets", self.sets, "a stage needs a place for its B's set"))
+        object.__setattr__(self, "segments", _segments(self.segments))
+        object.__setattr__(self, "sets", _sets(self.sets, in_parts=self.segments != 1))
         if self.keep is not None:
             object.__setattr__(self, "keep", _keep(self.keep))
         if self.stash is not None:
@@ -133,15 +146,81 @@ class RecomputePolicy:
         return self.most_sets > 1 if self.keep is None else self.keep is Keep.AUTO
 
     @property
-    def most_sets(self) -> int:
-        """The places of the stage that has most."""
-        return self.sets if isinstance(self.sets, int) else max(self.sets)
+    def most_sets(self) -> float:
+        """The sets of the stage that may have most."""
+        if self.sets is None:
+            return 1
+        return max(self.sets) if isinstance(self.sets, tuple) else self.sets
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether stages are recomputed in parts."""
+        return self.segments != 1 and self.mode is not Mode.NEVER
+
+    def of_layers(self, balance: Sequence[int]) -> RecomputePolicy:
+        """The policy for stages of so many layers: their parts, as equal as whole layers allow.
+
+        Raises:
+            ValueError: a stage has fewer layers than segments are wanted, or `sets` is no multiple of a part.
+        """
+        if not self.in_parts:
+            return self
+        parts = tuple(_cut(layers, self._segments_of(stage, layers)) for stage, layers in enumerate(balance))
+        known = replace(self, parts=parts)
+        known.check_stages(len(balance))
+        return known
+
+    def _segments_of(self, stage: int, layers: int) -> int:
+        if self.segments == LAYERS:
+            return layers
+        if self.segments == SQRT:
+            return max(1, round(math.sqrt(layers)))
+        assert isinstance(self.segments, int)
+        if self.segments > layers:
+            raise ValueError(
+                f"recompute.segments={self.segments}: stage {stage} has {layers} layers, and each part needs one; use "
+                f"recompute.segments={layers} or less, or `layers`"
+            )
+        return self.segments
+
+    def num_parts(self, stage: int) -> int:
+        """In how many parts `stage` is recomputed.
+
+        Raises:
+            ValueError: that depends on the layers of the stage, which are not known.
+        """
+        if not self.in_parts:
+            return 1
+        if self.parts:
+            return len(self.parts[stage])
+        if isinstance(self.segments, str):
+            raise ValueError(
+                f"recompute.segments={self.segments}: how many parts that makes depends on the layers of each stage, which are not "
+                "known here; give a number, as in recompute.segments=4"
+            )
+        return self.segments
+
+    def share_of(self, stage: int, part: int | None) -> float:
+        """What `part` is of the layers of its stage; all of them: None."""
+        if part is None:
+            return 1.0
+        return self.parts[stage][part] / sum(self.parts[stage]) if self.parts else 1 / self.num_parts(stage)
 
     def places_of(self, stage: int) -> int | None:
-        """Sets of `stage` that may be alive at once; None: any number."""
+        """Places of `stage`, each for a set or, with segments, for a part of one; None: any number."""
         if self.mode is Mode.NEVER:
             return None
-        return self.sets if isinstance(self.sets, int) else self.sets[stage]
+        if self.sets is None:
+            return 1
+        return round(self._sets_of(self.sets, stage) * self.num_parts(stage))
+
+    def _sets_of(self, sets: Sets, stage: int) -> float:
+        return sets[stage] if isinstance(sets, tuple) else sets
+
+    def keeps_at_once(self, stage: int) -> bool:
+        """Whether a set of `stage` that is read right after its F stays: nothing is free in between."""
+        places = self.places_of(stage)
+        return self.last_stage is LastStage.AUTO and (places is None or places >= self.num_parts(stage))
 
     def stash_of(self, stage: int) -> int | None:
         """Microbatches that `stage` may hold between F and the end of their backward; None: any number."""
@@ -167,6 +246,64 @@ class RecomputePolicy:
                     f"recompute.{key}={list(value)} has {len(value)} numbers for {num_stages} stages; give one number, or "
                     f"{num_stages} (one per stage)"
                 )
+        if self.parts and len(self.parts) != num_stages:
+            raise ValueError(f"the policy has the parts of {len(self.parts)} stages, and there are {num_stages}")
+        for stage in range(num_stages) if self.in_parts else ():
+            self._check_multiple(stage)
+
+    def _check_multiple(self, stage: int) -> None:
+        parts = self.num_parts(stage)
+        wanted = 1 / parts if self.sets is None else self._sets_of(self.sets, stage)
+        places = wanted * parts
+        if round(places) < 1 or abs(places - round(places)) > _NEAR:
+            below, above = math.floor(places) / parts, math.ceil(places) / parts
+            allowed = f"{below:.4g} or {above:.4g}" if below else f"{above:.4g}"
+            raise ValueError(
+                f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a place is "
+                f"for one of them, so allowed are multiples of 1/{parts}; use {allowed}"
+            )
+
+
+_NEAR = 0.005  # a multiple of 1/3 may be written 0.333
+
+
+def _segments(value: object) -> int | str:
+    if isinstance(value, str) and value in (SQRT, LAYERS):
+        return value
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value  # a command line gives text
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"recompute.segments={value!r}: allowed are 1 or more parts, {SQRT} or {LAYERS}")
+    return number
+
+
+def _sets(value: Sets | Sequence[float] | None, *, in_parts: bool) -> Sets | None:
+    """A number, or a tuple of them, one per stage: whole ones where stages have no parts."""
+    reason = "a stage needs a place for its B's set"
+    if not in_parts:
+        return 1 if value is None else _numbers("recompute.sets", _whole(value), reason)  # type: ignore[arg-type]
+    if value is None:
+        return None
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not numbers or not all(
+        isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers
+    ):
+        raise ValueError(
+            f"recompute.sets={value!r}: allowed is a number above 0, a multiple of 1 / recompute.segments, or a list with one per stage"
+        )
+    return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+def _whole(value: object) -> object:
+    """A configuration gives the entries of a list as floats."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _cut(layers: int, parts: int) -> tuple[int, ...]:
+    """Equal numbers of layers, the remainder to the last parts."""
+    share, rest = divmod(layers, parts)
+    return tuple(share + (part >= parts - rest) for part in range(parts))
 
 
 def _numbers(key: str, value: PerStage | Sequence[int], reason: str) -> PerStage:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import LastStage, Mode
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule, in_parts
 
 Sets = Set[tuple[int, int]]  # (stage, microbatch)
 
@@ -24,6 +24,8 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         never                 the same, all sets kept
         inline, early         F0 F1 F2 R0 B0 R1 B1 R2 B2
         overlap               the same as without R; on the recompute lane R0 R1 R2
+
+    in parts, inline      F0 F1 F2 R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 ...
 
     R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two
     lanes cannot wait for each other in a circle. A schedule that comes with R or with kept sets, from a file or a
@@ -48,9 +50,8 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         kept = backwards - written
     else:
         kept = backwards & chosen
-        if policy.last_stage is LastStage.AUTO:
-            kept |= directly_followed(schedule)
-    lanes = tuple(_with_lanes(dict(lanes), policy.mode, kept) for lanes in schedule.lanes)
+        kept |= kept_at_once(schedule)
+    lanes = tuple(_with_lanes(dict(lanes), policy, kept) for lanes in schedule.lanes)
     return dataclasses.replace(schedule, lanes=lanes, kept=frozenset(kept))
 
 
@@ -75,23 +76,38 @@ def _places(schedule: Schedule, kinds: Set[Kind]) -> set[tuple[int, int]]:
     return {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind in kinds}
 
 
-def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], mode: Mode, kept: Sets) -> dict[Lane, tuple[Op, ...]]:
+def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], policy: RecomputePolicy, kept: Sets) -> dict[Lane, tuple[Op, ...]]:
     """The lanes of one rank with R where the mode wants it; R that stand there already stay in their order."""
     compute = lanes[Lane.COMPUTE]
     if not any(op.kind is RECOMPUTE for op in compute):
-        compute = tuple(with_recompute(compute, lambda op: (op.stage, op.microbatch) not in kept))
-    if mode is not Mode.OVERLAP:
+
+        def wanted(op: Op) -> bool:
+            return (op.stage, op.microbatch) not in kept
+
+        compute = tuple(with_recompute(_with_parts(compute, policy, wanted), wanted))
+    if policy.mode is not Mode.OVERLAP:
         return {**lanes, Lane.COMPUTE: compute}
     recompute = tuple(op for op in compute if op.kind is RECOMPUTE)
     return {**lanes, Lane.COMPUTE: tuple(op for op in compute if op.kind is not RECOMPUTE), Lane.RECOMPUTE: recompute}
+
+
+def _with_parts(compute: Iterable[Op], policy: RecomputePolicy, wanted: Callable[[Op], bool]) -> Iterator[Op]:
+    """`compute` with B of each part in the place of each B that is `wanted`."""
+    for op in compute:
+        yield from in_parts(op, policy.num_parts(op.stage)) if op.kind in _FIRST_READERS and wanted(op) else (op,)
 
 
 def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
     """`compute` with an R before each B, or I, that is `wanted`."""
     for op in compute:
         if op.kind in _FIRST_READERS and wanted(op):
-            yield Op(op.stage, RECOMPUTE, op.microbatch)
+            yield Op(op.stage, RECOMPUTE, op.microbatch, op.part)
         yield op
+
+
+def kept_at_once(schedule: Schedule) -> set[tuple[int, int]]:
+    """Of those that are `directly_followed` the ones that the policy keeps for it."""
+    return {(stage, i) for stage, i in directly_followed(schedule) if schedule.policy.keeps_at_once(stage)}
 
 
 def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:

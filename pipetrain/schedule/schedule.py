@@ -16,8 +16,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import WAYS, Direction
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
+
+
+def in_parts(op: Op, num_parts: int) -> tuple[Op, ...]:
+    """`op`, or the same of each part of its stage, from the last to the first."""
+    if num_parts == 1:
+        return (op,)
+    return tuple(Op(op.stage, op.kind, op.microbatch, part) for part in reversed(range(num_parts)))
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,12 @@ class Schedule:
                     yield rank, lane, op
 
     def way(self, direction: Direction, stage: int, microbatch: int | None) -> tuple[Op, ...]:
-        """The ops in which `microbatch` passes `stage` in this direction, in order: F; or B, or I and W."""
-        kinds = self._unusual_ways.get((direction, stage, microbatch), WAYS[direction][0])
-        return tuple(Op(stage, kind, microbatch) for kind in kinds)
+        """The ops in which `microbatch` passes `stage` in this direction, in order: F; or B, or I and W, or B of each part."""
+        unusual = self._unusual_ways.get((direction, stage, microbatch))
+        return unusual or tuple(Op(stage, kind, microbatch) for kind in WAYS[direction][0])
 
     @functools.cached_property
-    def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Kind, ...]]:
+    def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Op, ...]]:
         """Of each microbatch that passes a stage in another than the first way, the way."""
         unusual = {kind: (direction, way) for direction, ways in WAYS.items() for way in ways[1:] for kind in way}
         found = {}
@@ -92,5 +99,9 @@ class Schedule:
             for op in self.lane(rank, Lane.COMPUTE):
                 if op.kind in unusual:
                     direction, way = unusual[op.kind]
-                    found[direction, op.stage, op.microbatch] = way
+                    ops = tuple(Op(op.stage, kind, op.microbatch) for kind in way)
+                    found[direction, op.stage, op.microbatch] = ops
+                elif op.part is not None and op.kind.row.direction is not None:
+                    parts = in_parts(op, self.policy.num_parts(op.stage))
+                    found[op.kind.row.direction, op.stage, op.microbatch] = parts
         return found

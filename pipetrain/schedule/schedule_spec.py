@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.families import AUTO, WITH_WARMUP, ComputeLanes, Generator, Shape
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, WITH_WARMUP, ComputeLanes, Generator, Shape
 from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import LastStage, RecomputePolicy
 
@@ -46,8 +46,9 @@ class ScheduleSpec:
             object.__setattr__(self, "family", os.fspath(self.family))
         if self.family == "inference":
             object.__setattr__(self, "first_backward", self.num_stages)
-        self._check_family()
         self._check_numbers()
+        self._check_family()
+        self._check_parts()
 
     @property
     def num_stages(self) -> int:
@@ -64,9 +65,10 @@ class ScheduleSpec:
         return Shape(
             stage_ranks=self.stage_ranks,
             num_microbatches=self.num_microbatches,
-            alternate_last=self.policy.last_stage is LastStage.AUTO,
+            alternate_last=self.policy.keeps_at_once(self.num_stages - 1),
             warmup=self.warmup,
             first_backward=self.first_backward,
+            num_parts=tuple(map(self.policy.num_parts, range(self.num_stages))) if self.policy.in_parts else (),
         )
 
     def _check_family(self) -> None:
@@ -94,6 +96,14 @@ class ScheduleSpec:
             raise ValueError(
                 "recompute.last_stage=always: pipeline.schedule=auto decides which sets are kept, those of the last stage too; "
                 "use recompute.last_stage=auto, or a named family"
+            )
+
+    def _check_parts(self) -> None:
+        if self.policy.in_parts and (self.split_backward or self.family in ALWAYS_SPLIT):
+            halves = "pipeline.split_backward=true" if self.split_backward else f"pipeline.schedule={self.family}"
+            raise ValueError(
+                f"recompute.segments={self.policy.segments}: with {halves} a backward has halves, and those have no parts; use "
+                "recompute.segments=1, or whole backwards (pipeline.split_backward=false, another pipeline.schedule)"
             )
 
     def _check_numbers(self) -> None:

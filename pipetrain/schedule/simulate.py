@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -21,6 +22,8 @@ from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
+
+_ShareOf = Callable[[int, int | None], float]  # of a part of a stage
 
 _LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE)  # in the order of their turns on the device
 
@@ -38,7 +41,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
-    run = _Run(op_graph(schedule), costs)
+    run = _Run(op_graph(schedule), costs, schedule.policy.share_of)
     run.to_end()
     return Timeline(schedule.num_ranks, run.events())
 
@@ -46,9 +49,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 class _Run:
     """The state of one simulation: a heap of ends, and per rank the next op of its two lanes."""
 
-    def __init__(self, graph: OpGraph, costs: Costs) -> None:
+    def __init__(self, graph: OpGraph, costs: Costs, share_of: _ShareOf) -> None:
         self.graph = graph
-        self.seconds = _durations(graph.ops, costs)
+        self.seconds = _durations(graph.ops, costs, share_of)
         self.pending = list(graph.num_before)
         self.start = [-1.0] * len(graph.ops)  # of a send or receive: when it was ready for its partner
         self.end = [-1.0] * len(graph.ops)
@@ -127,10 +130,10 @@ class _Run:
         )
 
 
-def _durations(ops: list[Op], costs: Costs) -> list[float]:
-    """Seconds of each op; a message takes its time on the sender's side."""
+def _durations(ops: list[Op], costs: Costs, share_of: _ShareOf) -> list[float]:
+    """Seconds of each op; a part takes its share of its stage, a message its time on the sender's side."""
     tables = {kind: costs.of(kind) for kind in {op.kind for op in ops}}
-    return [tables[op.kind][op.stage] for op in ops]
+    return [tables[op.kind][op.stage] * (1 if op.part is None else share_of(op.stage, op.part)) for op in ops]
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:

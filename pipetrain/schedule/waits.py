@@ -74,7 +74,7 @@ def _recompute_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
     elif schedule.policy.mode is Mode.INLINE:
         for op in schedule.lane(rank, Lane.COMPUTE):
             if op.kind is RECOMPUTE:
-                gradient = source_of(schedule, schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0])
+                gradient = source_of(schedule, read_by(schedule, op)[0])
                 if gradient is not None:
                     yield op, gradient  # [4]
 
@@ -83,17 +83,23 @@ def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
     compute = schedule.lane(rank, Lane.COMPUTE)
     pools = {stage: _Pool(schedule, stage, compute) for stage in {op.stage for op in compute}}
     for op in schedule.lane(rank, Lane.RECOMPUTE):
-        yield schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0], op  # [2]
+        yield read_by(schedule, op)[0], op  # [2]
         yield op, Op(op.stage, op.kind.row.reads[0], op.microbatch)  # [3]
         full = pools[op.stage].last_full_before(op) if op.stage in pools else None
         if full is not None:
             yield op, full  # [3]
 
 
-class _Pool:
-    """The places of one stage, over its compute lane: they can only get free with the last op of a microbatch.
+def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
+    """The ops of the compute lane that read what an R brings, in order: those of its part, or of the whole way back."""
+    way = schedule.way(Direction.BACKWARD, recompute.stage, recompute.microbatch)
+    return way if recompute.part is None else tuple(op for op in way if op.part == recompute.part)
 
-    While such an op runs, the kept sets whose F has started and that have not ended take a place each. So may those
+
+class _Pool:
+    """The places of one stage, over its compute lane: they can only get free with the last op of a set, or of a part of one.
+
+    While such an op runs, the kept sets whose F has started and that have not ended take theirs. So may those
     recomputed ones that have not ended and whose R stands earlier in the recompute lane: it may have run by then.
     """
 
@@ -104,19 +110,19 @@ class _Pool:
         self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
         self._recomputed_ends: list[int] = []  # of those asked for so far, ascending
         self._ends: list[int] = []
-        self._kept: list[int] = []  # how many kept sets are alive at each of the ends
-        kept = 0
+        self._kept: list[int] = []  # the places of kept sets that are alive at each of the ends
+        kept, per_set = 0, schedule.policy.num_parts(stage)
         for op, number in self._place.items():
             is_kept = (stage, op.microbatch) in schedule.kept
-            kept += is_kept and op.kind in KEEPS_SET
+            kept += per_set * (is_kept and op.kind in KEEPS_SET)
             if op.kind in ENDS_SET:
                 self._ends.append(number)
                 self._kept.append(kept)
-                kept -= is_kept
+                kept -= per_set * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
-        """The last op before the set of `recompute` is read during which no place is free for it; None: one always is."""
-        way = self._schedule.way(Direction.BACKWARD, recompute.stage, recompute.microbatch)
+        """The last op before what `recompute` brings is read during which no place is free for it; None: one always is."""
+        way = read_by(self._schedule, recompute)
         read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
         found = None
         for number in range(bisect.bisect_left(self._ends, read) - 1, -1, -1):
@@ -161,4 +167,4 @@ def _recomputed_inline(schedule: Schedule, compute: tuple[Op, ...], place: int) 
     """Whether the op before `place` is the R that waits for the same gradient."""
     reader, before = compute[place], compute[place - 1] if place else None
     inline = schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD)
-    return inline and before == Op(reader.stage, RECOMPUTE, reader.microbatch)
+    return inline and before == Op(reader.stage, RECOMPUTE, reader.microbatch, reader.part)

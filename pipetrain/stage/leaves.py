@@ -35,7 +35,7 @@ def no_names(_tensor: Tensor) -> str | None:
 class LeafWatch:
     """Refuses foreign leaves in the first F of each kind: these shapes, in these modes. Any other F costs a look into a set.
 
-    `anchor` is the leaf through which what the stage received enters its graph.
+    `anchor` is the leaf through which what the stage received enters its graph. Parameters of layers `beside` may be used, too.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class LeafWatch:
         first_layer: int,
         anchor: Tensor,
         name_of: NameOf = no_names,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
         self._layers = layers
+        self._beside = beside
         self._loss_fn = loss_fn
         self._first_layer = first_layer
         self._anchor = anchor
@@ -65,7 +67,8 @@ class LeafWatch:
         if kind in self._seen:
             yield on_layer
             return
-        allowed = {id(parameter) for layer in self._layers for parameter in layer.parameters()} | {id(self._anchor)}
+        known = (*self._layers, *self._beside)
+        allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
         walked: set[Node] = set()
 
         def after_layer(number: int, value: Any) -> None:

@@ -109,9 +109,20 @@ class _Held:
     keys: list[int] = field(default_factory=list)  # of the stashed input, in the meter
 
 
+@dataclass(frozen=True)
+class PartOf:
+    """Which part of a stage some of its layers are, from 0, and all layers of that stage."""
+
+    number: int
+    layers: Sequence[nn.Module]
+
+
 class Stage:
-    """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one, `selective` says which
-    outputs stay from F to B although R runs."""
+    """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
+
+    `part`: the layers are one of the parts in which a stage is recomputed (`runtime/segmented.py`), a stage in the stage.
+    `selective`: which outputs stay from F to B although R runs.
+    """
 
     def __init__(
         self,
@@ -124,6 +135,7 @@ class Stage:
         loss_fn: LossFn | None = None,
         name_of: NameOf = no_names,
         selective: Sequence[Wanted] = (),
+        part: PartOf | None = None,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -132,6 +144,10 @@ class Stage:
         self.set_bytes: dict[int, int] = {}  # microbatch -> bytes of its set, as last seen
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
+        self._title = f"stage {index}" if part is None else f"part {part.number} of stage {index}"
+        self._cut_before = ("stage", "choose a balance that puts both on one stage")
+        if part is not None:
+            self._cut_before = ("part", "use fewer recompute.segments")
         self._device = device
         self._meter = meter
         self._held: dict[int, _Held] = {}
@@ -149,7 +165,15 @@ class Stage:
         self._casts = WeightCasts(self.layers, device, meter)
         self._selection = Selection.of(selective, self.layers, first_layer)
         self._probe = HeldOutsideProbe(self._name_of, meter)
-        self._leaves = LeafWatch(self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of)
+        self._probe.done = part is not None  # it looks at all that the process holds: once for all parts
+        self._leaves = LeafWatch(
+            self.layers,
+            loss_fn,
+            first_layer=first_layer,
+            anchor=self._anchor,
+            name_of=name_of,
+            beside=() if part is None else part.layers,
+        )
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
@@ -162,7 +186,7 @@ class Stage:
     @property
     def end(self) -> str:
         """Who gives what leaves the stage, in an error."""
-        return f"{self._name_of(len(self.layers) - 1)}, the last of stage {self.index},"
+        return f"{self._name_of(len(self.layers) - 1)}, the last of {self._title},"
 
     # F ------------------------------------------------------------------------------------------------------------
 
@@ -301,7 +325,7 @@ class Stage:
             if one.fixed:
                 last = self._name_of(len(self.layers) - (self.loss_fn is None))
                 raise SavedTensorChanged(
-                    f"stage {self.index}, from {self._name_of(0)} to {last}, changes in place: {one.fixed}. Use the operation "
+                    f"{self._title}, from {self._name_of(0)} to {last}, changes in place: {one.fixed}. Use the operation "
                     "that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
                 )
         self._input_changed(cloned=cloned)
@@ -310,7 +334,7 @@ class Stage:
         """The layers changed their input in place: from now on they get a clone, so that the stash stays whole."""
         if not cloned:
             raise SavedTensorChanged(
-                f"{self._name_of(0)} changes the input of stage {self.index} in place, which it did not on its first "
+                f"{self._name_of(0)} changes the input of {self._title} in place, which it did not on its first "
                 "microbatch, so that R would see another input: use the operation that returns a new tensor"
             )
         self._clones_inputs = True
@@ -345,9 +369,10 @@ class Stage:
                 output = self._call_under_hooks(late, given, before, number, call, value, look=look)
         except RuntimeError as error:
             if given.wants_gradient and _NOT_IN_THE_GRAPH in str(error):
+                kind, instead = self._cut_before
                 raise LayerRefused(
-                    f"{self._name_of(number)} takes a gradient inside its forward of what is not in the graph of stage {self.index}: "
-                    "where it goes through a layer of the stage before, choose a balance that puts both on one stage"
+                    f"{self._name_of(number)} takes a gradient inside its forward of what is not in the graph of {self._title}: "
+                    f"where it goes through a layer of the {kind} before, {instead}"
                 ) from error
             raise
         self._gradients.check(self._name_of(number))
@@ -466,13 +491,22 @@ class Stage:
 
     # R ------------------------------------------------------------------------------------------------------------
 
-    def recompute(self, microbatch: int) -> None:
+    def holds(self, microbatch: int) -> bool:
+        """Whether there is something for R and B to do."""
+        return microbatch in self._held
+
+    def held_tensors(self, microbatch: int) -> list[Tensor]:
+        """What the slots of this microbatch are filled with."""
+        return self._held[microbatch].late.tensors() if microbatch in self._held else []
+
+    def recompute(self, microbatch: int, part: int | None = None) -> None:
         """R: the stage's forward again, until the last slot is full. Its graph is thrown away.
 
         Raises:
             RecomputeMismatch: R did not do what F did.
             SavedTensorChanged: a parameter or the stashed input changed since F.
         """
+        assert part is None, f"stage {self.index} has no parts"
         held = self._held[microbatch]
         given, late = held.given, held.late
         assert given is not None, f"stage {self.index} recomputes {microbatch}, whose set it keeps"
@@ -513,13 +547,14 @@ class Stage:
     # B ------------------------------------------------------------------------------------------------------------
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0
+        self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0, part: int | None = None
     ) -> list[Tensor | None]:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
         `gradients` belong to the output leaves in order. With a loss they are ignored and the root is `scale`.
         Where F was told that B is split, this is I: what may wait does, until `backward_weights`.
         """
+        assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
         shapes = iter(held.kinds)
         roots, seeds = [], []

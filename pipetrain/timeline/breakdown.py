@@ -40,7 +40,7 @@ class RankBreakdown:
     other_seconds: float
     recompute_hidden_seconds: float
     recompute_exposed_seconds: float
-    peak_sets: int
+    peak_sets: float
     deferred_share: float = 0.0
 
     @property
@@ -140,7 +140,7 @@ def _steps(events: Iterable[OpEvent]) -> list[OpEvent]:
 
 
 def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float) -> float:
-    """When `op` had its activation or gradient (its set does not count)."""
+    """When `op` had its activation or gradient (its set does not count); of a part, what the part before it gave."""
     source = source_of(schedule, op)
     return default if source is None else ends.get(source, default)
 

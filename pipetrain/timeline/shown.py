@@ -13,7 +13,7 @@ from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT
 from pipetrain.schedule.halves import is_split
 from pipetrain.schedule.placement import spelling_of
-from pipetrain.schedule.policy import LastStage, Mode, PerStage, RecomputePolicy
+from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy, Sets
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
@@ -122,7 +122,12 @@ def _policy(policy: RecomputePolicy) -> str:
     """The mode, and what differs from the default."""
     words = [policy.mode.value]
     if policy.mode is not Mode.NEVER:
-        words += [f"sets {_numbers(policy.sets)}"] if policy.sets != 1 else []
+        words += [f"segments {policy.segments}"] if policy.in_parts else []
+        words += (
+            [f"sets {_numbers(policy.sets)}"]
+            if policy.sets not in (None, 1) or (policy.in_parts and policy.sets)
+            else []
+        )
         words += [f"keep {policy.keep}"] if policy.keep is not None else []
     if policy.mode is not Mode.NEVER and policy.selective:
         words += [f"selective {' '.join(map(str, policy.selective))}"]
@@ -131,8 +136,8 @@ def _policy(policy: RecomputePolicy) -> str:
     return ", ".join(words)
 
 
-def _numbers(value: PerStage) -> str:
-    return str(value) if isinstance(value, int) else "-".join(map(str, value))
+def _numbers(value: Sets | None) -> str:
+    return "-".join(f"{number:g}" for number in (value if isinstance(value, tuple) else (value,)) if number is not None)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

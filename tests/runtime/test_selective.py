@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import Block
+from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
@@ -389,3 +390,29 @@ def test_a_name_that_matches_nothing(entry: str, message: str) -> None:
 def test_a_module_that_only_other_stages_have() -> None:
     wanted = RecomputePolicy(selective="0-4.mlp").selective
     Stage(0, [linear()], first_layer=0, device=CPU, meter=ActivationMeter(), selective=wanted)
+
+
+# In a pipeline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(("mode", "schedule"), [("inline", "gpipe"), ("overlap", "interleaved")])
+def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments: int) -> None:
+    torch.manual_seed(0)
+    reference, ours = twins([Block(ModelConfig(hidden_size=32, num_heads=4, dropout=0.1)) for _ in range(4)])
+    given, kept = hidden(), []
+    for selective in (None, "matmul"):
+        policy = RecomputePolicy(mode, selective=selective, segments=segments, last_stage="always")  # type: ignore[arg-type]
+        with Pipeline(
+            list(ours), mean_square, num_microbatches=M, schedule=schedule, recompute=policy, stages_per_rank=2
+        ) as pipeline:
+            for step in range(2):
+                expected = reference_step(reference, mean_square, given, given, num_microbatches=M, step=step)
+                assert torch.equal(pipeline.step(given, given), expected)
+            for theirs, parameter in zip(reference.parameters(), ours.parameters()):
+                assert torch.equal(parameter.grad, theirs.grad)
+            kept.append((pipeline.report.kept_bytes, pipeline.report.set_bytes))
+            reference.zero_grad()
+            ours.zero_grad()
+    (none, whole), (some, again) = kept
+    assert none == 0 < some < again == whole

@@ -6,6 +6,8 @@ compute, and the queue of `late` (an op) gets its turn only when no other has on
 
 from __future__ import annotations
 
+import dataclasses
+
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
@@ -21,7 +23,7 @@ class Oracle:
         self.late = late
         self.done: set[Op] = set()
         self.kept: set[tuple[int, int]] = set()
-        self.recomputed: set[tuple[int, int]] = set()
+        self.recomputed: set[tuple[int, int, int | None]] = set()  # the last: which part of a set
         self.peaks = [0] * schedule.num_stages
         self.lanes = [{lane: list(schedule.lane(rank, lane)) for lane in Lane} for rank in range(schedule.num_ranks)]
         self.links: dict[tuple[Lane, int, Kind], list[Op]] = {}
@@ -56,8 +58,15 @@ class Oracle:
                 self.need(Op(stage, Kind.F, microbatch) in self.done, "F missing")
                 wanted = stage >= self.schedule.first_backward
                 whole, *halves = (Op(stage, kind, microbatch) in self.done for kind in (Kind.B, Kind.I, Kind.W))
-                self.need(whole + all(halves) == wanted, "B missing or too many")
+                in_parts = [Op(stage, Kind.B, microbatch, part) in self.done for part in self.parts(stage)]
+                self.need(whole + all(halves) + any(in_parts) == wanted, "B missing or too many")
                 self.need(all(halves) == any(halves), "half a backward")
+                self.need(not any(in_parts) or all(in_parts), "not all parts of a backward")
+
+    def parts(self, stage: int) -> range:
+        """The numbers of the parts in which a stage is recomputed; none where it is whole."""
+        count = self.schedule.policy.num_parts(stage)
+        return range(count if count > 1 else 0)
 
     def ready(self, op: Op) -> bool:
         return all(other in self.done for other in self.schedule.waits.get(op, ()))
@@ -89,7 +98,8 @@ class Oracle:
     def ran(self, stage: int, kind: Kind, microbatch: int | None) -> bool:
         """Whether the stage has what F, or B or the I in its place, gives."""
         kinds = (Kind.B, Kind.I) if kind is Kind.B else (kind,)
-        return any(Op(stage, one, microbatch) in self.done for one in kinds)
+        first_part = Op(stage, kind, microbatch, 0)
+        return first_part in self.done or any(Op(stage, one, microbatch) in self.done for one in kinds)
 
     def arrived(self, op: Op, kind: Kind) -> bool:
         """Whether the activation (F) or the gradient (B) for `op` is on its rank."""
@@ -102,8 +112,16 @@ class Oracle:
 
     def execute(self, op: Op) -> None:
         place = (op.stage, op.microbatch or 0)
+        its_part = (*place, op.part)
+        parts = self.parts(op.stage)
         self.need(op not in self.done, f"{op} twice")
-        if op.kind not in (Kind.R, Kind.W):
+        self.need(op.part is None or (op.part in parts and op.kind in (Kind.R, Kind.B)), f"{op} has no such part")
+        self.need(op.part is not None or op.kind is not Kind.R or not parts, f"{op} is no part")
+        follows = op.kind is Kind.B and op.part is not None and op.part + 1 in parts
+        if follows:
+            after = dataclasses.replace(op, part=(op.part or 0) + 1)
+            self.need(after in self.done, f"{op} before {after}")
+        elif op.kind not in (Kind.R, Kind.W):
             self.need(self.arrived(op, Kind.F if op.kind is Kind.F else Kind.B), f"{op} without its input")
         if op.kind is Kind.W:
             self.need(Op(op.stage, Kind.I, op.microbatch) in self.done, f"{op} before its I")
@@ -111,21 +129,24 @@ class Oracle:
             self.kept.add(place)
         if op.kind is Kind.R:
             self.need(Op(op.stage, Kind.F, op.microbatch) in self.done, f"{op} before its F")
-            self.need(place not in self.kept | self.recomputed, f"{op} of a set that is there")
+            self.need(place not in self.kept and its_part not in self.recomputed, f"{op} of a set that is there")
             inline = self.schedule.policy.mode is Mode.INLINE
             self.need(not inline or self.arrived(op, Kind.B), f"{op} before its gradient")
-            self.recomputed.add(place)
+            self.recomputed.add(its_part)
         self.within_bounds(op)
         if op.kind in (Kind.B, Kind.I, Kind.W):
-            self.need(place in self.kept | self.recomputed, f"{op} without its set")
+            self.need(its_part in self.recomputed or (op.part is None and place in self.kept), f"{op} without its set")
         if op.kind in (Kind.B, Kind.W):
             self.kept.discard(place)
-            self.recomputed.discard(place)
+            self.recomputed.discard(its_part)
         self.done.add(op)
 
     def within_bounds(self, op: Op) -> None:
-        alive = sum(stage == op.stage for stage, _ in self.kept | self.recomputed)
+        per_set = self.schedule.policy.num_parts(op.stage)
+        alive = sum(per_set * (stage == op.stage) for stage, _ in self.kept)
+        alive += sum(stage == op.stage for stage, _, _ in self.recomputed)
         self.peaks[op.stage] = max(self.peaks[op.stage], alive)
         if self.schedule.policy.mode is not Mode.NEVER:
             sets = self.schedule.policy.sets
-            self.need(alive <= (sets if isinstance(sets, int) else sets[op.stage]), f"{op}: too many sets")
+            most = sets[op.stage] if isinstance(sets, tuple) else sets
+            self.need(alive <= round(most * per_set), f"{op}: too many sets")

@@ -171,7 +171,7 @@ few = settings(max_examples=100, deadline=None, derandomize=True, suppress_healt
 
 
 @few
-@given(cases())
+@given(cases(with_parts=False))
 def test_halves_run_in_microbatch_order_within_their_bounds(case: Case) -> None:
     arguments = {**case.arguments, "split_backward": True}
     if callable(arguments["family"]):
@@ -188,7 +188,7 @@ def test_halves_run_in_microbatch_order_within_their_bounds(case: Case) -> None:
 
 
 @few
-@given(cases(with_split=False))
+@given(cases(with_split=False, with_parts=False))
 def test_halves_of_a_whole_are_never_slower_without_recomputation(case: Case) -> None:
     """Each W behind its I is one of the orders to choose from, and there the gradient only goes on earlier."""
     arguments = {**case.arguments, "recompute": RecomputePolicy(Mode.NEVER)}

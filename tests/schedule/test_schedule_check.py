@@ -31,6 +31,13 @@ def rewaited(op: str, *awaited: str) -> Schedule:
     return dataclasses.replace(VALID, waits={**VALID.waits, Op.parse(op): tuple(map(Op.parse, awaited))})
 
 
+IN_PARTS = make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy("inline", segments=3))  # type: ignore[arg-type]
+
+
+def in_parts(*changes: tuple[str, str]) -> Schedule:
+    return edited(1, Lane.COMPUTE, *changes, schedule=IN_PARTS)
+
+
 LAUNCHED = for_device(VALID)
 TWO_PLACES = for_device(make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(sets=2, keep="none")))  # type: ignore[arg-type]
 
@@ -57,7 +64,27 @@ BROKEN = {
     ),
     "stage": (edited(1, Lane.COMPUTE, ("1F1", "7F1")), "7F1: there are stages 0 to 2"),
     "microbatch": (edited(1, Lane.COMPUTE, ("1F1", "1F7")), "1F7: there are microbatches 0 to 2"),
-    "form": (edited(1, Lane.COMPUTE, ("1F1", "1F1.3")), "1F1.3: the executor does not know"),
+    "form": (
+        edited(1, Lane.COMPUTE, ("1F1", "1F1.3")),
+        "1F1.3: is no op of a compute lane here: only R and B have parts",
+    ),
+    "no such part": (in_parts(("1B1.2", "1B1.9")), "1B1.9: is of part 9; stage 1 has parts 0 to 2"),
+    "which part": (in_parts(("1R1.2", "1R1")), "1R1: is of one of 3 parts; write which, as in 1R1.0"),
+    "a part of b": (in_parts(("1B1.1", "")), "1B1.1: is missing: 1B1.2 needs it"),
+    "a part of r": (in_parts(("1R1.1", "")), "1R1.1: is missing: the set is not kept"),
+    "parts in order": (in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.1 1B1.1 1R1.2 1B1.2")), "does not wait for 1B1.2"),
+    "whole b of parts": (
+        in_parts(("1R1.2 1B1.2 1R1.1 1B1.1 1R1.0 1B1.0", "1R1.2 1R1.1 1R1.0 1B1")),
+        "comes back in parts",
+    ),
+    "parts of a kept set": (
+        dataclasses.replace(in_parts(("1R1.2", ""), ("1R1.1", ""), ("1R1.0", "")), kept=IN_PARTS.kept | {(1, 1)}),
+        "1B1.2: the set is kept, so its backward is whole",
+    ),
+    "places of parts": (
+        in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.2 1R1.1 1B1.2 1B1.1")),
+        "may have 0.666667 sets alive, its places of one part each are 1; use recompute.sets=0.666667, or",
+    ),
     "each_forward": (edited(1, Lane.COMPUTE, ("1F1", "")), "1F1: is missing"),
     "each_backward": (edited(1, Lane.COMPUTE, ("1B1", "")), "1B1: is missing"),
     "frozen": (dataclasses.replace(VALID, first_backward=1), "0B0: stages below 1 need no gradient"),

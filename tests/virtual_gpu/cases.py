@@ -51,7 +51,7 @@ class Case:
 
     schedule: str = "1f1b"
     mode: str = "overlap"
-    sets: int = 1
+    sets: float | None = 1
     ranks: int = 2
     stages_per_rank: int = 1
     placement: str = "loop"
@@ -67,6 +67,7 @@ class Case:
     keep: str | None = None
     ahead: int = 2
     selective: str | None = None
+    segments: int = 1
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -77,6 +78,7 @@ class Case:
             + [f"keep-{self.keep}"] * (self.keep is not None)
             + [f"ahead{self.ahead}"] * (self.ahead != 2)
             + [f"selective-{self.selective}"] * (self.selective is not None)
+            + [f"segments{self.segments}"] * (self.segments != 1)
             + ([] if self.slow is None else [f"slow{self.slow}"])
         )
         return "-".join(words)
@@ -108,8 +110,9 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
     """On one rank."""
     torch.manual_seed(0)
     num_stages = case.ranks * case.stages_per_rank
+    num_layers = num_stages * case.segments
     plan = make_plan(
-        num_stages,
+        num_layers,
         num_ranks=case.ranks,
         stages_per_rank=case.stages_per_rank,
         num_microbatches=case.microbatches,
@@ -117,10 +120,17 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         communicators=case.communicators,
         transport_ahead=case.ahead,
     )
-    policy = RecomputePolicy(case.mode, case.sets, keep=case.keep, last_stage=case.last_stage, selective=case.selective)  # type: ignore[arg-type]
+    policy = RecomputePolicy(
+        case.mode,  # type: ignore[arg-type]
+        case.sets,
+        keep=case.keep,  # type: ignore[arg-type]
+        last_stage=case.last_stage,  # type: ignore[arg-type]
+        selective=case.selective,  # type: ignore[arg-type]
+        segments=case.segments,
+    )
     losses, gradients = [], {}
     with Pipeline(
-        list(case.layers(num_stages)), case.loss, plan=plan, schedule=case.schedule, recompute=policy
+        list(case.layers(num_layers)), case.loss, plan=plan, schedule=case.schedule, recompute=policy
     ) as pipeline:
         own = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(own, lr=0.1) if own else None
@@ -182,7 +192,7 @@ def faults(recording: Recording) -> list[str]:
 def differences(case: Case, played: Played) -> list[str]:
     """Where losses or gradients are not those of the plain loop, bit for bit."""
     torch.manual_seed(0)
-    layers = list(case.layers(case.ranks * case.stages_per_rank))
+    layers = list(case.layers(case.ranks * case.stages_per_rank * case.segments))
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters() if p.requires_grad], lr=0.1)
     found = []
     for step in range(STEPS):

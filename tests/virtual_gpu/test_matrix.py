@@ -82,8 +82,18 @@ QUICK = [
     Case("1f1b", also=evaluates),
     Case("interleaved", stages_per_rank=2, communicators="pair"),
     Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, keep="none"),
+    Case("1f1b", ranks=3, sets=1, segments=2),
 ]
 MORE = [
+    *(
+        Case("1f1b", mode, sets, ranks=3, layers=layers, segments=segments)
+        for mode in ("inline", "early", "overlap")
+        for sets, segments in ((None, 2), (1, 3), (1.5, 2))
+        for layers in (batch_norm, dropout, in_place, bridges(trees))
+    ),
+    *(Case("interleaved", sets=sets, stages_per_rank=2, segments=2) for sets in (None, 1, 1.5)),
+    *(Case("gpipe", sets=sets, ranks=3, segments=3, last_stage="always") for sets in (None, 1)),
+    Case("auto", sets=1.5, ranks=3, microbatches=6, segments=2),
     *(Case(schedule, ranks=3, layers=layers) for schedule in ("gpipe", "1f1b") for layers in MODELS),
     *(Case("interleaved", sets=2, stages_per_rank=2, layers=layers) for layers in MODELS),
     *(Case("1f1b", mode, autocast=bfloat16, layers=layers) for mode in MODES for layers in (frozen, batch_norm)),

@@ -45,7 +45,7 @@ def _facts(one: Shown) -> list[str]:
         number(one.bubble_fraction, "{:.1%}"),
         number(sum(rank.recompute_hidden_seconds for rank in one.breakdown)),
         number(sum(rank.recompute_exposed_seconds for rank in one.breakdown)),
-        str(max(rank.peak_sets for rank in one.breakdown)),
+        number(max(rank.peak_sets for rank in one.breakdown)),
     ]
 
 
@@ -59,7 +59,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
             *(number(getattr(rank, field)) for field, _ in _CAUSES.values()),
             number(rank.recompute_hidden_seconds),
             number(rank.recompute_exposed_seconds),
-            str(rank.peak_sets),
+            number(rank.peak_sets),
         ]
         for rank in breakdown
     ]

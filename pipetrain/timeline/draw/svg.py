@@ -114,7 +114,7 @@ def _heading(one: Shown, name: str, top: int) -> str:
     if recompute > 0:
         hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
         facts.append(f"recompute hidden {number(hidden)} of {number(recompute)} s")
-    facts.append(f"sets alive per rank {' '.join(str(rank.peak_sets) for rank in one.breakdown)}")
+    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
     return (
         f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
         f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
@@ -142,7 +142,7 @@ def _words(event: OpEvent, start: float) -> str:
 def _names(event: OpEvent, several: bool) -> list[str]:
     """What an op may be called, the longest first."""
     kind = event.op.kind.value
-    return [*([str(event.op)] if several else []), f"{kind}{event.op.microbatch}", kind]
+    return [*([str(event.op)] if several else []), f"{event.op}".removeprefix(f"{event.op.stage}"), kind]
 
 
 def _name(event: OpEvent, row: _Row, several: bool) -> str:

@@ -119,7 +119,7 @@ def _block(event: OpEvent, columns: int, names_stage: bool, colour: bool) -> str
 
 
 def _name(event: OpEvent, names_stage: bool) -> str:
-    return str(event.op) if names_stage else f"{event.op.kind.value}{event.op.microbatch}"
+    return str(event.op) if names_stage else str(event.op).removeprefix(str(event.op.stage))
 
 
 def _painted(text: str, looks: Looks, colour: bool) -> str:

@@ -1,0 +1,155 @@
+"""Schedules whose stages are recomputed in parts: order, places, cost, files; and what of it is refused."""
+
+from __future__ import annotations
+
+import pytest
+from shows import show
+
+from pipetrain.schedule.alive import peak_sets
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import write_csv
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Lane
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.shown import show_schedule
+
+T_NEVER = 57  # of four stages and sixteen microbatches, F 1 and B 2 long
+AN_INPUT = 0.005  # of a set
+
+
+def of_two(mode: str, **more: object) -> Schedule:
+    """Two stages, two microbatches, two parts."""
+    policy = RecomputePolicy(mode, segments=2, **more)  # type: ignore[arg-type]
+    return make_schedule(num_stages=2, num_microbatches=2, recompute=policy)
+
+
+def lane(schedule: Schedule, rank: int, lane: Lane = Lane.COMPUTE) -> str:
+    return " ".join(map(str, schedule.lane(rank, lane)))
+
+
+def test_parts_come_back_one_after_the_other_from_the_last() -> None:
+    schedule = of_two("inline")
+    check(schedule)
+    assert lane(schedule, 0) == "0F0 0F1 0R0.1 0B0.1 0R0.0 0B0.0 0R1.1 0B1.1 0R1.0 0B1.0"
+    # Less than a set has room on the last stage, so that it recomputes as well.
+    assert lane(schedule, 1) == "1F0 1F1 1R0.1 1B0.1 1R0.0 1B0.0 1R1.1 1B1.1 1R1.0 1B1.0"
+    assert lane(schedule, 1, Lane.SEND) == "1SEND_B0 1SEND_B1"
+
+
+def test_parts_have_a_lane_of_their_own_in_overlap() -> None:
+    schedule = of_two("overlap")
+    assert lane(schedule, 0) == "0F0 0F1 0B0.1 0B0.0 0B1.1 0B1.0"
+    assert lane(schedule, 0, Lane.RECOMPUTE) == "0R0.1 0R0.0 0R1.1 0R1.0"
+    named = {str(op): " ".join(map(str, awaited)) for op, awaited in schedule.waits.items()}
+    assert named["0B0.1"] == "0RECV_B0 0R0.1"
+    assert named["0B0.0"] == "0R0.0"  # its gradient comes from the part behind, in the lane's order
+    assert named["0R0.0"] == "0F0 0B0.1"  # one place, for one part
+    assert named["1SEND_B0"] == "1B0.0"
+
+
+def test_a_kept_set_goes_back_whole_and_takes_the_places_of_its_parts() -> None:
+    schedule = of_two("inline", sets=1.5)
+    check(schedule)
+    assert lane(schedule, 0) == "0F0 0F1 0R0.1 0B0.1 0R0.0 0B0.0 0B1"
+    assert lane(schedule, 1) == "1F0 1B0 1F1 1B1"
+    assert [peak.sets for peak in peak_sets(schedule)] == [1.5, 1]
+    assert [peak.places for peak in peak_sets(schedule)] == [3, 2]
+
+
+def test_a_part_takes_its_share_of_a_stage() -> None:
+    policy = RecomputePolicy("inline", segments=2).of_layers([3])  # type: ignore[arg-type]
+    assert policy.parts == ((1, 2),)
+    schedule = make_schedule(num_stages=1, num_microbatches=1, recompute=policy)
+    shown = show_schedule(schedule, Costs.spread(1, forward=3, backward=6, recompute=3))
+    taken = {str(event.op): event.end - event.start for event in shown.timeline.events}
+    assert taken == {"0F0": 3, "0R0.1": 2, "0B0.1": 4, "0R0.0": 1, "0B0.0": 2}
+
+
+def test_what_is_held_counts_the_inputs_of_parts() -> None:
+    shown = show(
+        "1f1b", num_stages=4, num_microbatches=16, recompute=RecomputePolicy("inline", segments=4), costs=COSTS
+    )
+    assert [rank.peak_sets for rank in shown.breakdown] == [0.25] * 4
+    held = shown.peak_sets_with_inputs()
+    # The inputs of the others in flight, and a part: its own input is one of its tensors.
+    assert held == pytest.approx([0.25 + (4 * n - 1) * AN_INPUT for n in (4, 3, 2, 1)])
+
+
+COSTS = Costs.spread(4, input_share=AN_INPUT)
+
+
+@pytest.mark.parametrize("mode", ["inline", "early", "overlap"])
+def test_half_a_set_with_four_microbatches_in_flight(mode: str) -> None:
+    policy = RecomputePolicy(mode, sets=0.5, stash=4, segments=4)  # type: ignore[arg-type]
+    shown = show("1f1b", num_stages=4, num_microbatches=16, recompute=policy, costs=COSTS)
+    assert shown.step_seconds <= 1.40 * T_NEVER
+    assert max(rank.peak_sets for rank in shown.breakdown) <= 0.5
+
+
+def test_a_set_and_a_half_in_all_by_the_rule() -> None:
+    policy = RecomputePolicy("overlap", sets=1.25, stash=12, segments=4)  # type: ignore[arg-type]
+    shown = show("auto", num_stages=4, num_microbatches=16, recompute=policy, costs=COSTS)
+    assert shown.step_seconds == 64.75  # whole sets: 66
+    held = shown.peak_sets_with_inputs()
+    assert held is not None
+    assert max(held) <= 1.5
+
+
+def test_a_file_has_parts(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for mode, sets in (("inline", None), ("overlap", 1.5)):
+        policy = RecomputePolicy(mode, sets=sets, segments=2)  # type: ignore[arg-type]
+        made = make_schedule("1f1b", num_stages=3, num_microbatches=4, recompute=policy)
+        path = tmp_path / f"{mode}.csv"
+        path.write_text(write_csv(made))
+        read = make_schedule(path, num_stages=3, num_microbatches=4, recompute=policy)
+        assert read.lanes == made.lanes
+        assert read.kept == made.kept
+
+
+REFUSED = {
+    "segments=0": ({"segments": 0}, "recompute.segments=0: allowed are 1 or more parts, sqrt or layers"),
+    "segments=half": ({"segments": "half"}, "recompute.segments='half': allowed are 1 or more parts, sqrt or layers"),
+    "sets=0.3": (
+        {"segments": 4, "sets": 0.3},
+        "recompute.sets=0.3: stage 0 has 4 parts (recompute.segments=4), and a place is for one of them, so allowed are",
+    ),
+    "sets=0.1": ({"segments": 4, "sets": 0.1}, "allowed are multiples of 1/4; use 0.25"),
+    "sets of whole stages": ({"sets": 1.5}, "recompute.sets=1.5: allowed is a whole number, 1 or more"),
+    "sqrt of what": ({"segments": "sqrt"}, "recompute.segments=sqrt: how many parts that makes depends on the layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    values, message = REFUSED[name]
+    with pytest.raises(ValueError, match="recompute") as error:
+        make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy(**values))  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("family", "split"), [("1f1b", True), ("zb-h1", False)])
+def test_halves_have_no_parts(family: str, split: bool) -> None:
+    with pytest.raises(ValueError, match="recompute.segments=2: with pipeline") as error:  # noqa: RUF043
+        make_schedule(
+            family,
+            num_stages=2,
+            num_microbatches=2,
+            recompute=RecomputePolicy(segments=2),
+            split_backward=split,
+        )
+    assert "\n" not in str(error.value)
+
+
+def test_never_has_no_parts() -> None:
+    never = make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy("never", segments="sqrt"))  # type: ignore[arg-type]
+    assert never.lanes == make_schedule(num_stages=2, num_microbatches=2, recompute="never").lanes
+
+
+def test_words_are_numbers_where_the_layers_are_known() -> None:
+    sqrt = RecomputePolicy(segments="sqrt")
+    assert sqrt.of_layers([16, 64, 12, 1]).parts == ((4,) * 4, (8,) * 8, (4,) * 3, (1,))
+    assert RecomputePolicy(segments="layers").of_layers([3, 1]).parts == ((1, 1, 1), (1,))
+    assert RecomputePolicy().of_layers([3, 1]) == RecomputePolicy()
