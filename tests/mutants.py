@@ -1448,7 +1448,7 @@ MUTANTS = (
         (SELECTIVE, "-k", "operation_writes"),
     ),
     Mutant(
-        "attention with dropout is skipped",
+        "what torch says to draw random numbers is skipped",
         "pipetrain/stage/selective.py",
         "            and not operation.draws_with(args, kwargs)\n",
         "",
@@ -1473,7 +1473,7 @@ MUTANTS = (
         "pipetrain/stage/stage.py",
         "        held.late.start_backward()\n",
         "",
-        (SELECTIVE, "-k", "kept_outputs or reference"),
+        (SELECTIVE, "-k", "kept_outputs"),
     ),
     Mutant(
         "R takes another product for the one that F kept",

@@ -411,6 +411,7 @@ class LateBoundSet:
     def assert_closed(self) -> None:
         """B is done: whatever is left of the set belongs to the graph, which goes."""
         assert not self._slots, f"{len(self._slots)} slots are still held after their B"
+        assert not self.outputs_bytes, f"{self.outputs_bytes} bytes of outputs are still kept after their B"
         assert not self._witnesses, f"{len(self._witnesses)} witnesses are still held after their B"
 
     # --------------------------------------------------------------------------------------------------------------

@@ -237,6 +237,7 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = quiet(noisy(self.linear(x)))
+        y = y * (1 + torch.rand_like(y))
         heads = y.view(len(y), 1, 2, 4)
         mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
         return F.dropout(mixed.tanh(), 0.3)
@@ -244,9 +245,9 @@ class Draws(nn.Module):
 
 def test_what_draws_random_numbers_is_never_skipped() -> None:
     torch.manual_seed(0)
-    wanted = ["matmul", "attention", "native_dropout", "bernoulli", "pipetrain_tests::noisy", "pipetrain_tests::quiet"]
+    wanted = ["matmul", "attention", "native_dropout", "rand_like", "pipetrain_tests::noisy", "pipetrain_tests::quiet"]
     ran = check_equal([Draws(), Draws()], wanted, prove=lambda microbatch: False)
-    assert (ran["noisy"], ran["quiet"], ran["addmm"]) == (2 * M, 0, 0)
+    assert (ran["noisy"], ran["rand_like"], ran["quiet"], ran["addmm"]) == (2 * M, 2 * M, 0, 0)
 
 
 class WritesOnIt(nn.Module):
@@ -273,7 +274,7 @@ class OtherProducts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if count_call(self) > M:
             with torch.no_grad():
-                x = x + (x[:, :4].t() @ x[:, :4] if self.shape else x @ x.t()).sum() * 0
+                x = x + (self.linear(x[:1]) if self.shape else x @ x.t()).sum() * 0
         return self.linear(x).tanh()
 
 
@@ -281,8 +282,13 @@ class OtherProducts(nn.Module):
 def test_another_order_of_products_is_refused(shape: bool) -> None:
     meter = ActivationMeter()
     stages = make_stages([OtherProducts(shape=shape)], [1], mean_square, meter, ["matmul"])
-    with pytest.raises(RecomputeMismatch, match=r"layer 0 \(OtherProducts\): the recompute computes aten.mm.default"):
+    op = "addmm" if shape else "mm"
+    with pytest.raises(
+        RecomputeMismatch, match=rf"layer 0 \(OtherProducts\): the recompute computes aten.{op}.default of \["
+    ) as raised:
         run_step(stages, *batch(), M)
+    assert "where F computed aten.addmm.default of [8] float32 and [3, 8] float32" in str(raised.value)
+    del raised
     for stage in stages:
         stage.drop()
     assert meter.current_bytes == 0
