@@ -519,8 +519,8 @@ MUTANTS = (
     Mutant(
         "a layer may catch the wish for a gradient",
         "pipetrain/stage/stage.py",
-        "            if late.wanted is None and not late.hooks_refused:\n                return output",
-        "            return output",
+        "            if late.wanted is None and not late.hooks_refused:\n                late.after_layer(",
+        "            if True:\n                late.after_layer(",
         (MUSEUM, "-k", "catches_what"),
     ),
     Mutant(
@@ -1638,7 +1638,7 @@ MUTANTS = (
     ),
     Mutant(
         "a profile of other stages will do",
-        "pipetrain/plan/measured.py",
+        "pipetrain/plan/profile.py",
         "        if there != wanted:",
         "        if False:",
         ("tests/planner/test_profile.py",),
