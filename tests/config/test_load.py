@@ -32,7 +32,7 @@ PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
     "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup pipeline.search_seconds plan.profile "
-    "recompute.mode recompute.sets recompute.keep recompute.stash recompute.last_stage transport.ahead transport.communicators "
+    "recompute.mode recompute.sets recompute.keep recompute.stash recompute.last_stage recompute.segments transport.ahead transport.communicators "
     "transport.edges parallel.num_replicas parallel.zero "
     "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
     "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
