@@ -295,14 +295,14 @@ MUTANTS = (
     Mutant(
         "R of the last stage although it is not wanted",
         "pipetrain/schedule/recompute.py",
-        "if policy.last_stage is LastStage.AUTO:",
-        "if policy.last_stage is LastStage.ALWAYS:",
+        "        kept |= kept_at_once(schedule)\n",
+        "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_families.py"),
     ),
     Mutant(
         "a wait left out: B does not wait for its R",
         "pipetrain/schedule/waits.py",
-        "        yield schedule.way(Direction.BACKWARD, op.stage, op.microbatch)[0], op  # [2]\n",
+        "        yield read_by(schedule, op)[0], op  # [2]\n",
         "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_check.py"),
     ),
@@ -1219,8 +1219,8 @@ MUTANTS = (
     Mutant(
         "all stages have the places of the first",
         "pipetrain/schedule/policy.py",
-        "else self.sets[stage]",
-        "else self.sets[0]",
+        "return sets[stage] if isinstance",
+        "return sets[0] if isinstance",
         ("tests/schedule/test_policy.py", "tests/schedule/test_schedule_waits.py"),
     ),
     Mutant(
@@ -1574,10 +1574,24 @@ MUTANTS = (
         (COUNTING, "-k", "runs_ahead"),
     ),
     Mutant(
+        "what parts give a weight that they share is added at once",
+        "pipetrain/runtime/segmented.py",
+        "        self._shared = _shared_parameters(self._parts)\n",
+        "        self._shared: list[nn.Parameter] = []\n",
+        ("tests/runtime/test_segments.py", "-k", "crosses"),
+    ),
+    Mutant(
+        "a part of a set frees the places of all",
+        "pipetrain/schedule/alive.py",
+        "if op.part is None else 1",
+        "if True else 1",
+        ("tests/schedule/test_parts.py", "-k", "kept or come_back"),
+    ),
+    Mutant(
         "a kept set leaves an earlier one without a place",
         "pipetrain/schedule/list_order.py",
-        "self._alive < self._places and later + 1 < self._places",
-        "self._alive < self._places",
+        "return self._without_set == number or (len(self._later) + 1) * self._parts < self._places",
+        "return True",
         (LISTED, "-k", "any_problem"),
     ),
     Mutant(

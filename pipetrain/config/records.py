@@ -126,7 +126,7 @@ _Places = Annotated[
     ),
 ]
 _Sets = Annotated[
-    int | float | tuple[float, ...] | None,
+    int | float | tuple[int, ...] | tuple[float, ...] | None,
     Limit(
         lambda value: min(value if isinstance(value, tuple) else (value,), default=0) > 0,
         ": allowed is 1 or more (with recompute.segments=k a multiple of 1/k), or a list with one such number per stage",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from shows import show
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.csv_file import write_csv
-from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.csv_file import read_csv, write_csv
+from pipetrain.schedule.make import make, make_schedule
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import show_schedule
 
 T_NEVER = 57  # of four stages and sixteen microbatches, F 1 and B 2 long
@@ -95,6 +99,19 @@ def test_a_set_and_a_half_in_all_by_the_rule() -> None:
     held = shown.peak_sets_with_inputs()
     assert held is not None
     assert max(held) <= 1.5
+
+
+def test_a_set_and_a_half_in_all_by_a_search() -> None:
+    """An order that `pipeline.schedule=auto` found with 16000 rules (`Effort(1.0, rules=16000)`)."""
+    policy = RecomputePolicy("overlap", sets=1.25, stash=12, segments=4)  # type: ignore[arg-type]
+    spec = ScheduleSpec("auto", (0, 1, 2, 3), 16, policy, costs=COSTS)
+    path = Path(__file__).with_name("parts_order.csv")
+    shown = show_schedule(make(replace(spec, order=read_csv(path, spec.shape))), COSTS)
+    assert shown.step_seconds == 64 <= 1.13 * T_NEVER
+    held = shown.peak_sets_with_inputs()
+    assert held is not None
+    assert max(held) <= 1.5
+    assert max(shown.peak_stash()) <= 12
 
 
 def test_a_file_has_parts(tmp_path) -> None:  # type: ignore[no-untyped-def]
