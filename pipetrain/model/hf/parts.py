@@ -7,7 +7,7 @@ runs once on tensors without memory, and what it calls is noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,60 +100,67 @@ def parts_of(model: PreTrainedModel) -> Parts:
         for owner, module in model.named_modules()
         if not f"{owner}.".startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False))
     }
-    called: dict[str, set[str]] = {"before": set(), "after": set()}
-    order: list[str] = []
-    with _followed(layers, owners, called, order), _nothing_packed():
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        try:
-            with torch.no_grad():
-                model(input_ids=ids, use_cache=False)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} cannot be cut: its forward cannot be followed ({type(error).__name__}: {error})"
-            ) from error
-    both = called["before"] & called["after"]
-    never = owners.keys() - called["before"] - called["after"]
+    calls = _Calls(owners)
+    try:
+        calls.follow(model, layers, returns_tuples=False)
+    except _CannotFollow:  # Falcon's decoder layers return tuples, of which it takes the first entry
+        calls = _Calls(owners)
+        calls.follow(model, layers, returns_tuples=True)
+    both = set(calls.before) & set(calls.after)
+    never = owners.keys() - set(calls.before) - set(calls.after)
     if both or never:
         why = (
             f"{min(both)} runs before and after its layers" if both else f"its forward never calls {min(never)} by itself"
         )
         raise ValueError(f"{type(model).__name__} cannot be cut: {why}")
-    return Parts(
-        name,
-        len(layers),  # type: ignore[arg-type]
-        tuple(owner for owner in order if owner in called["before"]),
-        tuple(owner for owner in order if owner in called["after"]),
-    )
+    return Parts(name, len(layers), tuple(calls.before), tuple(calls.after))  # type: ignore[arg-type]
 
 
-@contextmanager
-def _followed(
-    layers: nn.Module, owners: dict[str, nn.Module], called: dict[str, set[str]], order: list[str]
-) -> Iterator[None]:
-    """Within it, decoder layers pass on what they get, and each call of an owner of tensors is noted."""
-    now = ["before"]
+class _CannotFollow(ValueError):
+    """The model's forward fails on tensors without memory."""
 
-    def note(owner: str) -> None:
-        called[now[0]].add(owner)
-        if owner not in order:
-            order.append(owner)
 
-    def passed(*_: Any) -> None:
-        now[0] = "after"
+class _Calls:
+    """The owners of tensors that a forward calls before its decoder layers and after the first of them, in order, each once."""
 
-    real = list(layers.children())
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, owner=owner: note(owner)) for owner, module in owners.items()
-    ]
-    for number in range(len(real)):
-        layers[number] = _PassedOn(passed)  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        for number, layer in enumerate(real):
-            layers[number] = layer  # type: ignore[operator]
-        for hook in hooks:
-            hook.remove()
+    def __init__(self, owners: Mapping[str, nn.Module]) -> None:
+        self.before: dict[str, None] = {}
+        self.after: dict[str, None] = {}
+        self._owners = owners
+        self._now = self.before
+
+    def follow(self, model: PreTrainedModel, layers: nn.Module, *, returns_tuples: bool) -> None:
+        """Runs `model` with stand-ins for its decoder layers.
+
+        Raises:
+            ValueError: it cannot be run so.
+        """
+        real = list(layers.children())
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, owner=owner: self._note(owner))
+            for owner, module in self._owners.items()
+        ]
+        for number in range(len(real)):
+            layers[number] = _PassedOn(self._passed, returns_tuples)  # type: ignore[operator]
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        try:
+            with torch.no_grad(), _nothing_packed():
+                model(input_ids=ids, use_cache=False)
+        except Exception as error:
+            raise _CannotFollow(
+                f"{type(model).__name__} cannot be cut: its forward cannot be followed ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for number, layer in enumerate(real):
+                layers[number] = layer  # type: ignore[operator]
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, owner: str) -> None:
+        self._now[owner] = None
+
+    def _passed(self) -> None:
+        self._now = self.after
 
 
 @contextmanager
@@ -172,10 +179,11 @@ def _nothing_packed() -> Iterator[None]:
 class _PassedOn(nn.Module):
     """In place of a decoder layer: gives back the hidden state, and says that it was reached."""
 
-    def __init__(self, reached: Any) -> None:
+    def __init__(self, reached: Callable[[], None], returns_tuples: bool) -> None:
         super().__init__()
         self._reached = reached
+        self._returns_tuples = returns_tuples
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
         self._reached()
-        return hidden
+        return (hidden,) if self._returns_tuples else hidden
