@@ -39,7 +39,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"attention_dropout": 0.0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {"head_dim": 8, **_EXPERTS},
-    "gpt2": {"num_key_value_heads": None, "n_positions": 64, "intermediate_size": None, "max_position_embeddings": None},
+    "gpt2": {
+        "num_key_value_heads": None,
+        "n_positions": 64,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+    },
     "olmo2": {},
     "glm4": {"head_dim": 8},
     "smollm3": {"sliding_window": None},
@@ -76,7 +81,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 24,
         "pad_token_id": 0,
     },
-    "falcon": {"num_key_value_heads": None, "intermediate_size": None, "alibi": False, "new_decoder_architecture": False},
+    "falcon": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
     "bloom": {"num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None},
     "llama4_text": {
         "head_dim": 8,

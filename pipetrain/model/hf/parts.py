@@ -65,7 +65,7 @@ def held_layers(model: PreTrainedModel) -> range:
     """Which of our layers a model has: all, or what `pruned_model` left of it."""
     layers = model.get_submodule(decoder_list(model))
     gone = {module.number for module in model.modules() if isinstance(module, Elsewhere)}
-    held = [number for number in range(len(layers) + 2) if number not in gone]  # type: ignore[arg-type]
+    held = [number for number in range(len(layers) + 2) if number not in gone]
     return range(held[0], held[-1] + 1)
 
 
@@ -84,7 +84,7 @@ def decoder_list(model: PreTrainedModel) -> str:
         raise ValueError(
             f"{type(model).__name__} has {len(shallow)} lists of {count} layers, one is needed: such a model cannot be cut"
         )
-    return shallow[0]
+    return str(shallow[0])
 
 
 def parts_of(model: PreTrainedModel) -> Parts:
@@ -110,10 +110,12 @@ def parts_of(model: PreTrainedModel) -> Parts:
     never = owners.keys() - set(calls.before) - set(calls.after)
     if both or never:
         why = (
-            f"{min(both)} runs before and after its layers" if both else f"its forward never calls {min(never)} by itself"
+            f"{min(both)} runs before and after its layers"
+            if both
+            else f"its forward never calls {min(never)} by itself"
         )
         raise ValueError(f"{type(model).__name__} cannot be cut: {why}")
-    return Parts(name, len(layers), tuple(calls.before), tuple(calls.after))  # type: ignore[arg-type]
+    return Parts(name, len(layers), tuple(calls.before), tuple(calls.after))
 
 
 class _CannotFollow(ValueError):
