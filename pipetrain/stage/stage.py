@@ -20,6 +20,7 @@ from pipetrain.stage.entered import Entered, entered_targets
 from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
+from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
@@ -281,7 +282,7 @@ class Stage:
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
-        return value
+        return without_local(value)
 
     def _check_entered(self, entered: Sequence[Entered], *, is_read_again: bool, cloned: bool) -> None:
         """The layers have run: they may have changed only what nobody else reads."""
@@ -581,7 +582,7 @@ class Stage:
             if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
                 value = self._loss(value, given)
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(without_local(value))
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 
     def _check_parameters(self, held: _Held) -> None:
