@@ -22,6 +22,7 @@ from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
@@ -568,11 +569,14 @@ class Stage:
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
-    def infer(self, given: StageInput, *, with_loss: bool) -> StageOutput:
-        """F without a graph; with the weighted loss at its end where that is wanted."""
+    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+        """F without a graph; with the weighted loss at its end where that is wanted. `past`: going on from the tokens before."""
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
+                if past is not None:
+                    value = run_cached(layer, value, past)
+                    continue
                 self._seed(number, given)
                 value = layer(value)
             if with_loss and self.loss_fn is not None:

@@ -21,9 +21,10 @@ from pipetrain.model.hf.frame import FrameMaker, Given, frame_of, local_frame, r
 from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, parts_of
 from pipetrain.model.hf.router import Router, RouterSums
 from pipetrain.stage.local import StageLocal
+from pipetrain.stage.past import Past
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _TRAVELLING = ("attention_mask", "position_ids", "past_key_values")
 
@@ -38,14 +39,20 @@ class HfEmbedding(nn.Module):
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-        given = Given.of(batch)
-        calls = recorded_calls(self.owner, self.parts, given, input_ids=batch["input_ids"])
+        travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
+        return {**self._begun(batch["input_ids"], Given.of(batch)), **travelling}
+
+    def forward_cached(self, ids: Tensor, past: Past) -> dict[str, Any]:
+        """The same for the new tokens."""
+        return self._begun(ids, given_of(past, self.owner.config))
+
+    def _begun(self, ids: Tensor, given: Given) -> dict[str, Any]:
+        """The first hidden state, and the frame of the first stage."""
+        calls = recorded_calls(self.owner, self.parts, given, input_ids=ids)
         args, kwargs = calls[0]
         key = self.parts.hidden_key
         hidden = args[key] if isinstance(key, int) else kwargs[key]
-        frame = frame_of(calls, self.parts, self.owner.config)
-        travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
-        return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
+        return {"hidden": hidden, "frame": StageLocal(frame_of(calls, self.parts, self.owner.config))}
 
 
 class HfDecoderLayer(nn.Module):
@@ -67,6 +74,13 @@ class HfDecoderLayer(nn.Module):
         sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
 
+    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> dict[str, Any]:
+        """The same for the new tokens; a router's loss is not asked for."""
+        frame = tree["frame"]
+        if frame is None:
+            frame = StageLocal(self.frames(tree["hidden"], given_of(past, self.frames.owner.config)))
+        return {"hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
+
 
 class HfHead(nn.Module):
     """The dict -> logits `[batch, sequence, vocabulary]`; with a router loss a dict of `logits` and `router_loss [1]`."""
@@ -78,10 +92,18 @@ class HfHead(nn.Module):
         self.router = router
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
-        logits = self.model(inputs_embeds=tree["hidden"], use_cache=False, return_dict=True).logits
+        logits = self._logits(tree["hidden"])
         if self.router is None:
             return logits
         return {"logits": logits, "router_loss": self.router.loss(RouterSums.of(tree)).reshape(1)}
+
+    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> Tensor:  # noqa: ARG002
+        """The logits of the last token alone, `[batch, 1, vocabulary]`."""
+        return self._logits(tree["hidden"][:, -1:])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+        return logits
 
 
 class _After(nn.Module):
@@ -114,6 +136,14 @@ class _Output(tuple[Any, ...]):
         if name.startswith("__"):
             raise AttributeError(name)
         return None
+
+
+def given_of(past: Past, config: PreTrainedConfig) -> Given:
+    """What decoder layers need of the tokens before: `past` knows it on every stage, so none of it travels."""
+    from pipetrain.model.hf.stage_cache import StageCache
+
+    cache = past.kept(StageCache, lambda: StageCache(config))
+    return Given(past.mask, past.positions, cache.at(past.length))
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
