@@ -55,7 +55,29 @@ class Parts:
     @property
     def after(self) -> tuple[str, ...]:
         """What the owner calls the modules that follow the last decoder layer, in their order."""
-        return tuple(name.removeprefix(start) for name in self.head if name.startswith(start := f"{self.owner}."))
+        start = f"{self.owner}." if self.owner else ""
+        return tuple(name.removeprefix(start) for name in self.head if name.startswith(start))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of ours."""
+        return self.num_decoder_layers + 2
+
+    def modules_of(self, number: int) -> tuple[str, ...]:
+        """The modules that make our layer `number`."""
+        if number == 0:
+            return self.embedding
+        if number == self.num_layers - 1:
+            return self.head
+        return (f"{self.layers}.{number - 1}",)
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of our layer that a tensor or module of this name belongs to; None: of none (rotary tables)."""
+        for number in (0, self.num_layers - 1):
+            if any(f"{name}.".startswith(f"{module}.") for module in self.modules_of(number)):
+                return number
+        prefix = f"{self.layers}."
+        return int(name.removeprefix(prefix).split(".", 1)[0]) + 1 if name.startswith(prefix) else None
 
 
 class Elsewhere(nn.Module):
@@ -87,8 +109,12 @@ class AsGiven(nn.Module):
         return torch.zeros((), device=tensors[0].device if tensors else None) if hidden is None else hidden
 
 
-class _AllRecorded(BaseException):
-    """The last decoder layer has been called: what would follow is another layer's work."""
+def held_layers(model: PreTrainedModel) -> range:
+    """Which of our layers a model has: all, or what `pruned_model` left of it."""
+    _, number = _list_of_layers(model)
+    gone = {module.number for module in model.modules() if isinstance(module, Elsewhere)}
+    held = [each for each in range(number + 2) if each not in gone]
+    return range(held[0], held[-1] + 1)
 
 
 def parts_of(model: PreTrainedModel) -> Parts:
@@ -124,7 +150,7 @@ def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
     Raises:
         ValueError: there is no such list, or more than one.
     """
-    number = getattr(model.config, "num_hidden_layers", None)
+    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     found = [
         name
         for name, module in model.named_modules()
