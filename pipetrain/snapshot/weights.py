@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetrain.model.spec import ModelSpec
+from pipetrain.model.trained import Model
 from pipetrain.snapshot.files import canonical_json
 from pipetrain.snapshot.reader import TensorFiles
 
@@ -86,12 +87,21 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX_OF_SHARDS).is_file() or (folder / SINGLE).is_file()
 
 
+def check_weights(folder: Path) -> None:
+    """Raises:
+    ValueError: there are none.
+    """
+    if not has_weights(folder):
+        raise ValueError(f"{folder}: there are no weights; the run is still going on, or it failed")
+
+
 def read_weights(folder: Path) -> TensorFiles:
     """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
 
     Raises:
         ValueError: there are none, or a shard is missing.
     """
+    check_weights(folder)
     index = folder / INDEX_OF_SHARDS
     if index.is_file():
         paths = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
@@ -99,18 +109,18 @@ def read_weights(folder: Path) -> TensorFiles:
         paths = [folder / SINGLE]
     missing = [path for path in paths if not path.is_file()]
     if missing:
-        raise ValueError(f"{missing[0]}: there are no weights; the run is still going on, or it failed")
+        raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
     return TensorFiles(paths)
 
 
-def load_weights(folder: Path, model: nn.Module, spec: ModelSpec) -> None:
-    """Fills `model` from what `save_weights` wrote into `folder`.
+def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:
+    """Fills `model`, the whole of it or one rank's part, from what `save_weights` wrote: of it, what is needed is read.
 
     Raises:
         ValueError: there are no weights, or they are of another model.
     """
-    weights = read_weights(folder)
+    weights = spec.from_file(read_weights(folder))
     try:
-        model.load_state_dict(dict(spec.from_file(weights)))
-    except RuntimeError as error:
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
         raise ValueError(f"{folder}: these weights are of another model ({error})") from error
