@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from pipetrain.model.hf.frame import FrameMaker, Given, frame_of, local_frame, recorded_calls

@@ -192,9 +192,7 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
         raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
     before = {name for name in stand_ins if name not in called or name in called[:num_before]}
     start = f"{owner_name}." if owner_name else ""
-    rest = [
-        name for name, child in _beside(model, owner_name) if has_part(child)
-    ]
+    rest = [name for name, child in _beside(model, owner_name) if has_part(child)]
     return Parts(
         layers=layers,
         num_decoder_layers=number,

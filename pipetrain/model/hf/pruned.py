@@ -71,6 +71,14 @@ def pruned_model(
     return model if weights == EMPTY else model.to(device)
 
 
+def empty_model(source: HfSource) -> PreTrainedModel:
+    """The whole model without memory: names, shapes, what is tied."""
+    config = config_of(source)
+    with _quiet_transformers(), torch.device("meta"):
+        model: PreTrainedModel = causal_class(config)._from_config(config)
+    return model
+
+
 def config_of(source: HfSource) -> PretrainedConfig:
     """The config of a model, as transformers has it. Code that lies beside it is not run.
 
