@@ -27,6 +27,8 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+PRECISIONS = ("auto", "fp32", "bf16", "bf16_autocast")
+DEFAULT_STEPS = 200
 
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
 _MOST_STAGES = 4096  # of a schedule, and so of ranks
@@ -73,6 +75,7 @@ class ModelConfig:
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
     path: MayChange[_NoModelYet] = None  # folder of a saved Hugging Face model to start from
+    compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
 
 
 _HeldOut = Annotated[
@@ -210,6 +213,8 @@ class OptimConfig:
     warmup_steps: Amount = 20  # steps of linear warm-up
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
+    # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
+    masters: Annotated[str, one_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,9 @@ class WandbConfig:
     # `disabled`, `offline` (files in the run folder) or `online`.
     mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
+    name: str | None = None  # the run's name there; None: that of its folder
+    group: str | None = None  # the group of runs that it belongs to
+    tags: tuple[str, ...] = ()  # words to find it by
 
 
 @dataclass(frozen=True)
@@ -334,7 +342,13 @@ class RunConfig:
 
     experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
     seed: Amount = 0  # of weights, dropout and data order
-    steps: MayChange[Count] = 200  # optimizer steps
+    steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
+    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = (
+        None  # steps as times through the training data
+    )
+    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
+    # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
+    precision: Annotated[str, choice_of(*PRECISIONS)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
     resume: MayChange[str | None] = None
@@ -356,3 +370,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, where they are known: with `epochs` not before the data is (`with_steps`)."""
+        assert self.steps is not None or self.epochs is None, "steps of epochs are not known yet"
+        return DEFAULT_STEPS if self.steps is None else self.steps

@@ -49,6 +49,11 @@ class Batches:
     def windows_per_epoch(self) -> int:
         return len(self._windows)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Rows that make one time through the data."""
+        return len(self._windows)
+
     def batch(self, step: int) -> Batch:
         """Inputs and targets `[batch_size, sequence_length]`, int64, of step 0, 1, ..."""
         return _inputs_and_targets(self._windows[self.window_indices(step)])
