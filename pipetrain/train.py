@@ -68,7 +68,7 @@ def train(config: RunConfig) -> Outcome:
         steps = _steps(config, run, data, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
-        steps.finish(folder.weights)
+        steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))

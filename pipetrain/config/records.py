@@ -49,10 +49,22 @@ _Positive = Annotated[float, more_than(0, " must be greater than {}")]
 _Probability = Annotated[
     float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
 ]
-_NoModelYet = Annotated[
-    str | None,
-    only(None, "the model is built from the keys of `model` (model=llama, model=gpt2): type model.path=null"),
+_Targets = Annotated[
+    tuple[str, ...],
+    Limit(lambda value: value and all(value), ": allowed is a list of names of linear layers, as in [q_proj,v_proj]"),
 ]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside linear layers that stay as they are (model=hf): only these are trained."""
+
+    rank: Annotated[int | None, at_least(1, most=2**20)] = None  # numbers between the two matrices; None: no adapters
+    # Which linear layers, each the end of a name: q_proj, or layers.11.mlp.up_proj for one alone.
+    targets: _Targets = ("q_proj", "v_proj")
+    layers: tuple[int, ...] | None = None  # decoder layers that get adapters, from 0; None: all
+    alpha: _Positive | None = None  # what they give is multiplied by alpha / rank; None: by 1
+    merge: bool = True  # whether `export` adds them to the weights, else it writes them as PEFT does
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,16 @@ class ModelConfig:
     rope_base: _Positive = 10_000.0  # base of the rotary frequencies
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
-    path: MayChange[_NoModelYet] = None  # folder of a saved Hugging Face model to start from
+    # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
+    path: str | None = None
+    revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
+    # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
+    weights: Annotated[str, one_of("pretrained", "random")] = "pretrained"
+    # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
+    dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
+    # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
+    attention: str | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
     compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -125,8 +125,8 @@ class NativeEngine:
         report = self._pipeline.gather_report()
         return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        return self._pipeline.full_state_dict()
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._pipeline.state_dict()
 
     def close(self) -> None:
         self._pipeline.close()

@@ -27,7 +27,7 @@ from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import TokenFigures, make_report, measured_and_predicted, metrics_of
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.snapshot.session import Snapshots
+from pipetrain.snapshot.session import Ranks, Snapshots
 from pipetrain.snapshot.weights import save_weights
 from pipetrain.timeline.step_report import StepFigures, StepResult
 from pipetrain.timeline.stragglers import StragglerWatch
@@ -107,11 +107,11 @@ class Steps:
         )
         self.recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
 
-    def finish(self, path: Path) -> None:
-        """Writes the whole model to `path`, for `generate` and `init_from`; waits for a snapshot on its way. Collective."""
-        weights = self.engine.weights()
-        if weights is not None:
-            save_weights(path, weights, self.spec)
+    def finish(self, folder: Path, ranks: Ranks) -> None:
+        """Each rank writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a snapshot on its way.
+        Collective.
+        """
+        save_weights(folder, self.engine.weights(), self.spec, ranks)
         self.snapshots.finish()
 
     def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:

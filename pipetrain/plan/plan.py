@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from pipetrain.config.records import COMMUNICATORS, EDGES
@@ -58,6 +60,22 @@ class Plan:
         """Global indices of the layers of `stage`."""
         start = sum(self.balance[:stage])
         return range(start, start + self.balance[stage])
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a run, from its folder.
+
+    Raises:
+        ValueError: there is none, or it is of another version of pipetrain.
+    """
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+        }
+        return Plan(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: there is no plan that can be read ({error})") from error
 
 
 def whole_number(key: str, value: Any, *, least: int = 1) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from pipetrain.config.records import RunConfig
 from pipetrain.model.spec import TensorMapping, unchanged
@@ -21,6 +22,7 @@ from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run
 from pipetrain.snapshot.state import Part, RunState, tensors_of
+from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
 
 class Ranks(Protocol):
@@ -174,9 +176,13 @@ def _kept_for_good(config: RunConfig) -> int | None:
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     """Weights only: from a safetensors file, a run that is done, or a snapshot."""
-    if path.is_dir() and (path / "weights" / "model.safetensors").is_file():
-        path = path / "weights" / "model.safetensors"
-    weights = from_file(TensorFiles([path])) if path.is_file() else Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
+    weights: Mapping[str, Tensor]
+    if path.is_file():
+        weights = from_file(TensorFiles([path]))
+    elif has_weights(path / WEIGHTS_AT_END):
+        weights = from_file(read_weights(path / WEIGHTS_AT_END))
+    else:
+        weights = Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -94,7 +94,7 @@ class DeepSpeedEngine:
         self._step = 0
         timeout = timedelta(seconds=timeout_seconds)
         deepspeed = import_deepspeed(device)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures and weights, on the host
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
@@ -158,12 +158,8 @@ class DeepSpeedEngine:
         peaks = self._of_all(device_of(self._device).memory().peak_bytes)
         return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
 
-    def weights(self) -> dict[str, Tensor] | None:
-        own = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
-        gathered: list[dict[str, Tensor]] | None = [{}] * self._num_ranks if self._rank == 0 else None
-        with self._naming_a_loss():
-            dist.gather_object(own, gathered, dst=0, group=self._group)
-        return None if gathered is None else {name: value for part in gathered for name, value in part.items()}
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict()
 
     def close(self) -> None:
         self._engine.destroy()
