@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.config.records import DataConfig, ModelConfig
-from pipetrain.data.tokenizer import make_tokenizer
+from pipetrain.data.dataset import make_tokenizer
 from pipetrain.model.spec import make_spec
 from pipetrain.snapshot.weights import load_weights
 
@@ -38,7 +38,9 @@ def generate(
         raise ValueError(f"--tokens={num_tokens} --temperature={temperature}: at least 1 token, temperature 0 or more")
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed={seed}: allowed is from 0 to {2**63 - 1}")
-    tokenizer = make_tokenizer(data.tokenizer)
+    tokenizer = make_tokenizer(data)
+    if tokenizer is None:
+        raise ValueError("data.tokenizer=null: the run was trained on token ids, and no tokenizer makes text of them")
     spec = make_spec(config, tokenizer.vocabulary_size)
     model = nn.Sequential(*spec.build(0, spec.num_layers))
     load_weights(weights, model, spec)
