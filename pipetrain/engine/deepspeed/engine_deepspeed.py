@@ -24,6 +24,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
 from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
+from pipetrain.engine.precision import Precision
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import IGNORED
 from pipetrain.model.spec import ModelSpec
@@ -59,6 +60,7 @@ class DeepSpeedEngine:
         zero: ZeRO stage of the optimizer state, 0 or 1.
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
+        precision: of the layers; weights are float32.
         seed: of weights and dropout.
         timeout_seconds: longest wait for another rank.
     """
@@ -74,6 +76,7 @@ class DeepSpeedEngine:
         zero: int,
         num_steps: int,
         device: torch.device,
+        precision: Precision,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -104,7 +107,7 @@ class DeepSpeedEngine:
                 self._engine, *_ = deepspeed.initialize(
                     model=self._module,
                     optimizer=optimizer,
-                    config=_settings(self._rows, plan.num_microbatches, zero, device),
+                    config=_settings(self._rows, plan.num_microbatches, zero, precision),
                 )
         self._optimizer: Optimizer = optimizer
         on_load = None
@@ -238,7 +241,7 @@ class DeepSpeedEngine:
         )
 
 
-def _settings(rows: int, num_microbatches: int, zero: int, device: torch.device) -> dict[str, Any]:
+def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision) -> dict[str, Any]:
     """DeepSpeed's own configuration."""
     return {
         "train_micro_batch_size_per_gpu": rows,
@@ -252,8 +255,8 @@ def _settings(rows: int, num_microbatches: int, zero: int, device: torch.device)
             "compute_grad_norm": zero == 0,
             "contiguous_gradients": False,  # with a pipeline it would take a buffer of 2 GB for nothing
         },
-        # Weights stay float32 and layers run in bfloat16, as with the native engine. Its `bf16` mode without ZeRO saves what it cannot load.
-        "torch_autocast": {"enabled": device.type == "cuda", "dtype": "bfloat16"},
+        # Weights stay float32: its `bf16` mode without ZeRO saves what it cannot load.
+        "torch_autocast": {"enabled": precision.autocast, "dtype": "bfloat16"},
     }
 
 
