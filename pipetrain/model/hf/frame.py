@@ -52,7 +52,7 @@ class Given:
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> Given:
-        return Given(tree.get("attention_mask"), tree.get("position_ids"), tree.get("past_key_values"))
+        return Given(tree.get("attention_mask"), tree.get("position_ids"))
 
     def arguments(self) -> dict[str, Any]:
         """As arguments of a base model's forward."""
