@@ -85,8 +85,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "pad_token_id": 0,
     },
-    "falcon": {"num_key_value_heads": None, "intermediate_size": None, "alibi": False, "new_decoder_architecture": False},
-    "bloom": {"attn_implementation": "eager", "num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None},
+    "falcon": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
+    "bloom": {
+        "attn_implementation": "eager",
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+    },
     "llama4_text": {
         "head_dim": 8,
         "intermediate_size_mlp": 48,

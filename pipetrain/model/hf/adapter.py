@@ -90,7 +90,9 @@ class HfHead(nn.Module):
     `makes_pieces`: large logits that are to be trained on are left to the loss (`causal_loss`), which makes them piece by piece.
     """
 
-    def __init__(self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False
+    ) -> None:
         super().__init__()
         self.model = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), parts.after)})
         self.parts = parts
@@ -118,7 +120,9 @@ class HfHead(nn.Module):
         if self._scale is None:
             return None
         after = self.model.get_submodule(self.parts.owner)
-        return LinearHead(lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale)
+        return LinearHead(
+            lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale
+        )
 
 
 def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -214,7 +218,9 @@ def check_plain(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ValueError(f"{kind} is no causal language model: give one of AutoModelForCausalLM, which ends in logits")
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ValueError(f"the weights of this {kind} are quantised, and no gradient moves such: load the model that they were made from")
+        raise ValueError(
+            f"the weights of this {kind} are quantised, and no gradient moves such: load the model that they were made from"
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, so its layers would be recomputed twice: call "

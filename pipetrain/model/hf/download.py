@@ -63,9 +63,7 @@ def _download(name: str, revision: str | None, files: list[str]) -> None:
             "a folder"
         ) from error
     try:
-        snapshot_download(
-            name, revision=revision, cache_dir=hub_cache(), allow_patterns=files, ignore_patterns=_NESTED
-        )
+        snapshot_download(name, revision=revision, cache_dir=hub_cache(), allow_patterns=files, ignore_patterns=_NESTED)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(

@@ -25,7 +25,9 @@ class HfShape:
 
     def number(self, *names: str, default: int) -> int:
         """The first of these fields that is set."""
-        return next((int(self.config[name]) for name in names if isinstance(self.config.get(name), int | float)), default)
+        return next(
+            (int(self.config[name]) for name in names if isinstance(self.config.get(name), int | float)), default
+        )
 
     @property
     def num_decoder_layers(self) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf.adapter import check_plain, layers_of, vocabulary_of
 from pipetrain.model.hf.causal_loss import causal_loss
 from pipetrain.model.hf.hf_names import HfNames
@@ -20,7 +19,7 @@ from pipetrain.model.hf.labels import BatchCheck
 from pipetrain.model.hf.parts import Parts, parts_of
 from pipetrain.model.loss import count_tokens
 from pipetrain.model.sharing import tied_parameters
-from pipetrain.model.spec import BuildLayers, ModelSpec
+from pipetrain.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -71,7 +71,7 @@ class HfSource:
         """
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
-            return {name: single for name in _header(single)}
+            return dict.fromkeys(_header(single), single)
         if not index.is_file():
             raise ValueError(f"model.path={self.name}: {self._no_weights()}")
         names = _read_json(index, self.name).get("weight_map")
