@@ -16,7 +16,7 @@ import torch
 
 from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.records import RunConfig
-from pipetrain.config.together import check_run
+from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
@@ -28,6 +28,7 @@ from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
+from pipetrain.loop.tokens import TokensSeen
 from pipetrain.model.spec import make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
@@ -59,6 +60,7 @@ def train(config: RunConfig) -> Outcome:
         run = prepare(config, group.size, _agreed_order(config, group))
         data = make_data(config.data, config.seed)
         check_all_read_the_same(data.fingerprint, group)
+        config = with_steps(config, data.train.samples_per_epoch)
         again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
@@ -66,7 +68,7 @@ def train(config: RunConfig) -> Outcome:
         steps = _steps(config, run, data, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
-        steps.finish(folder.weights)
+        steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
@@ -123,7 +125,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         folder,
         group.rank,
         config.observe,
-        num_steps=config.steps,
+        num_steps=config.num_steps,
         keep=measured_steps(first),
         first_step=first,
     )
@@ -133,10 +135,10 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
-    snapshots.attach(engine.model, engine.optimizer, guard, from_file=spec.from_file)
+    seen = TokensSeen()
+    snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
-        num_steps=config.steps,
-        tokens_per_step=config.data.batch_size * config.data.sequence_length,
+        num_steps=config.num_steps,
         evaluate_every_steps=config.observe.evaluate_every_steps,
         seed=config.seed,
         data=data,
@@ -145,6 +147,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         recorder=recorder,
         snapshots=snapshots,
         guard=guard,
+        seen=seen,
         watch=StragglerWatch(equal_work(run.plan, run.size)),
         inspect=folder.inspect,
     )

@@ -6,6 +6,7 @@ that goes on may change it, is part of its type (`limits.py`). What several keys
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -27,6 +28,12 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+PRECISIONS = ("auto", "fp32", "bf16", "bf16_autocast")
+DEFAULT_STEPS = 200
+
+LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
+COUNTED = ANSWERS, LAST, ALL = ("answers", "last", "all")
+ITEM_TYPES = ("uint16", "uint32", "int32")
 
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
 _MOST_STAGES = 4096  # of a schedule, and so of ranks
@@ -35,6 +42,13 @@ _YEAR = 366 * 24 * 3600  # seconds
 
 def _size(most: int) -> Limit:
     return at_least(1, " must be {} or more", most=most)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 Count = Annotated[int, at_least(1, most=_LARGEST)]
@@ -94,6 +108,7 @@ class ModelConfig:
     # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
+    compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
 
 
 _HeldOut = Annotated[
@@ -103,21 +118,42 @@ _HeldOut = Annotated[
         " is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1",
     ),
 ]
+_Date = Annotated[str, Limit(_is_date, ": allowed is a date, as in 2026-01-31")]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it is cut."""
+    """What is trained on, and how it becomes samples."""
 
-    name: str = "stdlib"  # `stdlib` (the running Python's own library) or `text` (data.path)
-    path: MayChange[str | None] = None  # file or folder of text, for data=text
-    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob
-    # How text becomes tokens: `byte` (256 tokens).
-    tokenizer: Annotated[str, only("byte", "text is read byte by byte")] = "byte"
+    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) or `memmap` (token ids).
+    name: str = "stdlib"
+    path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
+    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob; each may be one of .gz, too
+    subset: str | None = None  # hf: the configuration of a data set that has several
+    split: str = "train"  # hf: the split that is trained on
+    text_field: str = "text"  # jsonl and hf: the field that holds the text, where there are no `messages`
+    # How text becomes tokens: `byte` (256 tokens), or a tokenizer's folder or name; null: the one of the model in model.path.
+    tokenizer: str | None = "byte"
+    # What a sample is: `stream` (a piece of one long row of tokens), `packed` (whole documents, side by side) or `padded` (one
+    # document); null: packed for chats, stream for all else.
+    layout: Annotated[str | None, choice_of(*LAYOUTS)] = None
+    counted: Annotated[str, choice_of(*COUNTED)] = (
+        "answers"  # what of a chat counts in the loss: `answers`, `last` or `all`
+    )
+    template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
+    item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
+    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
+    cache_dir: MayChange[str | None] = (
+        None  # where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache
+    )
     batch_size: Size = 16  # samples of a whole step, over all replicas
     sequence_length: Size = 256  # tokens per sample that are predicted
-    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) that training never sees
-    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most
+    heldout_path: MayChange[str | None] = (
+        None  # what is held out, where it is kept apart; null: heldout_fraction of data.path
+    )
+    heldout_split: str | None = None  # hf: the split that is held out; null: heldout_fraction of data.split
+    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
+    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
 
 
 @dataclass(frozen=True)
@@ -231,6 +267,8 @@ class OptimConfig:
     warmup_steps: Amount = 20  # steps of linear warm-up
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
+    # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
+    masters: Annotated[str, one_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -266,6 +304,9 @@ class WandbConfig:
     # `disabled`, `offline` (files in the run folder) or `online`.
     mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
+    name: str | None = None  # the run's name there; None: that of its folder
+    group: str | None = None  # the group of runs that it belongs to
+    tags: tuple[str, ...] = ()  # words to find it by
 
 
 @dataclass(frozen=True)
@@ -355,7 +396,13 @@ class RunConfig:
 
     experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
     seed: Amount = 0  # of weights, dropout and data order
-    steps: MayChange[Count] = 200  # optimizer steps
+    steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
+    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = (
+        None  # steps as times through the training data
+    )
+    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
+    # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
+    precision: Annotated[str, choice_of(*PRECISIONS)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
     resume: MayChange[str | None] = None
@@ -377,3 +424,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, where they are known: with `epochs` not before the data is (`with_steps`)."""
+        assert self.steps is not None or self.epochs is None, "steps of epochs are not known yet"
+        return DEFAULT_STEPS if self.steps is None else self.steps

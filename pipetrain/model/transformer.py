@@ -41,7 +41,7 @@ def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
         loss_fn=next_token_loss,
         count_fn=count_tokens,
         fingerprint={
-            **{key: value for key, value in asdict(config).items() if key != "path"},
+            **{key: value for key, value in asdict(config).items() if key not in ("path", "compile")},
             "vocabulary_size": config.vocabulary_size or vocabulary_size,
             "num_kv_heads": num_kv_heads(config),
             "mlp_size": mlp_size(config),

@@ -64,7 +64,7 @@ class Pipeline:
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: `"auto"` or the number of layers of each stage.
+        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
         num_stages: default: ranks x stages_per_rank.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
@@ -141,6 +141,7 @@ class Pipeline:
                     stages_per_rank=stages_per_rank,
                     num_microbatches=num_microbatches,
                     balance=balance,
+                    work=spec.size.flops_per_layer,
                 )
                 stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
                 check_sharing(spec, stages)

@@ -68,7 +68,15 @@ def pruned_model(
                 _draw(model, pruned.parts, range(first, last), seed)
     model.__class__ = whole
     _let_go(model, pruned.parts, range(first, last))
-    return model if weights == EMPTY else model.to(device)  # type: ignore[arg-type]
+    return model if weights == EMPTY else model.to(device)
+
+
+def empty_model(source: HfSource) -> PreTrainedModel:
+    """The whole model without memory: names, shapes, what is tied."""
+    config = config_of(source)
+    with _quiet_transformers(), torch.device("meta"):
+        model: PreTrainedModel = causal_class(config)._from_config(config)
+    return model
 
 
 def config_of(source: HfSource) -> PretrainedConfig:
@@ -126,7 +134,7 @@ class _PrunedClass:
             _prune(model, outer.parts, range(first, last))
 
         # The module's name: transformers takes a class of another module for code that came with a model.
-        self.made = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+        self.made: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
 
 
 def _prune(model: PreTrainedModel, parts: Parts, held: range) -> None:
@@ -230,7 +238,7 @@ def _draw(model: PreTrainedModel, parts: Parts, held: range, seed: int) -> None:
 
     # As from_pretrained does for what a file lacks: memory, then the family's own initialisation of whatever is not marked as done.
     for name in model.all_tied_weights_keys:
-        model.get_parameter(name)._is_hf_initialized = True  # type: ignore[attr-defined]
+        model.get_parameter(name)._is_hf_initialized = True
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     model._move_missing_keys_from_meta_to_device(names & model.state_dict().keys(), None, None, None)
     with torch.no_grad(), initialization.guard_torch_init_functions():
