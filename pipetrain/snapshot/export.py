@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pipetrain.config.records import LoraConfig
+from pipetrain.model.hf.lora import MergedWeights, write_adapters
 from pipetrain.model.hf.parts import Parts, parts_of
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
@@ -27,12 +29,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export_model(tensors: Mapping[str, Tensor], stages: Sequence[range], files: Path, out: Path) -> None:
+def export_model(
+    tensors: Mapping[str, Tensor],
+    stages: Sequence[range],
+    files: Path,
+    out: Path,
+    *,
+    lora: LoraConfig | None = None,
+    base: str = "",
+) -> None:
     """Writes `out`, a folder with `tensors`, which have transformers' names and are read one by one.
 
     Args:
         stages: our layers, some at a time; each becomes a file.
         files: config.json and what else belongs to the model, as `keep_files` left it in the run folder.
+        lora: the adapters that were trained, which are merged, or written alone for who has the model `base`.
         out: it is there whole or not at all.
 
     Raises:
@@ -41,6 +52,13 @@ def export_model(tensors: Mapping[str, Tensor], stages: Sequence[range], files: 
     source = find_source(str(files))
     model = empty_model(source)
     parts = parts_of(model)
+    if lora is not None and lora.rank is not None:
+        if not lora.merge:
+            with _whole_or_not(out) as draft:
+                write_adapters(tensors, model, parts, lora, base, draft)
+                _copy_beside(source, draft)
+            return
+        tensors = MergedWeights(tensors, model, lora)
     _check_whole(model, tensors)
     with _whole_or_not(out) as draft:
         shards = [shard_name(number, len(stages)) for number in range(len(stages))]
@@ -51,9 +69,13 @@ def export_model(tensors: Mapping[str, Tensor], stages: Sequence[range], files: 
             write_shard(draft / shard, _as_family(model, part))
         if len(shards) > 1:
             write_index(draft, shards)
-        for path in source.beside_weights:
-            shutil.copyfile(path, draft / path.name)
+        _copy_beside(source, draft)
         _write_config(draft / CONFIG, source, model, {str(dtype).removeprefix("torch.") for dtype in dtypes})
+
+
+def _copy_beside(source: HfSource, folder: Path) -> None:
+    for path in source.beside_weights:
+        shutil.copyfile(path, folder / path.name)
 
 
 def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) -> None:
@@ -99,6 +121,16 @@ def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: 
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def check_out(out: Path) -> None:
+    """Raises:
+    ValueError: something is there already: a model that is read, perhaps by the run that is exported.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(
+            f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
+        )
+
+
 @contextmanager
 def _whole_or_not(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` when all is written.
@@ -106,8 +138,7 @@ def _whole_or_not(out: Path) -> Iterator[Path]:
     Raises:
         ValueError: something is there already, or it cannot be made.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out={out}: there is something already; name a folder that is new")
+    check_out(out)
     draft = out.with_name(f".{out.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)

@@ -35,7 +35,8 @@ class Frame:
         else:
             kwargs = {**kwargs, self.hidden_key: hidden}
         output = layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        following: Tensor = output[0] if isinstance(output, tuple) else output
+        return following
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Given:
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> Given:
-        return Given(tree.get("attention_mask"), tree.get("position_ids"), tree.get("past_key_values"))
+        return Given(tree.get("attention_mask"), tree.get("position_ids"))
 
     def arguments(self) -> dict[str, Any]:
         """As arguments of a base model's forward."""
