@@ -13,12 +13,20 @@ from pipetrain.cli.command import Parser, refuse
 from pipetrain.cli.generate_command import GENERATE
 from pipetrain.cli.report_command import REPORT
 from pipetrain.cli.show_command import SHOW
+from pipetrain.cli.tokenize_command import TOKENIZE
 from pipetrain.cli.train_command import TRAIN
 from pipetrain.cli.verify_command import VERIFY
 from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.output import STDOUT
 
-COMMANDS = {"train": TRAIN, "show": SHOW, "report": REPORT, "verify": VERIFY, "generate": GENERATE}
+COMMANDS = {
+    "train": TRAIN,
+    "show": SHOW,
+    "report": REPORT,
+    "verify": VERIFY,
+    "generate": GENERATE,
+    "tokenize": TOKENIZE,
+}
 _BENCH = "bench"  # has options of its own
 
 

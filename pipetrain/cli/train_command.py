@@ -72,7 +72,7 @@ def check_train(config: RunConfig) -> Run:
     check_available(config)
     from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 
-    check_text(config.data)
+    check_text(config.data, config.model.path)
     if run.found is not None:
         from pipetrain.timeline.shown import proof_of
 
@@ -89,9 +89,11 @@ def _ranks_per_node(config: RunConfig, run: Run) -> int:
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
     """The ranks of this machine, until they have ended."""
+    from pipetrain.cli.tokenize_command import tokenize_ahead
     from pipetrain.launcher.launch import launch
     from pipetrain.launcher.outcome import tell
 
+    tokenize_ahead(config)
     outcome = launch(
         "pipetrain.train",
         arguments.overrides,

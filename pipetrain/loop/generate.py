@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain.config.records import RunConfig
-from pipetrain.data.tokenizer import Tokenizer, make_tokenizer
+from pipetrain.data.dataset import make_tokenizer
+from pipetrain.data.tokenizer import Tokenizer
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline
@@ -37,7 +38,9 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
         ValueError: an empty prompt, numbers out of range, or weights that do not fit.
         PipelineError: a rank failed.
     """
-    tokenizer = make_tokenizer(config.data.tokenizer)
+    tokenizer = make_tokenizer(config.data)
+    if tokenizer is None:
+        raise ValueError("data.tokenizer=null: the run was trained on token ids, and no tokenizer makes text of them")
     spec = make_spec(config.model, tokenizer.vocabulary_size)
     with Pipeline(spec, plan=plan, recompute="never", timeout_seconds=config.timeout_seconds) as pipeline:
         load_weights(weights, pipeline, spec)

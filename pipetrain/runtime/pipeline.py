@@ -57,14 +57,14 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)), or a `ModelSpec`. Layer i gets what layer i - 1 returned, as one
-            argument.
+            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
+            parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
         loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: `"auto"` or the number of layers of each stage.
+        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
         num_stages: default: ranks x stages_per_rank.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
@@ -110,7 +110,8 @@ class Pipeline:
             replicas = max(replicas, plan.num_replicas)
         if replicas != 1:
             raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
-        spec = spec_of(model)
+        spec = spec_of(model).for_loss(loss_fn)
+        self._take_batch = spec.take_batch
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index = 0
@@ -140,6 +141,7 @@ class Pipeline:
                     stages_per_rank=stages_per_rank,
                     num_microbatches=num_microbatches,
                     balance=balance,
+                    work=spec.size.flops_per_layer,
                 )
                 stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
                 check_sharing(spec, stages)
@@ -371,6 +373,11 @@ class Pipeline:
         if self._closed:
             raise PipelineError("the pipeline is closed")
         self._emit_events()
+        if self._take_batch is not None:
+            try:
+                inputs, targets = self._take_batch(inputs, targets)
+            except ValueError as error:
+                mistake = mistake or str(error)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
 
     def _emit_events(self, *, of_all: bool = False) -> None:

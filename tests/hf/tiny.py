@@ -33,13 +33,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma2": {"attn_implementation": "eager", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": None},
     "gpt_neox": {"num_key_value_heads": None},
     "phi3": {"attention_dropout": 0.0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {"head_dim": 8, **_EXPERTS},
-    "gpt2": {"num_key_value_heads": None, "n_positions": 64, "intermediate_size": None, "max_position_embeddings": None},
+    "gpt2": {
+        "num_key_value_heads": None,
+        "n_positions": 64,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "olmo2": {},
     "glm4": {"head_dim": 8},
     "smollm3": {"sliding_window": None},
@@ -74,10 +82,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": None,
         "ffn_dim": 48,
         "word_embed_proj_dim": 24,
+        "dropout": 0.0,
         "pad_token_id": 0,
     },
-    "falcon": {"num_key_value_heads": None, "intermediate_size": None, "alibi": False, "new_decoder_architecture": False},
-    "bloom": {"num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None},
+    "falcon": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
+    "bloom": {
+        "attn_implementation": "eager",
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+    },
     "llama4_text": {
         "head_dim": 8,
         "intermediate_size_mlp": 48,
@@ -89,11 +108,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changed: Any) -> PreTrainedConfig:
-    """The config of a model with four decoder layers and 32 numbers per token; `changed` are keys of its config.json."""
+    """The config of a model with four decoder layers, 32 numbers per token and no dropout; `changed` are keys of its config.json."""
     from transformers import AutoConfig
 
     keys = {**_SMALL, **FAMILIES[family], **changed}
-    attention = keys.pop("attn_implementation", "eager" if family == "gemma2" else "sdpa")
+    attention = keys.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(family, **{key: value for key, value in keys.items() if not _is_left_out(key, value)})
     config._attn_implementation = attention
     return config

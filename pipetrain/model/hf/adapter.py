@@ -12,10 +12,12 @@ Between them goes a dict: `hidden [batch, sequence, width]`, of the batch what l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from pipetrain.model.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
 from pipetrain.model.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
 from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, parts_of
 from pipetrain.model.hf.router import Router, RouterSums
@@ -25,7 +27,7 @@ from pipetrain.stage.past import Past
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_TRAVELLING = ("attention_mask", "position_ids", "past_key_values")
+_TRAVELLING = ("attention_mask", "position_ids")
 
 
 class HfEmbedding(nn.Module):
@@ -83,27 +85,54 @@ class HfDecoderLayer(nn.Module):
 
 
 class HfHead(nn.Module):
-    """The dict -> logits `[batch, sequence, vocabulary]`; with a router loss a dict of `logits` and `router_loss [1]`."""
+    """The dict -> logits `[batch, sequence, vocabulary]`; with a router loss a dict of `logits` and `router_loss [1]`.
 
-    def __init__(self, model: PreTrainedModel, parts: Parts, router: Router | None) -> None:
+    `makes_pieces`: large logits that are to be trained on are left to the loss (`causal_loss`), which makes them piece by piece.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False
+    ) -> None:
         super().__init__()
-        owner = model.get_submodule(parts.owner)
-        self.model = hollowed(model, {parts.owner: _After(owner, parts.after)})
+        self.model = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), parts.after)})
+        self.parts = parts
         self.router = router
+        self.vocabulary_size = vocabulary_of(model)
+        self.makes_pieces = makes_pieces
+        self._scale: float | None = None
+        if makes_pieces:
+            bare = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), ())})
+            self._scale = scale_of_linear(partial(_logits, bare), model.get_output_embeddings().weight)
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
-        logits = self._logits(tree["hidden"])
-        if self.router is None:
-            return logits
-        return {"logits": logits, "router_loss": self.router.loss(RouterSums.of(tree)).reshape(1)}
+        hidden = tree["hidden"]
+        router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
+        if self.makes_pieces and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
+            return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, self._linear(), router_loss)
+        logits = _logits(self.model, hidden)
+        return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
-        return self._logits(hidden[:, -1:])
+        return _logits(self.model, hidden[:, -1:])
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
-        return logits
+    def _linear(self) -> LinearHead | None:
+        if self._scale is None:
+            return None
+        after = self.model.get_submodule(self.parts.owner)
+        return LinearHead(
+            lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale
+        )
+
+
+def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    logits: Tensor = model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+    return logits
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many tokens the model tells apart; rows of its embedding."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 class _After(nn.Module):
@@ -146,39 +175,58 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
     return Given(past.mask, past.positions, cache.at(past.length))
 
 
-def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
+def layers_of(
+    model: PreTrainedModel, first: int, last: int, parts: Parts | None = None, *, makes_pieces: bool = False
+) -> list[nn.Module]:
     """The layers `first` to `last - 1` of ours, around the modules of `model`, which may have modules that are `Elsewhere` for others.
 
+    `makes_pieces`: they are for `causal_loss`, which large logits are left to.
+
     Raises:
-        ValueError: the model cannot be cut into stages.
+        ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
     """
-    parts = parts or parts_of(model)
     check_plain(model)
+    parts = parts or parts_of(model)
     owner = model.get_submodule(parts.owner)
-    frames = FrameMaker(owner, parts)
-    router = Router.of(model)
+    frames, router = FrameMaker(owner, parts), Router.of(model)
     decoder_layers = model.get_submodule(parts.layers)
     made: list[nn.Module] = []
     for number in range(first, last):
         if number == 0:
             made.append(HfEmbedding(owner, parts))
         elif number <= parts.num_decoder_layers:
-            layer = decoder_layers[number - 1]
+            layer = decoder_layers.get_submodule(str(number - 1))
             assert not isinstance(layer, Elsewhere), f"layer {number} is on another stage"
             made.append(HfDecoderLayer(layer, number - 1, frames, router))
         else:
-            made.append(HfHead(model, parts, router))
+            made.append(HfHead(model, parts, router, makes_pieces=makes_pieces))
     return made
 
 
 def check_plain(model: PreTrainedModel) -> None:
-    """Refuse what a model was switched to that stages do themselves, or cannot.
+    """Refuse a model that goes on with more than text, or with nothing, and what a model was switched to that stages do themselves.
 
     Raises:
         ValueError: with what to do.
     """
+    kind, config = type(model).__name__, model.config
+    if config.get_text_config(decoder=True) is not config or getattr(config, "vision_config", None) is not None:
+        raise ValueError(
+            f"{kind} is a model of more than text, and stages take text alone: give the causal language model in it, as "
+            "AutoModelForCausalLM.from_config(model.config.get_text_config()) makes one"
+        )
+    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ValueError(f"{kind} is no causal language model: give one of AutoModelForCausalLM, which ends in logits")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"the weights of this {kind} are quantised, and no gradient moves such: load the model that they were made from"
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, so its layers would be recomputed twice: call "
             "model.gradient_checkpointing_disable(), and choose with recompute.mode"
+        )
+    if getattr(config, "layerdrop", 0):
+        raise ValueError(
+            f"layerdrop={config.layerdrop} leaves out layers by chance, and a stage always runs its own: set layerdrop to 0 in the model's config"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.model.hf.parts import AsGiven, Call, Parts, hollowed, has_part, masks_decided
+from pipetrain.model.hf.parts import AsGiven, Call, Parts, has_part, hollowed, masks_decided
 from pipetrain.stage.local import StageLocal
 
 
@@ -35,7 +35,8 @@ class Frame:
         else:
             kwargs = {**kwargs, self.hidden_key: hidden}
         output = layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        following: Tensor = output[0] if isinstance(output, tuple) else output
+        return following
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Given:
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> Given:
-        return Given(tree.get("attention_mask"), tree.get("position_ids"), tree.get("past_key_values"))
+        return Given(tree.get("attention_mask"), tree.get("position_ids"))
 
     def arguments(self) -> dict[str, Any]:
         """As arguments of a base model's forward."""
@@ -123,7 +124,10 @@ class _AllCalled(BaseException):
 
 def frame_of(calls: list[Call], parts: Parts, config: Any) -> Frame:
     """The frame that these calls make: without the hidden state, with masks as floats where attention would make floats of them."""
-    hidden = [args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key] for args, kwargs in calls]
+    hidden = [
+        args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key]
+        for args, kwargs in calls
+    ]
     made: dict[int, Tensor] = {}
 
     def kept(value: Any) -> Any:
@@ -137,7 +141,9 @@ def frame_of(calls: list[Call], parts: Parts, config: Any) -> Frame:
 
     is_sdpa = config._attn_implementation == "sdpa"
     return Frame(
-        tuple((tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}) for args, kwargs in calls),
+        tuple(
+            (tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}) for args, kwargs in calls
+        ),
         parts.hidden_key,
     )
 

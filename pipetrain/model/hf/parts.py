@@ -55,7 +55,29 @@ class Parts:
     @property
     def after(self) -> tuple[str, ...]:
         """What the owner calls the modules that follow the last decoder layer, in their order."""
-        return tuple(name.removeprefix(start) for name in self.head if name.startswith(start := f"{self.owner}."))
+        start = f"{self.owner}." if self.owner else ""
+        return tuple(name.removeprefix(start) for name in self.head if name.startswith(start))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of ours."""
+        return self.num_decoder_layers + 2
+
+    def modules_of(self, number: int) -> tuple[str, ...]:
+        """The modules that make our layer `number`."""
+        if number == 0:
+            return self.embedding
+        if number == self.num_layers - 1:
+            return self.head
+        return (f"{self.layers}.{number - 1}",)
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of our layer that a tensor or module of this name belongs to; None: of none (rotary tables)."""
+        for number in (0, self.num_layers - 1):
+            if any(f"{name}.".startswith(f"{module}.") for module in self.modules_of(number)):
+                return number
+        prefix = f"{self.layers}."
+        return int(name.removeprefix(prefix).split(".", 1)[0]) + 1 if name.startswith(prefix) else None
 
 
 class Elsewhere(nn.Module):
@@ -87,8 +109,12 @@ class AsGiven(nn.Module):
         return torch.zeros((), device=tensors[0].device if tensors else None) if hidden is None else hidden
 
 
-class _AllRecorded(BaseException):
-    """The last decoder layer has been called: what would follow is another layer's work."""
+def held_layers(model: PreTrainedModel) -> range:
+    """Which of our layers a model has: all, or what `pruned_model` left of it."""
+    _, number = _list_of_layers(model)
+    gone = {module.number for module in model.modules() if isinstance(module, Elsewhere)}
+    held = [each for each in range(number + 2) if each not in gone]
+    return range(held[0], held[-1] + 1)
 
 
 def parts_of(model: PreTrainedModel) -> Parts:
@@ -124,7 +150,7 @@ def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
     Raises:
         ValueError: there is no such list, or more than one.
     """
-    number = getattr(model.config, "num_hidden_layers", None)
+    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     found = [
         name
         for name, module in model.named_modules()
@@ -166,9 +192,7 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
         raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
     before = {name for name in stand_ins if name not in called or name in called[:num_before]}
     start = f"{owner_name}." if owner_name else ""
-    rest = [
-        name for name, child in _beside(model, owner_name) if has_part(child)
-    ]
+    rest = [name for name, child in _beside(model, owner_name) if has_part(child)]
     return Parts(
         layers=layers,
         num_decoder_layers=number,
@@ -235,8 +259,7 @@ def _is(output: Any, hidden: Tensor) -> bool:
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     """Where each decoder layer gets what the one before it returned."""
     keys = [
-        [key for key, value in (*enumerate(args), *kwargs.items()) if value is wanted]
-        for (args, kwargs), wanted in zip(calls[1:], given[1:])
+        [key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])
     ]
     first = keys[0] if keys else _tensors_with_gradient(calls[0])
     if any(len(each) != 1 or each != first for each in keys) or len(first) != 1:
@@ -244,10 +267,14 @@ def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     return first[0]
 
 
-def _tensors_with_gradient(call: Call) -> list[int | str]:
+def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
     args, kwargs = call
-    items = (*enumerate(args), *kwargs.items())
-    return [key for key, value in items if any(tensor.requires_grad for tensor in _tensors_in(value))]
+    yield from enumerate(args)
+    yield from kwargs.items()
+
+
+def _tensors_with_gradient(call: Call) -> list[int | str]:
+    return [key for key, value in _items(call) if any(tensor.requires_grad for tensor in _tensors_in(value))]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
