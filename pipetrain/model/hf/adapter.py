@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pipetrain.model.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
