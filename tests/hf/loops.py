@@ -35,7 +35,9 @@ def loop_step(
 def differing_gradients(ours: nn.Module, theirs: nn.Module, *, within: float = 0.0) -> list[str]:
     """The parameters whose gradients differ: by a bit, or by more than `within` of the largest entry of their own."""
     found = dict(ours.named_parameters())
-    return [name for name, parameter in theirs.named_parameters() if not _same(found[name].grad, parameter.grad, within)]
+    return [
+        name for name, parameter in theirs.named_parameters() if not _same(found[name].grad, parameter.grad, within)
+    ]
 
 
 def _same(one: Tensor | None, other: Tensor | None, within: float) -> bool:

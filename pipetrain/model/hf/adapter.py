@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pipetrain.model.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
-from pipetrain.model.hf.frame import FrameMaker, Given, frame_of, local_frame, recorded_calls
+from pipetrain.model.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
 from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, parts_of
 from pipetrain.model.hf.router import Router, RouterSums
 from pipetrain.stage.local import StageLocal
@@ -41,19 +42,22 @@ class HfEmbedding(nn.Module):
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
-        return {**self._begun(batch["input_ids"], Given.of(batch)), **travelling}
+        hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
+        return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
 
-    def forward_cached(self, ids: Tensor, past: Past) -> dict[str, Any]:
-        """The same for the new tokens."""
-        return self._begun(ids, given_of(past, self.owner.config))
+    def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
+        """The hidden state of the new tokens, which is all that travels then."""
+        hidden, frame = self._begun(ids, given_of(past, self.owner.config))
+        past.once(Frame, lambda: frame)
+        return hidden
 
-    def _begun(self, ids: Tensor, given: Given) -> dict[str, Any]:
+    def _begun(self, ids: Tensor, given: Given) -> tuple[Tensor, Frame]:
         """The first hidden state, and the frame of the first stage."""
         calls = recorded_calls(self.owner, self.parts, given, input_ids=ids)
         args, kwargs = calls[0]
         key = self.parts.hidden_key
         hidden = args[key] if isinstance(key, int) else kwargs[key]
-        return {"hidden": hidden, "frame": StageLocal(frame_of(calls, self.parts, self.owner.config))}
+        return hidden, frame_of(calls, self.parts, self.owner.config)
 
 
 class HfDecoderLayer(nn.Module):
@@ -75,12 +79,10 @@ class HfDecoderLayer(nn.Module):
         sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
 
-    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> dict[str, Any]:
-        """The same for the new tokens; a router's loss is not asked for."""
-        frame = tree["frame"]
-        if frame is None:
-            frame = StageLocal(self.frames(tree["hidden"], given_of(past, self.frames.owner.config)))
-        return {"hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The hidden state of the new tokens; a router's loss is not asked for."""
+        frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
+        return frame.run(self.number, self.layer, hidden)
 
 
 class HfHead(nn.Module):
@@ -89,7 +91,9 @@ class HfHead(nn.Module):
     `makes_pieces`: large logits that are to be trained on are left to the loss (`causal_loss`), which makes them piece by piece.
     """
 
-    def __init__(self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False
+    ) -> None:
         super().__init__()
         self.model = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), parts.after)})
         self.parts = parts
@@ -109,15 +113,17 @@ class HfHead(nn.Module):
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
-    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> Tensor:  # noqa: ARG002
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
-        return _logits(self.model, tree["hidden"][:, -1:])
+        return _logits(self.model, hidden[:, -1:])
 
     def _linear(self) -> LinearHead | None:
         if self._scale is None:
             return None
         after = self.model.get_submodule(self.parts.owner)
-        return LinearHead(lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale)
+        return LinearHead(
+            lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale
+        )
 
 
 def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -213,7 +219,9 @@ def check_plain(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ValueError(f"{kind} is no causal language model: give one of AutoModelForCausalLM, which ends in logits")
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ValueError(f"the weights of this {kind} are quantised, and no gradient moves such: load the model that they were made from")
+        raise ValueError(
+            f"the weights of this {kind} are quantised, and no gradient moves such: load the model that they were made from"
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "the model's own gradient checkpointing is on, so its layers would be recomputed twice: call "

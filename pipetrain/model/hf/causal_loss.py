@@ -72,7 +72,7 @@ def _in_pieces(output: UnmadeLogits, targets: Tensor) -> Tensor:
         return _fused(output.hidden, output.linear, targets) / count
     length = max(1, PIECE_BYTES // (4 * output.vocabulary_size * output.hidden.shape[0]))
     total = torch.zeros((), device=output.hidden.device)
-    for hidden, wanted in zip(output.hidden.split(length, dim=1), targets.split(length, dim=1)):
+    for hidden, wanted in zip(torch.split(output.hidden, length, dim=1), torch.split(targets, length, dim=1)):
         piece: Tensor = checkpoint(_piece, output.logits_of, hidden, wanted, use_reentrant=False)
         total = total + piece
     return total / count
@@ -90,7 +90,9 @@ def _piece(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tenso
 def _fused(hidden: Tensor, head: LinearHead, targets: Tensor) -> Tensor:
     rows = head.after(hidden).flatten(0, 1) * head.scale
     options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(rows, head.weight, targets.flatten(), reduction="sum", ignore_index=IGNORED, options=options)
+    return F.linear_cross_entropy(
+        rows, head.weight, targets.flatten(), reduction="sum", ignore_index=IGNORED, options=options
+    )
 
 
 def scale_of_linear(logits_of: Callable[[Tensor], Tensor], weight: Any) -> float | None:

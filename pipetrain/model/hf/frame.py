@@ -35,7 +35,8 @@ class Frame:
         else:
             kwargs = {**kwargs, self.hidden_key: hidden}
         output = layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        following: Tensor = output[0] if isinstance(output, tuple) else output
+        return following
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,15 @@ class BatchCheck:
         ids, mask, positions = (given.get(key) for key in (_IDS, _MASK, _POSITIONS))
         for key, value in (*given.items(), (_LABELS, labels)):
             if isinstance(value, Tensor) and isinstance(ids, Tensor) and value.shape != ids.shape:
-                raise ValueError(f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]")
+                raise ValueError(
+                    f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
+                )
         if isinstance(mask, Tensor) and isinstance(positions, Tensor):
             _check_no_restart(mask, positions)
         if labels is not None and targets is not None:
-            raise ValueError("both `labels` and targets are given: targets are shifted already, labels are not; give one of them")
+            raise ValueError(
+                "both `labels` and targets are given: targets are shifted already, labels are not; give one of them"
+            )
         if labels is not None:
             targets = shifted(labels, positions)
         return given, targets
@@ -68,7 +72,9 @@ class BatchCheck:
                 f"token ids are a tensor {list(ids.shape)} of {str(ids.dtype).removeprefix('torch.')}: give [batch, sequence], int64"
             )
         if self.most_positions is not None and ids.shape[1] > self.most_positions:
-            raise ValueError(f"a sample has {ids.shape[1]} tokens, and the model has positions for {self.most_positions}: cut the samples")
+            raise ValueError(
+                f"a sample has {ids.shape[1]} tokens, and the model has positions for {self.most_positions}: cut the samples"
+            )
         if ids.device.type == "cpu" and ids.numel():
             lowest, highest = (int(value) for value in ids.aminmax())
             if lowest < 0 or highest >= self.vocabulary_size:

@@ -259,8 +259,7 @@ def _is(output: Any, hidden: Tensor) -> bool:
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     """Where each decoder layer gets what the one before it returned."""
     keys = [
-        [key for key, value in (*enumerate(args), *kwargs.items()) if value is wanted]
-        for (args, kwargs), wanted in zip(calls[1:], given[1:])
+        [key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])
     ]
     first = keys[0] if keys else _tensors_with_gradient(calls[0])
     if any(len(each) != 1 or each != first for each in keys) or len(first) != 1:
@@ -268,10 +267,14 @@ def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     return first[0]
 
 
-def _tensors_with_gradient(call: Call) -> list[int | str]:
+def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
     args, kwargs = call
-    items = (*enumerate(args), *kwargs.items())
-    return [key for key, value in items if any(tensor.requires_grad for tensor in _tensors_in(value))]
+    yield from enumerate(args)
+    yield from kwargs.items()
+
+
+def _tensors_with_gradient(call: Call) -> list[int | str]:
+    return [key for key, value in _items(call) if any(tensor.requires_grad for tensor in _tensors_in(value))]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -141,5 +141,6 @@ class Router:
         if sums.tokens is None:
             return torch.zeros(())
         assert sums.probabilities is not None
+        assert sums.rows is not None
         tokens, probabilities = sums.tokens / sums.rows, sums.probabilities / sums.rows
         return self.coefficient * (torch.sum(tokens * probabilities.unsqueeze(0)) * len(tokens))
