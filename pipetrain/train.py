@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import WEIGHTS_IN, ModelConfig, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
@@ -58,7 +58,7 @@ def train(config: RunConfig) -> Outcome:
             joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
             group = stack.enter_context(joined)
         run = prepare(config, group.size, _agreed_order(config, group))
-        data = make_data(config.data, config.seed)
+        data = _data(config, group)
         check_all_read_the_same(data.fingerprint, group)
         config = with_steps(config, data.train.samples_per_epoch)
         again = config.resume == AUTO_RESUME
@@ -73,6 +73,20 @@ def train(config: RunConfig) -> Outcome:
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+
+
+def _data(config: RunConfig, group: Group) -> Data:
+    """What the run reads, with the tokenizer of its model where it has one."""
+    data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=config.timeout_seconds)
+    if data.num_skipped and group.rank == 0:
+        skipped = f"{data.num_skipped} documents are no samples and left out (data.on_error=skip), the first of them: "
+        print(f"pipetrain: {skipped}{data.first_skipped}", file=sys.stderr, flush=True)
+    return data
+
+
+def _model(config: RunConfig) -> ModelConfig:
+    """The model, with the dtype of the weights that are trained."""
+    return replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
 
 
 def _agreed_order(config: RunConfig, group: Group) -> str | None:
@@ -131,7 +145,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     )
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
-    spec = make_spec(config.model, data.vocabulary_size)
+    spec = make_spec(_model(config), data.vocabulary_size)
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)

@@ -46,11 +46,11 @@ def _generate(arguments: Arguments) -> int:
 
     folder = find_folder(arguments.run)
     config = read(folder.config)
-    plan = _plan(folder, int(os.environ["WORLD_SIZE"]) if is_rank() else arguments.ranks)
     if is_rank():
-        _be_a_rank(config, plan, folder, arguments)
+        _be_a_rank(config, folder, arguments)
     asked = _asked(arguments)
     _check(folder, asked)
+    plan = _plan(folder, arguments.ranks)
     if plan.num_ranks == 1:
         return _here(config, plan, folder, asked)
     from pipetrain.launcher.launch import launch
@@ -127,19 +127,19 @@ def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _be_a_rank(config: RunConfig, plan: Plan, folder: RunFolder, arguments: Arguments) -> None:
+def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
     """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
     from pipetrain.launcher.outcome import announce, end
 
     rank = int(os.environ["RANK"])
     announce(rank)
-    code = end(_outcome(rank, config, plan, folder, arguments))
+    code = end(_outcome(rank, config, folder, arguments))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _outcome(rank: int, config: RunConfig, plan: Plan, folder: RunFolder, arguments: Arguments) -> Outcome:
+def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Arguments) -> Outcome:
     import torch
 
     from pipetrain.group.failure import PipelineError
@@ -152,7 +152,7 @@ def _outcome(rank: int, config: RunConfig, plan: Plan, folder: RunFolder, argume
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher():
-            _here(config, plan, folder, asked)
+            _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), folder, asked)
     except ValueError as error:
         return Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:

@@ -28,7 +28,8 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
-PRECISIONS = ("auto", "fp32", "bf16", "bf16_autocast")
+# Of `precision`: the dtype of the weights.
+WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
 DEFAULT_STEPS = 200
 
 LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
@@ -402,7 +403,7 @@ class RunConfig:
     )
     # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
     # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
-    precision: Annotated[str, choice_of(*PRECISIONS)] = "auto"
+    precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
     resume: MayChange[str | None] = None

@@ -14,6 +14,7 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import (
     ADAMW,
     DEEPSPEED,
+    WEIGHTS_IN,
     GuardConfig,
     PipelineConfig,
     RunConfig,
@@ -69,7 +70,12 @@ def check_run(config: RunConfig) -> None:
     check_limits(config)
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(
-            f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and the other as null"
+            f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
+        )
+    if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
+            "model.dtype out, and set precision=bf16 for bfloat16 weights"
         )
     for problem in _of_deepspeed(config) if config.engine.name == DEEPSPEED else _of_native(config):
         raise ConfigError(problem)

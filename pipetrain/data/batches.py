@@ -31,12 +31,8 @@ class Batches:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples that make one time through the data."""
         return len(self._samples)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Rows that make one time through the data."""
-        return len(self._windows)
 
     def batch(self, step: int) -> Batch:
         """The batch of step 0, 1, ..., of `batch_size` samples."""

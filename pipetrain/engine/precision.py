@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pipetrain.config.records import WEIGHTS_IN
+
 _CUDA = "cuda"
 
 
@@ -21,15 +23,8 @@ class Precision:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
 
-_PRECISIONS = {
-    "fp32": Precision(torch.float32, autocast=False),
-    "bf16": Precision(torch.bfloat16, autocast=False),
-    "bf16_autocast": Precision(torch.float32, autocast=True),
-}
-
-
 def precision_of(word: str, device: torch.device) -> Precision:
     """That of the key `precision` on `device`; `auto` is bfloat16 by autocast on a GPU, and float32 on the CPU."""
     if word == "auto":
         word = "bf16_autocast" if device.type == _CUDA else "fp32"
-    return _PRECISIONS[word]
+    return Precision(getattr(torch, WEIGHTS_IN[word]), autocast=word == "bf16_autocast")

@@ -28,6 +28,9 @@ from pipetrain.model.spec import ModelSpec, one_by_one
 from pipetrain.model.style import Style, check_model
 from pipetrain.stage.past import Past
 
+# Keys of `model` that change no number of it (dtype belongs to `precision`), or are for models of others.
+NOT_OF_THE_MODEL = {"path", "revision", "weights", "dtype", "attention", "lora", "compile"}
+
 
 def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     """The decoder-only transformer that `config` describes, trained to tell the next token.
@@ -41,7 +44,7 @@ def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
         loss_fn=next_token_loss,
         count_fn=count_tokens,
         fingerprint={
-            **{key: value for key, value in asdict(config).items() if key not in ("path", "compile")},
+            **{key: value for key, value in asdict(config).items() if key not in NOT_OF_THE_MODEL},
             "vocabulary_size": config.vocabulary_size or vocabulary_size,
             "num_kv_heads": num_kv_heads(config),
             "mlp_size": mlp_size(config),

@@ -24,7 +24,7 @@ from pipetrain.model.loss import next_token_loss
 from pipetrain.model.registry import MODEL_FAMILIES, ModelFamily
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.model.spec import ModelSpec, make_spec, one_by_one, spec_of
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.model.transformer import NOT_OF_THE_MODEL, transformer_layers
 from pipetrain.snapshot.weights import load_weights, save_weights
 from pipetrain.stage.seeding import weight_seed
 
@@ -109,7 +109,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(
-    "field", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("path", "compile")]
+    "field", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in NOT_OF_THE_MODEL]
 )
 def test_the_fingerprint_changes_with_the_model(field: str) -> None:
     config = ModelConfig(**SMALL)

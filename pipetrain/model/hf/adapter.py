@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.model.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
-from pipetrain.model.hf.frame import FrameMaker, Given, frame_of, local_frame, recorded_calls
+from pipetrain.model.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
 from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.model.hf.router import Router, RouterSums
 from pipetrain.stage.local import StageLocal
@@ -42,19 +42,22 @@ class HfEmbedding(nn.Module):
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
-        return {**self._begun(batch["input_ids"], Given.of(batch)), **travelling}
+        hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
+        return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
 
-    def forward_cached(self, ids: Tensor, past: Past) -> dict[str, Any]:
-        """The same for the new tokens."""
-        return self._begun(ids, given_of(past, self.owner.config))
+    def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
+        """The hidden state of the new tokens, which is all that travels then."""
+        hidden, frame = self._begun(ids, given_of(past, self.owner.config))
+        past.once(Frame, lambda: frame)
+        return hidden
 
-    def _begun(self, ids: Tensor, given: Given) -> dict[str, Any]:
+    def _begun(self, ids: Tensor, given: Given) -> tuple[Tensor, Frame]:
         """The first hidden state, and the frame of the first stage."""
         calls = recorded_calls(self.owner, self.parts, given, input_ids=ids)
         args, kwargs = calls[0]
         key = self.parts.hidden_key
         hidden = args[key] if isinstance(key, int) else kwargs[key]
-        return {"hidden": hidden, "frame": StageLocal(frame_of(calls, self.parts, self.owner.config))}
+        return hidden, frame_of(calls, self.parts, self.owner.config)
 
 
 class HfDecoderLayer(nn.Module):
@@ -76,12 +79,10 @@ class HfDecoderLayer(nn.Module):
         sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
 
-    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> dict[str, Any]:
-        """The same for the new tokens; a router's loss is not asked for."""
-        frame = tree["frame"]
-        if frame is None:
-            frame = StageLocal(self.frames(tree["hidden"], given_of(past, self.frames.owner.config)))
-        return {"hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The hidden state of the new tokens; a router's loss is not asked for."""
+        frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
+        return frame.run(self.number, self.layer, hidden)
 
 
 class HfHead(nn.Module):
@@ -112,9 +113,9 @@ class HfHead(nn.Module):
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
-    def forward_cached(self, tree: Mapping[str, Any], past: Past) -> Tensor:  # noqa: ARG002
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
-        return _logits(self.model, tree["hidden"][:, -1:])
+        return _logits(self.model, hidden[:, -1:])
 
     def _linear(self) -> LinearHead | None:
         if self._scale is None:

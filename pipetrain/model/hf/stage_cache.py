@@ -6,7 +6,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 
-class StageCache(DynamicCache):
+class StageCache(DynamicCache):  # type: ignore[misc]  # transformers has no types for it
     """A cache as the model's own `generate` has, but that it is told how many tokens came before.
 
     transformers reads that off the first layer, and the size of a mask off the first of its kind; a later stage fills neither.
