@@ -6,12 +6,16 @@ balancing stages and for utilisation; what a family adds beside attention, MLP a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.hf.source import HfSource, check_loadable, find_source
 from pipetrain.model.size import ModelSize
 
+_MORE_THAN_TEXT = ("vision_config", "audio_config", "text_config", "thinker_config")
 # Activations of an MLP with a gate, so with three matrices instead of two; the kinds of models whose config does not tell.
 _GATED = ("silu", "swish", "swiglu")
 _GATED_KINDS = ("gemma",)
@@ -139,3 +143,49 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
         ),
         parameters_per_layer=(logits, *(each + all_ for each, (all_, _) in zip(mixing, feeding)), logits),
     )
+
+
+# Of a run's config -------------------------------------------------------------------------------------------------
+
+
+def check_hf(config: ModelConfig) -> None:
+    """Refuse what is no causal language model of text, here on this machine, whose weights can be trained.
+
+    Raises:
+        ValueError: with the key, and what to do.
+    """
+    if config.path is None:
+        raise ValueError(
+            "model=hf needs model.path: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
+    source = _source(config)
+    if more := next((key for key in _MORE_THAN_TEXT if source.config.get(key) is not None), None):
+        raise ValueError(
+            f"model.path={config.path}: {_class_name(source)} is a model of more than text (its config.json has {more}), and stages take text "
+            "alone: save the language model in it as a causal language model of its own, and name that folder"
+        )
+    if source.config.get("is_encoder_decoder"):
+        raise ValueError(f"model.path={config.path}: {_class_name(source)} has an encoder; name a model that goes on with text")
+    if config.weights == "pretrained":
+        check_loadable(source)
+
+
+def hf_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:  # noqa: ARG001
+    """The layers of the model that `model.path` names, in samples of `sequence_length` tokens; its vocabulary is its own."""
+    return hf_size_of(_source(config).config, sequence_length)
+
+
+def longest_hf_sample(config: ModelConfig) -> int | None:
+    """Tokens of the longest sample that the model of `model.path` was made for."""
+    return HfShape(_source(config).config).most_positions
+
+
+def _source(config: ModelConfig) -> HfSource:
+    assert config.path is not None
+    return find_source(config.path, config.revision)
+
+
+def _class_name(source: HfSource) -> str:
+    return ", ".join(source.config.get("architectures") or [str(source.config.get("model_type"))])

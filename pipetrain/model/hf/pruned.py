@@ -1,6 +1,6 @@
 """A stage's share of a Hugging Face model: built without memory, then only what the stage has is read or drawn.
 
-    whole model on meta ── parts_of ──► foreign modules become Elsewhere ──► transformers loads what is left
+    whole model on meta ── model_parts ──► foreign modules become Elsewhere ──► transformers loads what is left
                                                                              │ renames, fuses experts, ties
                                                       weights by name ───────┘ read when it asks for one
 
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipetrain.model.hf.parts import Elsewhere, Parts, parts_of
+from pipetrain.model.hf.parts import Elsewhere, Parts, model_parts
 from pipetrain.model.hf.source import HfSource, check_loadable
 from pipetrain.stage.seeding import generators_restored, weight_seed
 
@@ -128,7 +128,7 @@ class _PrunedClass:
 
         def init(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
             whole.__init__(model, *args, **kwargs)
-            outer.parts = parts_of(model)
+            outer.parts = model_parts(model)
             if not 0 <= first < last <= outer.parts.num_layers:
                 raise ValueError(
                     f"layers {first} to {last - 1} were asked for, the model has 0 to {outer.parts.num_layers - 1}"
