@@ -57,7 +57,13 @@ def test_a_folder_is_what_it_says(tmp_path: Path) -> None:
     assert {name: path.name for name, path in source.weight_map.items()} == {
         str(number): f"model-{number + 1:05d}-of-00003.safetensors" for number in range(3)
     }
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "notes.py"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "notes.py",
+    ):
         (tmp_path / "model" / name).write_text("{}")
     assert [path.name for path in source.beside_weights] == [
         "chat_template.jinja",
@@ -217,7 +223,9 @@ def test_a_download_of_another_process_that_stands_still_is_told(hub: Hub, monke
     monkeypatch.setattr(download, "_PATIENCE_SECONDS", 0.01)
     with (home / ".pipetrain.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"another process downloads it to .* for timeout_seconds=0.05 nothing more"):
+        with pytest.raises(
+            ValueError, match=r"another process downloads it to .* for timeout_seconds=0.05 nothing more"
+        ):
             bring_model(ModelConfig(path=NAME), timeout_seconds=0.05)
     bring_model(ModelConfig(path=NAME))
     assert hub.brought
