@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
 from pipetrain.model.hf.lora import MergedWeights, write_adapters
-from pipetrain.model.hf.parts import Parts, parts_of
+from pipetrain.model.hf.parts import Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
 from pipetrain.snapshot.weights import shard_name, write_index, write_shard
@@ -51,7 +51,7 @@ def export_model(
     """
     source = find_source(str(files))
     model = empty_model(source)
-    parts = parts_of(model)
+    parts = model_parts(model)
     if lora is not None and lora.rank is not None:
         if not lora.merge:
             with _whole_or_not(out) as draft:

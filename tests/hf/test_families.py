@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipetrain import Pipeline
 from pipetrain.model.hf.adapter import layers_of
-from pipetrain.model.hf.parts import parts_of
+from pipetrain.model.hf.parts import model_parts
 from pipetrain.model.loss import IGNORED, next_token_loss
 
 # Families in `make test`, all others being slow: one each of rotary tables per kind of layer, experts, learned positions, tuples.
@@ -32,7 +32,7 @@ def batches(*, padded: bool, rows: int = 6, length: int = 12) -> tuple[Any, Tens
 def test_layers_in_a_row_are_the_model(family: str) -> None:
     """Logits and all gradients, plain and padded, in both of transformers' ways to make masks."""
     theirs, ours = tiny(family), tiny(family)
-    parts = parts_of(ours)
+    parts = model_parts(ours)
     layers = layers_of(ours, 0, parts.num_layers, parts)
     for padded in (False, True):
         inputs, targets = batches(padded=padded, rows=4)

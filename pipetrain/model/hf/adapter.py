@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipetrain.model.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
 from pipetrain.model.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
-from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, parts_of
+from pipetrain.model.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.model.hf.router import Router, RouterSums
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
@@ -187,7 +187,7 @@ def layers_of(
         ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
     """
     check_plain(model)
-    parts = parts or parts_of(model)
+    parts = parts or model_parts(model)
     owner = model.get_submodule(parts.owner)
     frames, router = FrameMaker(owner, parts), Router.of(model)
     decoder_layers = model.get_submodule(parts.layers)

@@ -17,7 +17,7 @@ from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.model.hf.labels import BatchCheck
 from pipetrain.model.hf.lora import add_adapters, check_targets
-from pipetrain.model.hf.parts import Parts, parts_of
+from pipetrain.model.hf.parts import Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model, pruned_model
 from pipetrain.model.hf.source import HfSource, find_source
 from pipetrain.model.loss import count_tokens
@@ -38,7 +38,7 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
         ValueError: it cannot be cut into stages; the message has the reason.
     """
     check_plain(model)
-    parts = parts_of(model)
+    parts = model_parts(model)
     modules = dict(enumerate(layers_of(model, 0, parts.num_layers, parts)))
     spec = _spec_of(model, parts, partial(_taken_of, model, parts))
     return replace(spec, modules=modules, tied=tied_parameters(modules))
@@ -62,7 +62,7 @@ def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
             f"the tokenizer has {vocabulary_size} tokens, the embedding of model.path={config.path} {vocabulary_of(whole)}: set "
             "data.tokenizer=null, the model's own"
         )
-    parts, has_adapters = parts_of(whole), config.lora.rank is not None
+    parts, has_adapters = model_parts(whole), config.lora.rank is not None
     names = HfNames(parts)
     if has_adapters:
         check_targets(whole, parts, config.lora)

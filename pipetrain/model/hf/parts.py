@@ -117,7 +117,7 @@ def held_layers(model: PreTrainedModel) -> range:
     return range(held[0], held[-1] + 1)
 
 
-def parts_of(model: PreTrainedModel) -> Parts:
+def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
 
     Raises:
