@@ -62,19 +62,27 @@ def _tokenize(arguments: Arguments) -> int:
 
 
 def tokenize_ahead(config: RunConfig) -> None:
-    """The tokens of a run that starts on this machine, where they are kept and are not there yet: once, and not while ranks wait.
+    """The tokens of a run that starts on this machine, before its ranks: once, with a bar, and what is wrong is told by one process.
 
     Raises:
-        ValueError: a document is no sample.
+        ValueError: there are none, or a document is no sample.
     """
-    from pipetrain.data.cached_tokens import is_cached, tokenized
-    from pipetrain.data.dataset import make_tokenizer
+    from pipetrain.data.cached_tokens import is_cached
+    from pipetrain.data.dataset import make_data, make_tokenizer
 
-    tokenizer = make_tokenizer(config.data, config.model.path)
-    if tokenizer is None or not is_cached(config.data, tokenizer):
+    data, own = config.data, config.model.path
+    tokenizer = make_tokenizer(data, own)
+    if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
         return
     with shown_progress("tokenizing", shown=config.observe.progress) as tell:
-        tokenized(config.data, tokenizer, timeout_seconds=config.timeout_seconds, tell=tell)
+        made = make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
+    if made.num_skipped:
+        print(f"pipetrain: {skipped_named(made.num_skipped, made.first_skipped)}", file=sys.stderr)
+
+
+def skipped_named(count: int, first: str | None) -> str:
+    """What is told of documents that data.on_error=skip has passed over."""
+    return f"{count:,} documents were skipped, the first: {first}"
 
 
 @contextlib.contextmanager
@@ -117,7 +125,7 @@ def _source_of(path: Path) -> str:
 def _told(sheet: TokenSheet) -> str:
     train, heldout = sheet.parts["train"], sheet.parts["heldout"]
     counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
-    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
+    skipped = f"; {skipped_named(sheet.num_skipped, sheet.first_problem)}" if sheet.num_skipped else ""
     return (
         f"pipetrain: {train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
         f"{heldout.tokens:,}{skipped}"
