@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.records import RunConfig
-from pipetrain.config.together import check_run
+from pipetrain.config.records import WEIGHTS_IN, ModelConfig, RunConfig
+from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
@@ -28,6 +28,7 @@ from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
+from pipetrain.loop.tokens import TokensSeen
 from pipetrain.model.spec import make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
@@ -57,8 +58,9 @@ def train(config: RunConfig) -> Outcome:
             joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
             group = stack.enter_context(joined)
         run = prepare(config, group.size, _agreed_order(config, group))
-        data = make_data(config.data, config.seed)
+        data = _data(config, group)
         check_all_read_the_same(data.fingerprint, group)
+        config = with_steps(config, data.train.samples_per_epoch)
         again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
@@ -66,11 +68,25 @@ def train(config: RunConfig) -> Outcome:
         steps = _steps(config, run, data, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
-        steps.finish(folder.weights)
+        steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+
+
+def _data(config: RunConfig, group: Group) -> Data:
+    """What the run reads, with the tokenizer of its model where it has one."""
+    data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=config.timeout_seconds)
+    if data.num_skipped and group.rank == 0:
+        skipped = f"{data.num_skipped} documents are no samples and left out (data.on_error=skip), the first of them: "
+        print(f"pipetrain: {skipped}{data.first_skipped}", file=sys.stderr, flush=True)
+    return data
+
+
+def _model(config: RunConfig) -> ModelConfig:
+    """The model, with the dtype of the weights that are trained."""
+    return replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
 
 
 def _agreed_order(config: RunConfig, group: Group) -> str | None:
@@ -123,20 +139,20 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         folder,
         group.rank,
         config.observe,
-        num_steps=config.steps,
+        num_steps=config.num_steps,
         keep=measured_steps(first),
         first_step=first,
     )
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
-    spec = make_spec(config.model, data.vocabulary_size)
+    spec = make_spec(_model(config), data.vocabulary_size)
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
-    snapshots.attach(engine.model, engine.optimizer, guard, from_file=spec.from_file)
+    seen = TokensSeen()
+    snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
-        num_steps=config.steps,
-        tokens_per_step=config.data.batch_size * config.data.sequence_length,
+        num_steps=config.num_steps,
         evaluate_every_steps=config.observe.evaluate_every_steps,
         seed=config.seed,
         data=data,
@@ -145,6 +161,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         recorder=recorder,
         snapshots=snapshots,
         guard=guard,
+        seen=seen,
         watch=StragglerWatch(equal_work(run.plan, run.size)),
         inspect=folder.inspect,
     )

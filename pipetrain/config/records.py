@@ -28,6 +28,9 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+# Of `precision`: the dtype of the weights.
+WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
+DEFAULT_STEPS = 200
 
 LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
 COUNTED = ANSWERS, LAST, ALL = ("answers", "last", "all")
@@ -59,10 +62,22 @@ _Positive = Annotated[float, more_than(0, " must be greater than {}")]
 _Probability = Annotated[
     float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
 ]
-_NoModelYet = Annotated[
-    str | None,
-    only(None, "the model is built from the keys of `model` (model=llama, model=gpt2): type model.path=null"),
+_Targets = Annotated[
+    tuple[str, ...],
+    Limit(lambda value: value and all(value), ": allowed is a list of names of linear layers, as in [q_proj,v_proj]"),
 ]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside linear layers that stay as they are (model=hf): only these are trained."""
+
+    rank: Annotated[int | None, at_least(1, most=2**20)] = None  # numbers between the two matrices; None: no adapters
+    # Which linear layers, each the end of a name: q_proj, or layers.11.mlp.up_proj for one alone.
+    targets: _Targets = ("q_proj", "v_proj")
+    layers: tuple[int, ...] | None = None  # decoder layers that get adapters, from 0; None: all
+    alpha: _Positive | None = None  # what they give is multiplied by alpha / rank; None: by 1
+    merge: bool = True  # whether `export` adds them to the weights, else it writes them as PEFT does
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,17 @@ class ModelConfig:
     rope_base: _Positive = 10_000.0  # base of the rotary frequencies
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
-    path: MayChange[_NoModelYet] = None  # folder of a saved Hugging Face model to start from
+    # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
+    path: str | None = None
+    revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
+    # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
+    weights: Annotated[str, one_of("pretrained", "random")] = "pretrained"
+    # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
+    dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
+    # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
+    attention: str | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
 
 
 _HeldOut = Annotated[
@@ -243,6 +268,8 @@ class OptimConfig:
     warmup_steps: Amount = 20  # steps of linear warm-up
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
+    # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
+    masters: Annotated[str, one_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -278,6 +305,9 @@ class WandbConfig:
     # `disabled`, `offline` (files in the run folder) or `online`.
     mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
+    name: str | None = None  # the run's name there; None: that of its folder
+    group: str | None = None  # the group of runs that it belongs to
+    tags: tuple[str, ...] = ()  # words to find it by
 
 
 @dataclass(frozen=True)
@@ -367,7 +397,13 @@ class RunConfig:
 
     experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
     seed: Amount = 0  # of weights, dropout and data order
-    steps: MayChange[Count] = 200  # optimizer steps
+    steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
+    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = (
+        None  # steps as times through the training data
+    )
+    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
+    # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
+    precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
     resume: MayChange[str | None] = None
@@ -389,3 +425,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, where they are known: with `epochs` not before the data is (`with_steps`)."""
+        assert self.steps is not None or self.epochs is None, "steps of epochs are not known yet"
+        return DEFAULT_STEPS if self.steps is None else self.steps

@@ -31,6 +31,7 @@ class Batches:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples that make one time through the data."""
         return len(self._samples)
 
     def batch(self, step: int) -> Batch:

@@ -24,17 +24,32 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     family = family_of(config)
     check_limits(config, "model.")
     load_function(family.check)(config)
-    if sequence_length is not None and sequence_length > config.max_sequence_length:
-        raise ValueError(
-            f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
-            f"{config.max_sequence_length}: set model.max_sequence_length={sequence_length}, or shorter samples"
-        )
+    longest: int | None = load_function(family.longest)(config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        raise ValueError(_too_long(config, sequence_length, longest))
     size = config.vocabulary_size
     if size is not None and vocabulary_size is not None and size < vocabulary_size:
         raise ValueError(
             f"model.vocabulary_size={size} is smaller than the tokenizer's {vocabulary_size}: "
             f"leave it out, or set model.vocabulary_size={vocabulary_size} or more"
         )
+
+
+def _too_long(config: ModelConfig, sequence_length: int, longest: int) -> str:
+    if config.path is not None:
+        return (
+            f"data.sequence_length={sequence_length} is longer than the {longest} positions that model.path={config.path} was made for: set "
+            f"data.sequence_length={longest} or less"
+        )
+    return (
+        f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
+        f"{longest}: set model.max_sequence_length={sequence_length}, or shorter samples"
+    )
+
+
+def longest_sample(config: ModelConfig) -> int:
+    """Tokens of the longest sample that a model of these keys takes."""
+    return config.max_sequence_length
 
 
 def check_heads(config: ModelConfig) -> None:

@@ -21,7 +21,7 @@ UNREADABLE = {
     "optim=sgd": ["optim=sgd", "allowed are adamw"],
     "steps=abc": ["steps=abc", "this is text", "an integer"],
     "steps=3.5": ["steps=3.5", "a number", "an integer"],
-    "steps=null": ["null", "an integer"],
+    "seed=null": ["null", "an integer"],
     "seed=true": ["seed=true", "an integer"],
     "optim.learning_rate=fast": ["optim.learning_rate=fast", "a number"],
     "observe.progress=1": ["true or false"],
