@@ -75,14 +75,7 @@ def tokenize_ahead(config: RunConfig) -> None:
     if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
         return
     with shown_progress("tokenizing", shown=config.observe.progress) as tell:
-        made = make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
-    if made.num_skipped:
-        print(f"pipetrain: {skipped_named(made.num_skipped, made.first_skipped)}", file=sys.stderr)
-
-
-def skipped_named(count: int, first: str | None) -> str:
-    """What is told of documents that data.on_error=skip has passed over."""
-    return f"{count:,} documents were skipped, the first: {first}"
+        make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
 
 
 @contextlib.contextmanager
@@ -125,7 +118,7 @@ def _source_of(path: Path) -> str:
 def _told(sheet: TokenSheet) -> str:
     train, heldout = sheet.parts["train"], sheet.parts["heldout"]
     counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
-    skipped = f"; {skipped_named(sheet.num_skipped, sheet.first_problem)}" if sheet.num_skipped else ""
+    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
     return (
         f"pipetrain: {train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
         f"{heldout.tokens:,}{skipped}"
