@@ -133,8 +133,8 @@ def _ahead(
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:
     """Writes what became of a batch, each document to its part; returns how many bytes of the corpus that was."""
-    for number, problem in encoded.problems.items():
-        problems.add(batch[number], problem)
+    for number in sorted(encoded.problems):
+        problems.add(batch[number], encoded.problems[number])
     held = np.array([document.is_heldout for document in batch])
     # of a long text a piece is left out, and what is around it is one document
     kept = [number not in encoded.problems or not (it.begins and it.ends) for number, it in enumerate(batch)]
