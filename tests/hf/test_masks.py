@@ -72,7 +72,11 @@ def test_positions_that_start_again_beside_a_mask_are_refused() -> None:
     inputs = {**packed(), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
     with pytest.raises(ValueError, match="position_ids start again within a sample, beside an attention_mask"):
         take(inputs, None)
-    left = {"input_ids": token_ids(1, 4), "attention_mask": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.tensor([[1, 1, 0, 1]])}
+    left = {
+        "input_ids": token_ids(1, 4),
+        "attention_mask": torch.tensor([[0, 0, 1, 1]]),
+        "position_ids": torch.tensor([[1, 1, 0, 1]]),
+    }
     take(left, None)  # padding in front, as generation has it
 
 
@@ -89,7 +93,9 @@ def set_bytes(inputs: Any, length: int) -> list[int]:
 
     Without grouped queries, whose keys and values transformers repeats where there is a mask.
     """
-    with Pipeline(tiny("llama", num_key_value_heads=4), num_microbatches=1, stages_per_rank=2, recompute="never") as pipeline:
+    with Pipeline(
+        tiny("llama", num_key_value_heads=4), num_microbatches=1, stages_per_rank=2, recompute="never"
+    ) as pipeline:
         pipeline.step(inputs, token_ids(1, length))
         return [stage.set_bytes[0] for stage in pipeline._stages.values()]
 

@@ -39,7 +39,7 @@ def test_a_model_on_disk_trains_as_the_model(family: str, tmp_path: Path) -> Non
     ids, targets = token_ids(6, 12), token_ids(6, 12, seed=9)
     with Pipeline(spec, num_microbatches=3, stages_per_rank=3) as pipeline:
         assert torch.equal(pipeline.step(ids, targets), loop_step(theirs, ids, targets, num_microbatches=3))
-        ours = spec.to_file({name: parameter for name, parameter in pipeline.named_parameters()})
+        ours = spec.to_file(dict(pipeline.named_parameters()))
         for name, parameter in theirs.named_parameters():
             assert torch.equal(ours[name].grad, parameter.grad)
         state = pipeline.state_dict()
@@ -103,15 +103,30 @@ def take(inputs: Any, targets: Any = None, family: str = "llama") -> Any:
 
 IDS = token_ids(2, 8)
 BAD_BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown key": (lambda: take({"input_ids": IDS, "token_type_ids": IDS}), "inputs have the keys input_ids, token_type_ids: allowed are"),
+    "unknown key": (
+        lambda: take({"input_ids": IDS, "token_type_ids": IDS}),
+        "inputs have the keys input_ids, token_type_ids: allowed are",
+    ),
     "no ids": (lambda: take({"attention_mask": IDS}), "allowed are input_ids, which is needed"),
     "both": (lambda: take({"input_ids": IDS, "labels": IDS}, IDS), "both `labels` and targets are given"),
-    "mask shape": (lambda: take({"input_ids": IDS, "attention_mask": IDS[:, :5]}), r"attention_mask has the shape \[2, 5\], input_ids \[2, 8\]"),
-    "floats": (lambda: take(IDS.float()), r"token ids are a tensor \[2, 8\] of float32: give \[batch, sequence\], int64"),
+    "mask shape": (
+        lambda: take({"input_ids": IDS, "attention_mask": IDS[:, :5]}),
+        r"attention_mask has the shape \[2, 5\], input_ids \[2, 8\]",
+    ),
+    "floats": (
+        lambda: take(IDS.float()),
+        r"token ids are a tensor \[2, 8\] of float32: give \[batch, sequence\], int64",
+    ),
     "one sample": (lambda: take(IDS[0]), r"token ids are a tensor \[8\] of int64: give \[batch, sequence\]"),
-    "over the embedding": (lambda: take(IDS + 60), "is none of the model's, which are 0 to 60: its tokenizer has more tokens"),
+    "over the embedding": (
+        lambda: take(IDS + 60),
+        "is none of the model's, which are 0 to 60: its tokenizer has more tokens",
+    ),
     "below": (lambda: take(IDS - 70), "token id -.* is none of the model's"),
-    "too long": (lambda: take(token_ids(1, 65), family="gpt2"), "a sample has 65 tokens, and the model has positions for 64"),
+    "too long": (
+        lambda: take(token_ids(1, 65), family="gpt2"),
+        "a sample has 65 tokens, and the model has positions for 64",
+    ),
 }
 
 
@@ -136,8 +151,17 @@ def multi_modal() -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text = tiny_config("gemma3_text").to_dict()
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config={**vision, "model_type": "siglip_vision_model"})
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**vision, "model_type": "siglip_vision_model"}
+    )
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config)
 
@@ -180,7 +204,7 @@ def failing() -> Any:
     model = tiny("llama")
 
     class Failing(type(model.model)):  # type: ignore[misc]
-        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        def forward(self, input_ids: Any = None, **_kwargs: Any) -> Any:
             assert input_ids is not None
 
     model.model.__class__ = Failing
@@ -198,14 +222,26 @@ def without_head() -> Any:
 
 
 BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "more than text": (multi_modal, "Gemma3ForConditionalGeneration is a model of more than text, and stages take text alone"),
-    "checkpointing": (with_checkpointing, r"gradient checkpointing is on, so its layers would be recomputed twice: switch it off"),
+    "more than text": (
+        multi_modal,
+        "Gemma3ForConditionalGeneration is a model of more than text, and stages take text alone",
+    ),
+    "checkpointing": (
+        with_checkpointing,
+        r"gradient checkpointing is on, so its layers would be recomputed twice: switch it off",
+    ),
     "layerdrop": (lambda: tiny("opt", layerdrop=0.1), "layerdrop=0.1 leaves out layers by chance"),
     "quantised": (quantised, "the weights of this LlamaForCausalLM are quantised"),
     "no head": (without_head, "LlamaModel is no causal language model: give one of AutoModelForCausalLM"),
-    "more than hidden": (with_shared_embedding, "cannot be cut into stages: decoder layer 0 gets first beside the hidden state"),
+    "more than hidden": (
+        with_shared_embedding,
+        "cannot be cut into stages: decoder layer 0 gets first beside the hidden state",
+    ),
     "between": (with_a_sum, "cannot be cut into stages: a decoder layer does not get what the one before it returned"),
-    "failing": (failing, r"cannot be cut into stages: the forward of its Failing fails on inputs_embeds alone \(AssertionError"),
+    "failing": (
+        failing,
+        r"cannot be cut into stages: the forward of its Failing fails on inputs_embeds alone \(AssertionError",
+    ),
     "no layers": (lambda: _without_list(), "cannot be cut into stages: it has no list of 4 decoder layers"),
 }
 
@@ -226,13 +262,21 @@ def test_bad_models(case: str) -> None:
 
 def test_a_router_loss_that_is_not_known_is_refused() -> None:
     model = tiny("deepseek_v3", output_router_logits=True)
-    with pytest.raises(ValueError, match="output_router_logits is set, and DeepseekV3ForCausalLM has no router loss that is known here"):
+    with pytest.raises(
+        ValueError, match="output_router_logits is set, and DeepseekV3ForCausalLM has no router loss that is known here"
+    ):
         spec_of(model)
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any] | None, str]] = {
-    "more than text": ({"text_config": {}, "vision_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForCond.* of more than text"),
-    "encoder": ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration has an encoder"),
+    "more than text": (
+        {"text_config": {}, "vision_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]},
+        "Gemma3ForCond.* of more than text",
+    ),
+    "encoder": (
+        {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+        "T5ForConditionalGeneration has an encoder",
+    ),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
     "no path": (None, "model=hf needs model.path: a folder that save_pretrained of transformers wrote"),
 }
@@ -254,12 +298,17 @@ def test_bad_configs(case: str, tmp_path: Path) -> None:
 def test_samples_longer_than_the_model_was_made_for(tmp_path: Path) -> None:
     config = hf(saved("llama", tmp_path))
     size_of(config, sequence_length=64)
-    with pytest.raises(ValueError, match=r"data.sequence_length=65 is longer than the 64 positions that model.path=.*: set data.sequence_length=64"):
+    with pytest.raises(
+        ValueError,
+        match=r"data.sequence_length=65 is longer than the 64 positions that model.path=.*: set data.sequence_length=64",
+    ):
         size_of(config, sequence_length=65)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the tokenizer has 62 tokens, the embedding of model.path=.* 61: set data.tokenizer=null"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer has 62 tokens, the embedding of model.path=.* 61: set data.tokenizer=null"
+    ):
         make_spec(hf(saved("llama", tmp_path)), 62)
 
 
@@ -267,7 +316,9 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = hf(saved("llama", tmp_path))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    with pytest.raises(ValueError, match=r"model=hf needs transformers, which is not installed: pip install 'pipetrain\[hf\]'"):
+    with pytest.raises(
+        ValueError, match=r"model=hf needs transformers, which is not installed: pip install 'pipetrain\[hf\]'"
+    ):
         size_of(config)
 
 
@@ -281,7 +332,11 @@ def test_parameters_are_those_of_each_layer(family: str) -> None:
     size = hf_size_of(model.config.to_dict(), 16)
     assert size.parameters_per_layer is not None
     for layer, guessed in zip(spec_of(model).build(0, size.num_layers), size.parameters_per_layer, strict=True):
-        matrices = sum(weight.numel() for name, weight in layer.named_parameters() if weight.dim() > 1 and "position" not in name and "wpe" not in name)
+        matrices = sum(
+            weight.numel()
+            for name, weight in layer.named_parameters()
+            if weight.dim() > 1 and "position" not in name and "wpe" not in name
+        )
         assert guessed == pytest.approx(matrices, rel=0.08)
 
 

@@ -81,7 +81,7 @@ class HfDecoderLayer(nn.Module):
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
-        frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
+        frame: Frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
         return frame.run(self.number, self.layer, hidden)
 
 
@@ -111,7 +111,9 @@ class HfHead(nn.Module):
         hidden = tree["hidden"]
         router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
         if self.makes_pieces and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
-            return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, self._linear_head(), router_loss)
+            return UnmadeLogits(
+                hidden, partial(_logits, self.model), self.vocabulary_size, self._linear_head(), router_loss
+            )
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
@@ -123,7 +125,9 @@ class HfHead(nn.Module):
         if self._linear is None:
             return None
         name, scale = self._linear
-        return LinearHead(partial(_hidden_after, self.model.get_submodule(self.parts.owner)), self.model.get_parameter(name), scale)
+        return LinearHead(
+            partial(_hidden_after, self.model.get_submodule(self.parts.owner)), self.model.get_parameter(name), scale
+        )
 
 
 def _hidden_after(owner: nn.Module, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,14 +167,14 @@ def keeps_documents_apart(owner: nn.Module, parts: Parts) -> bool:
     Layers with a state that runs along the sequence are not, and some families leave positions out of their masks.
     """
     others = {name: AsGiven() for name, _ in owner.named_children() if name != parts.list_name}
-    hollow = hollowed(owner, {parts.list_name: None, **others})
-    hollow.config = copy.copy(owner.config)
+    hollow, config = hollowed(owner, {parts.list_name: None, **others}), cast(Any, owner.config)
+    hollow.config = copy.copy(config)
     hollow.config._attn_implementation_internal = "sdpa"
     given = Given(positions=torch.tensor([[0, 1, 0, 1]]))
     try:
         with torch.no_grad():
-            calls = recorded_calls(hollow, parts, given, inputs_embeds=torch.zeros(1, 4, owner.config.hidden_size))
-    except Exception:  # noqa: BLE001  a forward that looks into its tables of positions, which are not there
+            calls = recorded_calls(hollow, parts, given, inputs_embeds=torch.zeros(1, 4, config.hidden_size))
+    except Exception:
         return False
     return all(any(map(_hides_the_first_document, (*args, *kwargs.values()))) for args, kwargs in calls)
 
