@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,10 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counted]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     Counted.opened, Counted.read = [], []
     monkeypatch.setattr(pruned, "safe_open", Counted)
-    yield Counted
+    return Counted
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("mixtral", False), ("gpt2", True)])
@@ -248,18 +247,22 @@ def large(family: str, path: Path, **keys: Any) -> tuple[Path, int]:
 
 
 LARGE = {
-    "llama": dict(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, num_attention_heads=8, num_key_value_heads=8
-    ),
-    "mixtral": dict(
-        hidden_size=768,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "llama": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "mixtral": {
+        "hidden_size": 768,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
