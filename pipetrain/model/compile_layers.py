@@ -16,7 +16,8 @@ def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpe
     """
 
     def compile_layer(layer: nn.Module) -> None:
-        parts = layer.parts_to_compile() if hasattr(layer, "parts_to_compile") else (layer,)
+        own = getattr(layer, "parts_to_compile", None)
+        parts = (layer,) if own is None else own()
         for part in parts:
             part.compile(backend=backend)
 
