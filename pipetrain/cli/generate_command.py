@@ -42,12 +42,12 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _generate(arguments: Arguments) -> int:
-    from pipetrain.config.load import read
+    from pipetrain.cli.run_config import config_of_run
     from pipetrain.group.address import is_rank
     from pipetrain.observe.folder import find_folder
 
     folder = find_folder(arguments.run)
-    config = read(folder.config)
+    config = config_of_run(folder)
     if is_rank():
         _be_a_rank(config, folder, arguments)
     asked = _asked(arguments)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,12 @@ from pipetrain.model.hf.source import INDEX, HfSource, find_source
 STAGES = (range(2), range(2, 5), range(5, 6))
 PRESENT = {("llama", False), ("mixtral", False), ("gpt2", True)}
 CASES = [
-    pytest.param(family, tied, id=f"{family}{' tied' if tied else ''}", marks=() if (family, tied) in PRESENT else pytest.mark.slow)
+    pytest.param(
+        family,
+        tied,
+        id=f"{family}{' tied' if tied else ''}",
+        marks=() if (family, tied) in PRESENT else pytest.mark.slow,
+    )
     for family in FAMILIES
     for tied in (False, True)
 ]
@@ -62,7 +66,9 @@ def test_stages_are_the_whole_model_bit_for_bit(family: str, tied: bool, tmp_pat
         assert type(model) is type(whole)
         assert held_layers(model) == layers
         found |= model.state_dict().keys()
-        assert [name for name, value in model.state_dict().items() if not torch.equal(value, whole.state_dict()[name])] == []
+        assert [
+            name for name, value in model.state_dict().items() if not torch.equal(value, whole.state_dict()[name])
+        ] == []
         assert [name for name, value in model.named_buffers() if not torch.equal(value, buffers[name])] == []
     assert found == whole.state_dict().keys()
 
@@ -79,7 +85,9 @@ def test_drawn_weights_do_not_depend_on_the_split(family: str, tied: bool) -> No
     assert found.keys() == expected.keys()
     assert torch.equal(torch.random.get_rng_state(), before)
     other = pruned_model(config, 0, 6, weights="random", seed=4).state_dict()
-    assert sum(not torch.equal(other[name], value) for name, value in expected.items()) > 6  # norms and biases are no draws
+    assert (
+        sum(not torch.equal(other[name], value) for name, value in expected.items()) > 6
+    )  # norms and biases are no draws
     names = [name for name in expected if "layers.0." in name or "h.0." in name]
     twins = [name.replace("layers.0.", "layers.1.").replace("h.0.", "h.1.") for name in names]
     drawn = [(a, b) for a, b in zip(names, twins) if b in expected and expected[a].std() > 0]
@@ -106,10 +114,10 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counted]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     Counted.opened, Counted.read = [], []
     monkeypatch.setattr(pruned, "safe_open", Counted)
-    yield Counted
+    return Counted
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("mixtral", False), ("gpt2", True)])
@@ -184,7 +192,9 @@ def test_a_tensor_that_is_missing_is_told(own: Path) -> None:
 def test_a_tensor_of_another_shape_is_told_in_a_line(own: Path) -> None:
     config = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    with pytest.raises(ValueError, match=r"model.path=.*: model.layers.0.mlp.\w+.weight is \[.*\] in the files") as caught:
+    with pytest.raises(
+        ValueError, match=r"model.path=.*: model.layers.0.mlp.\w+.weight is \[.*\] in the files"
+    ) as caught:
         pruned_model(find_source(str(own)), 1, 3)
     assert "\n" not in str(caught.value)
 
@@ -237,16 +247,22 @@ def large(family: str, path: Path, **keys: Any) -> tuple[Path, int]:
 
 
 LARGE = {
-    "llama": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, num_attention_heads=8, num_key_value_heads=8),
-    "mixtral": dict(
-        hidden_size=768,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "llama": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "mixtral": {
+        "hidden_size": 768,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 
 

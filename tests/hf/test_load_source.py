@@ -57,7 +57,13 @@ def test_a_folder_is_what_it_says(tmp_path: Path) -> None:
     assert {name: path.name for name, path in source.weight_map.items()} == {
         str(number): f"model-{number + 1:05d}-of-00003.safetensors" for number in range(3)
     }
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "notes.py"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "notes.py",
+    ):
         (tmp_path / "model" / name).write_text("{}")
     assert [path.name for path in source.beside_weights] == [
         "chat_template.jinja",
@@ -81,7 +87,7 @@ def test_a_name_is_found_in_the_cache(cache: Path) -> None:
         assert (source.folder, source.commit) == (folder, COMMIT)
     assert cached_folder(NAME, "v2") is None
     assert cached_folder(NAME, "..") is None
-    bring_model(ModelConfig(path=NAME))  # it is here: nobody is asked
+    bring_model(ModelConfig(name="hf", path=NAME))  # it is here: nobody is asked
 
 
 BROKEN = {
@@ -156,7 +162,7 @@ def test_without_a_network_a_name_is_refused_in_a_line(cache: Path, monkeypatch:
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     with pytest.raises(ValueError, match=f"model.path={NAME}: .* cannot be downloaded") as caught:
-        bring_model(ModelConfig(path=NAME))
+        bring_model(ModelConfig(name="hf", path=NAME))
     assert "\n" not in str(caught.value)
     assert "network" in str(caught.value)
 
@@ -194,7 +200,7 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_a_model_is_downloaded_once_whoever_asks(hub: Hub) -> None:
-    asking = [threading.Thread(target=bring_model, args=(ModelConfig(path=NAME),)) for _ in range(4)]
+    asking = [threading.Thread(target=bring_model, args=(ModelConfig(name="hf", path=NAME),)) for _ in range(4)]
     for thread in asking:
         thread.start()
     for thread in asking:
@@ -205,9 +211,9 @@ def test_a_model_is_downloaded_once_whoever_asks(hub: Hub) -> None:
 
 
 def test_weights_that_are_drawn_are_not_downloaded(hub: Hub) -> None:
-    bring_model(ModelConfig(path=NAME, weights="random"))
+    bring_model(ModelConfig(name="hf", path=NAME, weights="random"))
     assert sorted(hub.brought) == ["config.json", INDEX, "tokenizer.json"]
-    bring_model(ModelConfig(path=NAME))  # now they are wanted, and nothing else
+    bring_model(ModelConfig(name="hf", path=NAME))  # now they are wanted, and nothing else
     assert len(hub.brought) == 5
 
 
@@ -217,13 +223,15 @@ def test_a_download_of_another_process_that_stands_still_is_told(hub: Hub, monke
     monkeypatch.setattr(download, "_PATIENCE_SECONDS", 0.01)
     with (home / ".pipetrain.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"another process downloads it to .* for timeout_seconds=0.05 nothing more"):
-            bring_model(ModelConfig(path=NAME), timeout_seconds=0.05)
-    bring_model(ModelConfig(path=NAME))
+        with pytest.raises(
+            ValueError, match=r"another process downloads it to .* for timeout_seconds=0.05 nothing more"
+        ):
+            bring_model(ModelConfig(name="hf", path=NAME), timeout_seconds=0.05)
+    bring_model(ModelConfig(name="hf", path=NAME))
     assert hub.brought
 
 
 def test_a_folder_is_never_asked_for(tmp_path: Path, hub: Hub) -> None:
     for path in (None, str(write_model(tmp_path / "model")), "./not/there"):
-        bring_model(ModelConfig(path=path))
+        bring_model(ModelConfig(name="hf", path=path))
     assert hub.brought == []

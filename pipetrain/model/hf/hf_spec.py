@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf.adapter import check_plain, layers_of, vocabulary_of
 from pipetrain.model.hf.causal_loss import causal_loss
 from pipetrain.model.hf.hf_names import HfNames
