@@ -49,6 +49,9 @@ class HfEmbedding(nn.Module):
         hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
         return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a look into a table, beside masks that are made as plain Python says."""
+
     def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens, which is all that travels then."""
         hidden, frame = self._begun(ids, given_of(past, self.owner.config))
@@ -86,6 +89,10 @@ class HfDecoderLayer(nn.Module):
             hidden = frame.value.run(self.number, self.layer, tree["hidden"])
         sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The decoder layer, without what is around it: so one code serves all of a kind, wherever they stand."""
+        self.layer.compile(*args, **kwargs)
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
@@ -128,6 +135,10 @@ class HfHead(nn.Module):
             )
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The causal model's own forward, without the choice of pieces."""
+        self.model.compile(*args, **kwargs)
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
