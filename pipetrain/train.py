@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.records import WEIGHTS_IN, ModelConfig, RunConfig
+from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, ModelConfig, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
@@ -29,6 +29,7 @@ from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
 from pipetrain.loop.tokens import TokensSeen
+from pipetrain.model.hf.download import bring_model
 from pipetrain.model.spec import make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
@@ -65,6 +66,7 @@ def train(config: RunConfig) -> Outcome:
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
+        _keep_model_files(config, folder, group)
         steps = _steps(config, run, data, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
@@ -82,6 +84,16 @@ def _data(config: RunConfig, group: Group) -> Data:
         skipped = f"{data.num_skipped} documents are no samples and left out (data.on_error=skip), the first of them: "
         print(f"pipetrain: {skipped}{data.first_skipped}", file=sys.stderr, flush=True)
     return data
+
+
+def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
+    """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
+    if config.model.name == HUGGING_FACE and group.rank == 0:
+        from pipetrain.model.hf.source import find_source
+        from pipetrain.snapshot.export import keep_files
+
+        assert config.model.path is not None
+        keep_files(find_source(config.model.path, config.model.revision), folder.model)
 
 
 def _model(config: RunConfig) -> ModelConfig:
@@ -146,6 +158,10 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
     spec = make_spec(_model(config), data.vocabulary_size)
+    if spec.take_batch is not None:
+        spec.take_batch(
+            *data.train.batch(0)
+        )  # samples that the model cannot take are refused on every rank, before a step
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
@@ -217,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_start(config.resume, config.init_from, config.run_dir)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
+        bring_model(config.model, timeout_seconds=config.timeout_seconds)
         with _warnings_as_lines():
             outcome = train(config)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipetrain.config.records import RunConfig
     from pipetrain.observe.folder import RunFolder
-
-_HF = "hf"
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -26,12 +24,13 @@ def _add_arguments(parser: Parser) -> None:
 
 def _export(arguments: Arguments) -> int:
     from pipetrain.config.load import read
+    from pipetrain.config.records import HUGGING_FACE
     from pipetrain.observe.folder import find_folder
     from pipetrain.plan.plan import read_plan
 
     folder = find_folder(arguments.run)
     config = read(folder.config)
-    if config.model.name != _HF:
+    if config.model.name != HUGGING_FACE:
         raise ValueError(
             f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; its weights are in {folder.weights}"
         )
@@ -41,35 +40,28 @@ def _export(arguments: Arguments) -> int:
     check_out(out)
     plan = read_plan(folder.plan)
     stages = [plan.layers_of(stage) for stage in range(plan.num_stages)]
-    export_model(_tensors(config, folder), stages, folder.model, out, lora=config.model.lora)
+    export_model(_tensors(folder), stages, folder.model, out, lora=config.model.lora, base=str(config.model.path))
     print(out)
     return Exit.DONE
 
 
-def _tensors(config: RunConfig, folder: RunFolder) -> Mapping[str, Tensor]:
+def _tensors(folder: RunFolder) -> Mapping[str, Tensor]:
     """Those at the end of the run, else of its newest whole snapshot, under transformers' names."""
     from pipetrain.snapshot.weights import has_weights, read_weights
 
     if has_weights(folder.weights):
         return read_weights(folder.weights)
-    from dataclasses import replace
-
-    from pipetrain.model.spec import make_spec
+    from pipetrain.snapshot.export import in_files
     from pipetrain.snapshot.find import find
     from pipetrain.snapshot.reader import Snapshot
     from pipetrain.snapshot.state import Part
 
     snapshot = find(folder.path, _say)
     _say(f"the run has not ended; exporting {snapshot}")
-    model = replace(config.model, path=str(folder.model), revision=None)
-    return make_spec(model, config.model.vocabulary_size or 1).to_file(
-        Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS)
-    )
+    return in_files(Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS), folder.model)
 
 
 def _say(text: str) -> None:
-    import sys
-
     print(f"pipetrain: {text}", file=sys.stderr, flush=True)
 
 

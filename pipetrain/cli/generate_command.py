@@ -36,16 +36,18 @@ def _add_arguments(parser: Parser) -> None:
         "--top-p", type=float, metavar="P", help="draw from the likeliest with a share P of the chances"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, for a model that chats")
+    parser.add_argument("--raw", action="store_true", help="go on from the text itself, without the chat template")
     parser.add_argument("--ranks", type=int, help="processes to run on; 1: this one alone (default: as in training)")
 
 
 def _generate(arguments: Arguments) -> int:
-    from pipetrain.config.load import read
+    from pipetrain.cli.run_config import config_of_run
     from pipetrain.group.address import is_rank
     from pipetrain.observe.folder import find_folder
 
     folder = find_folder(arguments.run)
-    config = read(folder.config)
+    config = config_of_run(folder)
     if is_rank():
         _be_a_rank(config, folder, arguments)
     asked = _asked(arguments)
@@ -89,6 +91,8 @@ def _asked(arguments: Arguments) -> Asked:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        system=arguments.system,
+        raw=arguments.raw,
     )
 
 
@@ -112,14 +116,22 @@ def _check(folder: RunFolder, asked: Asked) -> None:
 def _words(arguments: Arguments) -> list[str]:
     """The options again, for the ranks."""
     given = {name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks")}
-    lists = {name: value if isinstance(value, list) else [value] for name, value in given.items() if value is not None}
-    return [f"--{name}={value}" for name, values in lists.items() for value in values]
+    flags = [f"--{name}" for name, value in given.items() if value is True]
+    lists = [
+        (name, value if isinstance(value, list) else [value])
+        for name, value in given.items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    return flags + [f"--{name}={value}" for name, values in lists for value in values]
 
 
 def _here(config: RunConfig, plan: Plan, folder: RunFolder, asked: Asked) -> int:
     from pipetrain.loop.generate import generate
 
-    generate(config, plan, folder.weights, asked, _write)
+    own = config.model.path
+    if own is not None and folder.model.is_dir():
+        own = str(folder.model)  # config and tokenizer as the run had them
+    generate(config, plan, folder.weights, asked, _write, own_model=own)
     return Exit.DONE
 
 

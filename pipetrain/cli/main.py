@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
 from pipetrain.cli.command import Parser, refuse
+from pipetrain.cli.export_command import EXPORT
 from pipetrain.cli.generate_command import GENERATE
 from pipetrain.cli.report_command import REPORT
 from pipetrain.cli.show_command import SHOW
@@ -25,6 +26,7 @@ COMMANDS = {
     "report": REPORT,
     "verify": VERIFY,
     "generate": GENERATE,
+    "export": EXPORT,
     "tokenize": TOKENIZE,
 }
 _BENCH = "bench"  # has options of its own

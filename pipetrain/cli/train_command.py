@@ -57,12 +57,14 @@ def check_train(config: RunConfig) -> Run:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
     from pipetrain.engine.available import check_available
+    from pipetrain.model.hf.download import bring_model
     from pipetrain.observe.claim import check_unclaimed
     from pipetrain.observe.folder import check_free
     from pipetrain.observe.trackers.chosen import check_trackers
     from pipetrain.prepare import prepare
     from pipetrain.snapshot.start import AUTO, check_start
 
+    bring_model(config.model, timeout_seconds=config.timeout_seconds)
     run = prepare(config)
     check_trackers(config.observe)
     if config.resume != AUTO:

@@ -25,6 +25,7 @@ from pipetrain.config.limits import (
 )
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
+HUGGING_FACE = "hf"  # the model.name of what transformers has
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
@@ -75,9 +76,10 @@ class LoraConfig:
     rank: Annotated[int | None, at_least(1, most=2**20)] = None  # numbers between the two matrices; None: no adapters
     # Which linear layers, each the end of a name: q_proj, or layers.11.mlp.up_proj for one alone.
     targets: _Targets = ("q_proj", "v_proj")
-    layers: tuple[int, ...] | None = None  # decoder layers that get adapters, from 0; None: all
+    # Decoder layers that get adapters, from 0; None: all.
+    layers: Annotated[tuple[int, ...] | None, each(0, 10_000, "the number of a decoder layer")] = None
     alpha: _Positive | None = None  # what they give is multiplied by alpha / rank; None: by 1
-    merge: bool = True  # whether `export` adds them to the weights, else it writes them as PEFT does
+    merge: MayChange[bool] = True  # whether `export` adds them to the weights, else it writes them as PEFT does
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,10 @@ class ModelConfig:
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
     # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
-    path: str | None = None
+    path: MayChange[str | None] = None
     revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
     # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
-    weights: Annotated[str, one_of("pretrained", "random")] = "pretrained"
+    weights: MayChange[Annotated[str, one_of("pretrained", "random")]] = "pretrained"
     # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
     dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
     # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.

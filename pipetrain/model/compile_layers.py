@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
 from torch import nn
 
 from pipetrain.model.spec import ModelSpec
@@ -16,12 +12,13 @@ def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpe
 
     Layers of one kind run one code, with their weights as its inputs, so a kind is compiled once for all of a rank's layers: once for
     training, once for evaluation. A whole stage in one piece would be compiled anew for each split, and could not be seeded layer by layer.
+    A layer of which only parts can be compiled has a method `parts_to_compile` that returns these modules.
     """
 
-    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
-        layers = spec.build_layers(first, last, seed=seed, device=device)
-        for layer in layers:
-            layer.compile(backend=backend)
-        return layers
+    def compile_layer(layer: nn.Module) -> None:
+        own = getattr(layer, "parts_to_compile", None)
+        parts = (layer,) if own is None else own()
+        for part in parts:
+            part.compile(backend=backend)
 
-    return replace(spec, build_layers=build)
+    return spec.with_each_layer(compile_layer)

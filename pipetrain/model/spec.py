@@ -90,11 +90,30 @@ class ModelSpec:
             return self
         return replace(self, build_layers=self.build_for_other_loss)
 
+    def with_each_layer(self, change: Callable[[nn.Module], object]) -> ModelSpec:
+        """The model with `change` called on each of its layers after it is made; it must do the same to a layer whatever the split."""
+        other = self.build_for_other_loss
+        return replace(
+            self,
+            build_layers=_then(self.build_layers, change),
+            build_for_other_loss=None if other is None else _then(other, change),
+        )
+
     def count(self, targets: Any) -> int | float:
         """How much counts in the loss of `targets`, a batch or a microbatch: by `count_fn`, else the rows."""
         if self.count_fn is not None:
             return self.count_fn(targets)
         return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
+
+
+def _then(build_layers: BuildLayers, change: Callable[[nn.Module], object]) -> BuildLayers:
+    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
+        layers = build_layers(first, last, seed=seed, device=device)
+        for layer in layers:
+            change(layer)
+        return layers
+
+    return build
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:

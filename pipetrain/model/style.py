@@ -53,7 +53,21 @@ def longest_sample(config: ModelConfig) -> int:
 
 
 def check_heads(config: ModelConfig) -> None:
-    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width."""
+    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width.
+
+    Keys of model=hf are refused too: nothing would read them.
+    """
+    for key, value in (
+        ("path", config.path),
+        ("revision", config.revision),
+        ("attention", config.attention),
+        ("lora.rank", config.lora.rank),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"model.{key}={value}: is of model=hf, and model.name={config.name} is built from the keys of `model` (model=llama, "
+                f"model=gpt2): type model.{key}=null, or model=hf"
+            )
     hidden, heads = config.hidden_size, config.num_heads
     if hidden % heads:
         raise ValueError(

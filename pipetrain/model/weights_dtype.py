@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -17,12 +14,9 @@ def with_weights_in(spec: ModelSpec, dtype: torch.dtype) -> ModelSpec:
     Buffers stay: a layer knows what its statistics and tables need, and tables of positions need float32.
     """
 
-    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
-        layers = spec.build_layers(first, last, seed=seed, device=device)
-        for layer in layers:
-            for parameter in layer.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-        return layers
+    def cast(layer: nn.Module) -> None:
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
-    return replace(spec, build_layers=build)
+    return spec.with_each_layer(cast)

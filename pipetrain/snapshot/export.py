@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
+from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.lora import MergedWeights, write_adapters
 from pipetrain.model.hf.parts import Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
@@ -71,6 +72,11 @@ def export_model(
             write_index(draft, shards)
         _copy_beside(source, draft)
         _write_config(draft / CONFIG, source, model, {str(dtype).removeprefix("torch.") for dtype in dtypes})
+
+
+def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
+    """Tensors under transformers' names that are called `own` as in our layers, those of a snapshot."""
+    return HfNames(model_parts(empty_model(find_source(str(files))))).to_file(own)
 
 
 def _copy_beside(source: HfSource, folder: Path) -> None:

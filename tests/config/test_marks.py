@@ -92,7 +92,7 @@ def test_what_a_run_that_goes_on_must_keep() -> None:
     )
     model = (
         "name num_blocks hidden_size num_heads num_kv_heads mlp_size vocabulary_size max_sequence_length rope_base "
-        "dropout norm_epsilon"
+        "dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
     )
     expected = {
         "seed",

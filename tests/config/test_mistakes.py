@@ -85,7 +85,6 @@ UNSUPPORTED = {
     "parallel.zero=1": "engine=deepspeed",
     "parallel.fsdp=true": "pipeline.num_stages",
     "parallel.tensor=2": "pipeline.num_stages",
-    "model.path=folder": "model=llama",
 }
 
 REFUSED_BY_DEEPSPEED = {

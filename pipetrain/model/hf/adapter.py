@@ -39,6 +39,10 @@ class HfEmbedding(nn.Module):
         self.owner = hollowed(owner, {parts.list_name: None} | dict.fromkeys(parts.after))
         self.parts = parts
 
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """None: it looks tokens up, and makes the masks in Python."""
+        return ()
+
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
@@ -70,6 +74,10 @@ class HfDecoderLayer(nn.Module):
         self.frames = frames
         self.router = router
 
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """The family's own layer, without the frame around it; none where a router is watched, which takes hooks on each call."""
+        return (self.layer,) if self.router is None else ()
+
     def forward(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         frame = local_frame(tree, self.frames)
         if self.router is None:
@@ -81,7 +89,7 @@ class HfDecoderLayer(nn.Module):
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
-        frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
+        frame: Frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
         return frame.run(self.number, self.layer, hidden)
 
 
@@ -100,16 +108,24 @@ class HfHead(nn.Module):
         self.router = router
         self.vocabulary_size = vocabulary_of(model)
         self.makes_pieces = makes_pieces
-        self._scale: float | None = None
+        self._linear: tuple[str, float] | None = None  # the name of the only weight behind the last norm, and the scale
         if makes_pieces:
             bare = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), ())})
-            self._scale = scale_of_linear(partial(_logits, bare), model.get_output_embeddings().weight)
+            weights = dict(bare.named_parameters())
+            scale = scale_of_linear(partial(_logits, bare), next(iter(weights.values()))) if len(weights) == 1 else None
+            self._linear = None if scale is None else (next(iter(weights)), scale)
+
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """None: it is one product of matrices, which has no other form."""
+        return ()
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
         router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
         if self.makes_pieces and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
-            return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, self._linear(), router_loss)
+            return UnmadeLogits(
+                hidden, partial(_logits, self.model), self.vocabulary_size, self._linear_head(), router_loss
+            )
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
@@ -117,13 +133,18 @@ class HfHead(nn.Module):
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
         return _logits(self.model, hidden[:, -1:])
 
-    def _linear(self) -> LinearHead | None:
-        if self._scale is None:
+    def _linear_head(self) -> LinearHead | None:
+        if self._linear is None:
             return None
-        after = self.model.get_submodule(self.parts.owner)
+        name, scale = self._linear
         return LinearHead(
-            lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale
+            partial(_hidden_after, self.model.get_submodule(self.parts.owner)), self.model.get_parameter(name), scale
         )
+
+
+def _hidden_after(owner: nn.Module, hidden: Tensor) -> Tensor:
+    normed: Tensor = owner(inputs_embeds=hidden)[0]
+    return normed
 
 
 def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -224,8 +245,8 @@ def check_plain(model: PreTrainedModel) -> None:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
-            "the model's own gradient checkpointing is on, so its layers would be recomputed twice: call "
-            "model.gradient_checkpointing_disable(), and choose with recompute.mode"
+            "the model's own gradient checkpointing is on, so its layers would be recomputed twice: switch it off, and choose "
+            "with recompute.mode (recompute= of a Pipeline)"
         )
     if getattr(config, "layerdrop", 0):
         raise ValueError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipetrain.config.records import ModelConfig
+from pipetrain.config.records import HUGGING_FACE, ModelConfig
 from pipetrain.model.hf.source import cached_folder, find_source, hub_cache, is_name, missing_files
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -33,7 +33,7 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
         ValueError: it cannot be had: no network, no such name, no right to it.
     """
     path = config.path
-    if path is None or Path(path).expanduser().is_dir() or not is_name(path):
+    if config.name != HUGGING_FACE or path is None or Path(path).expanduser().is_dir() or not is_name(path):
         return
     wants_weights = config.weights == "pretrained"
     if _is_whole(path, config.revision, wants_weights=wants_weights):

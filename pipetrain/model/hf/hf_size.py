@@ -167,7 +167,9 @@ def check_hf(config: ModelConfig) -> None:
             "alone: save the language model in it as a causal language model of its own, and name that folder"
         )
     if source.config.get("is_encoder_decoder"):
-        raise ValueError(f"model.path={config.path}: {_class_name(source)} has an encoder; name a model that goes on with text")
+        raise ValueError(
+            f"model.path={config.path}: {_class_name(source)} has an encoder; name a model that goes on with text"
+        )
     if config.weights == "pretrained":
         check_loadable(source)
 

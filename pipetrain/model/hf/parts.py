@@ -258,9 +258,7 @@ def _is(output: Any, hidden: Tensor) -> bool:
 
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     """Where each decoder layer gets what the one before it returned."""
-    keys = [
-        [key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])
-    ]
+    keys = [[key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])]
     first = keys[0] if keys else _tensors_with_gradient(calls[0])
     if any(len(each) != 1 or each != first for each in keys) or len(first) != 1:
         raise _Unfit("a decoder layer does not get what the one before it returned, and that alone")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ def pruned_model(
     config = _own_config(source, attention)
     whole = causal_class(config)
     chosen = _dtype_of(source, config, dtype)
-    pruned = _PrunedClass(whole, first, last)
+    pruned = _PrunedClass(whole, first, last, draws=weights == RANDOM)
     with _quiet_transformers(), generators_restored(torch.device("cpu")):
         if weights == PRETRAINED:
             assert isinstance(source, HfSource), "weights are read from a folder"
@@ -65,7 +65,7 @@ def pruned_model(
             with torch.device("meta"):
                 model = pruned.made._from_config(config, dtype=chosen)
             if weights == RANDOM:
-                _draw(model, pruned.parts, range(first, last), seed)
+                _draw(model, pruned.parts, seed)
     model.__class__ = whole
     _let_go(model, pruned.parts, range(first, last))
     return model if weights == EMPTY else model.to(device)
@@ -117,11 +117,13 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 class _PrunedClass:
     """`made`: the family's class, whose instances lose what layers outside `first` to `last - 1` own as soon as they are made.
 
-    `from_pretrained` then loads what is left. `parts` are those of the whole model, known when an instance was made.
+    `from_pretrained` then loads what is left. `parts` are those of the whole model and `tied` what is tied in what is left, target to
+    source, both known when an instance was made.
     """
 
-    def __init__(self, whole: type[PreTrainedModel], first: int, last: int) -> None:
+    def __init__(self, whole: type[PreTrainedModel], first: int, last: int, *, draws: bool) -> None:
         self.parts: Parts
+        self.tied: Mapping[str, str]
         outer = self
 
         def init(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -131,22 +133,27 @@ class _PrunedClass:
                 raise ValueError(
                     f"layers {first} to {last - 1} were asked for, the model has 0 to {outer.parts.num_layers - 1}"
                 )
-            _prune(model, outer.parts, range(first, last))
+            _prune(model, outer.parts, range(first, last), draws=draws)
+            outer.tied = dict(model.all_tied_weights_keys)
 
         # The module's name: transformers takes a class of another module for code that came with a model.
         self.made: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
 
 
-def _prune(model: PreTrainedModel, parts: Parts, held: range) -> None:
-    """Replaces foreign modules. What is tied to a held one stays until all is loaded: a file has such a tensor once."""
+def _prune(model: PreTrainedModel, parts: Parts, held: range, *, draws: bool) -> None:
+    """Replaces foreign modules. What is tied to a held one stays until all is loaded: a file has such a tensor once.
+
+    `draws`: with its whole layer, whose weights come from one seed, one after the other.
+    """
     tied = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
         if {parts.layer_of(target), parts.layer_of(source)} & set(held)
     }
     model.all_tied_weights_keys = tied
-    needed = set(held) | {parts.layer_of(name) for pair in tied.items() for name in pair}
-    _replace(model, parts, needed)
+    tied_names = [name for pair in tied.items() for name in pair]
+    layers = set(held) | ({parts.layer_of(name) for name in tied_names} if draws else set())
+    _replace(model, parts, layers, tied_names)
 
 
 def _let_go(model: PreTrainedModel, parts: Parts, held: range) -> None:
@@ -159,10 +166,11 @@ def _let_go(model: PreTrainedModel, parts: Parts, held: range) -> None:
     }
 
 
-def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None]) -> None:
+def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: Sequence[str] = ()) -> None:
+    """Puts `Elsewhere` in the place of the modules of all layers but `kept`, and but those that have tensors named in `tied`."""
     for number in range(parts.num_layers):
-        if number not in kept:
-            for name in parts.modules_of(number):
+        for name in parts.modules_of(number) if number not in kept else ():
+            if not any(each.startswith(f"{name}.") for each in tied):
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, Elsewhere(number))
 
@@ -172,12 +180,28 @@ def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtyp
     with StoredWeights(source.weight_map) as stored:
         try:
             model, info = pruned.made.from_pretrained(
-                None, config=config, state_dict=stored.by_name(), dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=stored.by_name(),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # to tell which in a line
+                output_loading_info=True,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
             raise ValueError(
                 f"model.path={source.name}: its weights cannot be loaded ({_first_line(error)})"
             ) from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise ValueError(
+            f"model.path={source.name}: {name} is {list(found)} in the files, {list(wanted)} by config.json (and {len(mismatched) - 1} "
+            "more): they are not of one model"
+        )
+    if untied := sorted(pruned.tied.keys() - model.all_tied_weights_keys.keys()):
+        raise ValueError(
+            f"model.path={source.name}: its config ties {untied[0]} to {pruned.tied[untied[0]]}, and its files have two that differ: set "
+            "tie_word_embeddings to false in its config.json, or take one of them out of the files"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -232,26 +256,20 @@ class _Stored:
         return self._weights.read(self._name)[index]
 
 
-def _draw(model: PreTrainedModel, parts: Parts, held: range, seed: int) -> None:
+def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
     """First weights as the family draws them, those of each layer from a seed of its own."""
     from transformers import initialization
 
-    # As from_pretrained does for what a file lacks: memory, then the family's own initialisation of whatever is not marked as done.
+    model.to_empty(device="cpu")
     for name in model.all_tied_weights_keys:
-        model.get_parameter(name)._is_hf_initialized = True
-    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    model._move_missing_keys_from_meta_to_device(names & model.state_dict().keys(), None, None, None)
+        model.get_parameter(name)._is_hf_initialized = True  # it becomes its source below, so nothing is drawn for it
     with torch.no_grad(), initialization.guard_torch_init_functions():
         for number in range(parts.num_layers):
             torch.default_generator.manual_seed(weight_seed(seed, number))
             for name in parts.modules_of(number):
-                module = model.get_submodule(name)
-                if not isinstance(module, Elsewhere):
-                    module.apply(model._initialize_weights)
+                model.get_submodule(name).apply(model._initialize_weights)
     model.initialize_weights()  # rotary tables and what else belongs to no layer
     model.tie_weights(recompute_mapping=False)
-    assert all(not tensor.is_meta for tensor in model.state_dict().values())
-    assert held
 
 
 def _own_config(source: HfSource | PretrainedConfig, attention: str | None) -> PretrainedConfig:

@@ -163,7 +163,7 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
     reference = home / "refs" / wanted
     commit = reference.read_text().strip() if reference.is_file() else wanted
     folder = home / "snapshots" / commit
-    return folder if folder.is_dir() and folder.parent == home / "snapshots" else None
+    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
 
 def hub_cache() -> Path:
