@@ -29,7 +29,7 @@ from pipetrain.data.token_file import (
 from pipetrain.data.tokenizer import Encoded, Tokenizer
 
 _BATCH_BYTES = 2**22
-_BATCH_DOCUMENTS = 4096
+BATCH_DOCUMENTS = 4096
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell) -> None:
@@ -106,7 +106,7 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
             continue
         batch.append(document)
         size += _size_of(document.content)
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
+        if size >= _BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
