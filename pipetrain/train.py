@@ -158,6 +158,10 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
     spec = make_spec(_model(config), data.vocabulary_size)
+    if spec.take_batch is not None:
+        spec.take_batch(
+            *data.train.batch(0)
+        )  # samples that the model cannot take are refused on every rank, before a step
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)

@@ -36,6 +36,8 @@ def _add_arguments(parser: Parser) -> None:
         "--top-p", type=float, metavar="P", help="draw from the likeliest with a share P of the chances"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, for a model that chats")
+    parser.add_argument("--raw", action="store_true", help="go on from the text itself, without the chat template")
     parser.add_argument("--ranks", type=int, help="processes to run on; 1: this one alone (default: as in training)")
 
 
@@ -89,6 +91,8 @@ def _asked(arguments: Arguments) -> Asked:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        system=arguments.system,
+        raw=arguments.raw,
     )
 
 
@@ -112,8 +116,13 @@ def _check(folder: RunFolder, asked: Asked) -> None:
 def _words(arguments: Arguments) -> list[str]:
     """The options again, for the ranks."""
     given = {name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks")}
-    lists = {name: value if isinstance(value, list) else [value] for name, value in given.items() if value is not None}
-    return [f"--{name}={value}" for name, values in lists.items() for value in values]
+    flags = [f"--{name}" for name, value in given.items() if value is True]
+    lists = [
+        (name, value if isinstance(value, list) else [value])
+        for name, value in given.items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    return flags + [f"--{name}={value}" for name, values in lists for value in values]
 
 
 def _here(config: RunConfig, plan: Plan, folder: RunFolder, asked: Asked) -> int:

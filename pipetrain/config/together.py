@@ -145,6 +145,8 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
             "bf16",
             "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16_autocast or fp32",
         )
+    if config.model.name == "hf":
+        yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
     if config.model.compile:
         yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
     if data.batch_size % config.pipeline.num_microbatches:

@@ -115,6 +115,11 @@ class HfTokenizer:
         end = self._loaded.eos_token_id
         return () if end is None else (int(end),)
 
+    @property
+    def has_chats(self) -> bool:
+        """Whether it has a template that chats are written with."""
+        return self._loaded.chat_template is not None
+
     def encode(self, text: bytes) -> Tensor:
         ids = self._backend.encode(text.decode(errors="replace"), add_special_tokens=False).ids
         return torch.tensor([*self._begin, *ids], dtype=torch.int64)

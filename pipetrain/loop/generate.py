@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
+from pipetrain.data.hf_tokenizer import HfTokenizer
 from pipetrain.data.tokenizer import Tokenizer
+from pipetrain.model.hf.source import GENERATION_CONFIG, find_source
+from pipetrain.model.registry import family_of, load_function
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline
@@ -20,7 +24,11 @@ _HELD_BACK = 4  # tokens at most: no character takes more bytes
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants to read: see `Pipeline.generate`."""
+    """What a user wants to read: see `Pipeline.generate`.
+
+    Where the model's tokenizer has a chat template, prompts are questions, each a chat of its own after the `system` message; `raw`: they
+    are texts to go on from in any case.
+    """
 
     prompts: tuple[str, ...]
     num_tokens: int
@@ -28,50 +36,102 @@ class Asked:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    system: str | None = None
+    raw: bool = False
 
 
-def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: Callable[[str], None]) -> None:
-    """Gives `write` on rank 0 each prompt of `asked` and what the model of the run puts after it: one prompt as it goes along,
-    several one after the other at the end. Collective over the ranks of `plan`.
+def generate(
+    config: RunConfig,
+    plan: Plan,
+    weights: Path,
+    asked: Asked,
+    write: Callable[[str], None],
+) -> None:
+    """Gives `write` on rank 0 what the model of the run puts after each prompt of `asked`: after one prompt as it goes along, after
+    several one after the other at the end. A text follows its prompt, an answer stands alone. Collective over the ranks of `plan`.
+
+    `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in.
 
     Raises:
-        ValueError: an empty prompt, numbers out of range, or weights that do not fit.
+        ValueError: numbers out of range, no tokenizer, or weights that do not fit.
         PipelineError: a rank failed.
     """
-    tokenizer = make_tokenizer(config.data)
+    tokenizer = make_tokenizer(config.data, config.model.path)
     if tokenizer is None:
         raise ValueError("data.tokenizer=null: the run was trained on token ids, and no tokenizer makes text of them")
+    prompts = [_tokens_of(prompt, asked, tokenizer) for prompt in asked.prompts]
+    shown = [""] * len(prompts) if _are_chats(asked, tokenizer) else list(asked.prompts)
     spec = make_spec(config.model, tokenizer.vocabulary_size)
     with Pipeline(spec, plan=plan, recompute="never", timeout_seconds=config.timeout_seconds) as pipeline:
         load_weights(weights, pipeline, spec)
-        writer = _Writer(tokenizer, asked.prompts, write if pipeline.rank == 0 else _nowhere)
+        writer = _Writer(tokenizer, shown, write if pipeline.rank == 0 else _nowhere)
         writer.begin()
         pipeline.generate(
-            [tokenizer.encode(prompt.encode()).tolist() for prompt in asked.prompts],
+            prompts,
             max_new_tokens=asked.num_tokens,
             temperature=asked.temperature,
             top_k=asked.top_k,
             top_p=asked.top_p,
             seed=asked.seed,
-            context=config.data.sequence_length,
+            eos=_ends(tokenizer, config.model),
+            context=_context(config),
             on_token=writer.on_token,
         )
         writer.end()
 
 
-class _Writer:
-    """Writes texts as their tokens come: of one prompt at once, of several each in one piece at the end."""
+def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
+    """Whether the prompts are questions.
 
-    def __init__(self, tokenizer: Tokenizer, prompts: Iterable[str], write: Callable[[str], None]) -> None:
-        self._texts = [TextStream(tokenizer) for _ in prompts]
-        self._prompts = list(prompts)
+    Raises:
+        ValueError: a message that only a chat has.
+    """
+    has_template = isinstance(tokenizer, HfTokenizer) and tokenizer.has_chats
+    if asked.system is not None and (asked.raw or not has_template):
+        why = "--raw goes on from a text" if asked.raw else f"{tokenizer.called} has no chat template"
+        raise ValueError(f"--system={asked.system}: {why}, and there is no chat for it to begin")
+    return has_template and not asked.raw
+
+
+def _tokens_of(prompt: str, asked: Asked, tokenizer: Tokenizer) -> list[int]:
+    if not _are_chats(asked, tokenizer):
+        return [int(token) for token in tokenizer.encode(prompt.encode())]
+    assert isinstance(tokenizer, HfTokenizer)
+    system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
+    return tokenizer.encode_prompt(tokenizer.render([*system, {"role": "user", "content": prompt}]))
+
+
+def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
+    """The tokens after which a text has ended: the tokenizer's, and those that the model's own generation_config names."""
+    ends = tokenizer.end_tokens if isinstance(tokenizer, HfTokenizer) else ()
+    if model.path is None:
+        return ends
+    file = find_source(model.path, model.revision).folder / GENERATION_CONFIG
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    named = () if named is None else named
+    return tuple(sorted({*ends, *([named] if isinstance(named, int) else named)}))
+
+
+def _context(config: RunConfig) -> int | None:
+    """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
+    if config.model.path is None:
+        return max(2, config.data.sequence_length)
+    longest: int | None = load_function(family_of(config.model).longest)(config.model)
+    return longest
+
+
+class _Writer:
+    """Writes texts as their tokens come: a single one at once, several each in one piece at the end. `shown` stands before each."""
+
+    def __init__(self, tokenizer: Tokenizer, shown: Sequence[str], write: Callable[[str], None]) -> None:
+        self._texts = [TextStream(tokenizer) for _ in shown]
         self._write = write
         self._is_streaming = len(self._texts) == 1
-        self._written: list[list[str]] = [[prompt] for prompt in prompts]
+        self._written = [[text] for text in shown]
 
     def begin(self) -> None:
         if self._is_streaming:
-            self._write(self._prompts[0])
+            self._write(self._written[0][0])
 
     def on_token(self, number: int, token: int) -> None:
         self._put(number, self._texts[number].add(token))

@@ -23,6 +23,7 @@ from pipetrain.model.attention import Attention
 from pipetrain.model.linear import embedding, linear
 from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.mlp import GeluMLP, SwiGLU
+from pipetrain.model.plain_batch import plain_batch
 from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, one_by_one
 from pipetrain.model.style import Style, check_model
@@ -43,6 +44,7 @@ def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
         build_layers=one_by_one(layers),
         loss_fn=next_token_loss,
         count_fn=count_tokens,
+        take_batch=plain_batch,
         fingerprint={
             **{key: value for key, value in asdict(config).items() if key not in NOT_OF_THE_MODEL},
             "vocabulary_size": config.vocabulary_size or vocabulary_size,

@@ -131,7 +131,8 @@ def totals(report: RunReport) -> Table:
     rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
-        ("perplexity, held-out", _pair(report.perplexity, report.heldout_perplexity)),
+        ("perplexity of the last step", number(report.perplexity, "{:,.2f}")),
+        ("held-out perplexity", number(report.heldout_perplexity, "{:,.2f}")),
         *_seen(report),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
@@ -152,10 +153,6 @@ def rank_totals(report: RunReport) -> Table:
         ("without recomputation", *map(size, report.peak_activation_bytes_never)),
     ]
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
-
-
-def _pair(first: float | None, second: float | None) -> str:
-    return ", ".join(number(value, "{:,.2f}") for value in (first, second))
 
 
 def _seen(report: RunReport) -> list[tuple[str, str]]:

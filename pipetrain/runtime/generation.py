@@ -35,11 +35,11 @@ Fetch = Callable[[Tensor, str], Tensor]
 class _Turn(NamedTuple):
     """One pass of a group through the stages, whose tokens this rank does not know yet."""
 
-    group: Group
+    group: SampleGroup
     chosen: bytes  # on the last stage's rank
 
 
-class Group:
+class SampleGroup:
     """Samples that go through the stages together: what they had so far, and what the layers of this rank have kept of it."""
 
     def __init__(self, prompts: Prompts, samples: range, device: torch.device) -> None:
@@ -122,7 +122,9 @@ class Generation:
         self._on_token = on_token
         self._num_layers = plan.num_layers
         self._last_rank = plan.stage_ranks[-1]
-        self._groups = [Group(prompts, samples, device) for samples in _cut(len(prompts.tokens), prompts.num_groups)]
+        self._groups = [
+            SampleGroup(prompts, samples, device) for samples in _cut(len(prompts.tokens), prompts.num_groups)
+        ]
         self._lag = _lag(plan, chain.rank)
         self._forms: dict[tuple[int, int], dict[Op, Form]] = {}  # by the shape of the tokens
 
@@ -144,7 +146,7 @@ class Generation:
                 break
         return [tokens for group in self._groups for tokens in group.made()]
 
-    def _pass_through(self, group: Group) -> _Turn:
+    def _pass_through(self, group: SampleGroup) -> _Turn:
         """The new tokens of a group through the stages of this rank."""
         tokens = group.begin()
         step = Step(
@@ -163,7 +165,7 @@ class Generation:
         group.past.end()
         return _Turn(group, self._chosen(group, step.outputs[0]) if step.outputs else b"")
 
-    def _chosen(self, group: Group, output: Tensor) -> bytes:
+    def _chosen(self, group: SampleGroup, output: Tensor) -> bytes:
         logits, sampling = output[:, -1], self._prompts.sampling
         what = f"the logits of token {group.num_new}"
         if self._choose is not None:

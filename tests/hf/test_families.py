@@ -10,11 +10,13 @@ import torch
 from hf.loops import differing_gradients, loop_step
 from hf.tiny import FAMILIES, padding_mask, tiny, token_ids
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from pipetrain import Pipeline
 from pipetrain.model.hf.adapter import layers_of
 from pipetrain.model.hf.parts import model_parts
 from pipetrain.model.loss import IGNORED, next_token_loss
+from pipetrain.model.spec import spec_of
 
 # Families in `make test`, all others being slow: one each of rotary tables per kind of layer, experts, learned positions, tuples.
 PRESENT = ("llama", "gemma3_text", "mixtral", "gpt2", "falcon")
@@ -105,3 +107,34 @@ def test_a_loss_of_ones_own_gets_logits() -> None:
         found = pipeline.step(inputs, targets)
     wanted = loss(theirs(input_ids=inputs, use_cache=False).logits, targets)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_masks_are_in_the_dtype_of_the_queries(precision: str) -> None:
+    """Padded, with two layers per stage, in bfloat16 and under autocast."""
+    theirs, ours = tiny("llama"), tiny("llama")
+    if precision == "bf16":
+        theirs, ours = theirs.bfloat16(), ours.bfloat16()
+    inputs, targets = batches(padded=True)
+    with Pipeline(ours, num_microbatches=3, stages_per_rank=3) as pipeline:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            loss = pipeline.step(inputs, targets)
+            wanted = loop_step(theirs, inputs, targets, num_microbatches=3)
+    assert torch.equal(loss, wanted)
+    assert not differing_gradients(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch.compile looks at
+def test_compiled_layers_of_a_kind_share_their_code() -> None:
+    """Six decoder layers: not more graphs than of three, so positions among the layers are in no guard."""
+    counts = []
+    for number in (3, 6):
+        model = tiny("llama", num_hidden_layers=number)
+        torch._dynamo.reset()
+        counting = CompileCounter()
+        spec = spec_of(model).with_each_layer(lambda layer: layer.compile(backend=counting))  # noqa: B023
+        with Pipeline(spec, num_microbatches=2, stages_per_rank=2, recompute="never") as pipeline:
+            pipeline.step(*batches(padded=True))
+        counts.append(counting.frame_count)
+    assert 0 < counts[1] == counts[0]

@@ -218,6 +218,8 @@ REFUSED = {
     "precision=bf16 optim.masters=off optim=deepspeed_cpu_adam": "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
     "engine=deepspeed precision=bf16": "precision=bf16: not supported by engine=deepspeed, which trains float32 weights",
     "engine=deepspeed model.compile=true": "model.compile=true: not supported by engine=deepspeed",
+    "engine=deepspeed model.name=hf model.path=there": "model.name=hf: not supported by engine=deepspeed",
+    "model.dtype=float16": "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out",
     "steps=3 epochs=1": "steps=3 epochs=1: both say how long the run is; give one",
     "epochs=0 steps=null": "epochs=0.0: allowed is more than 0",
 }

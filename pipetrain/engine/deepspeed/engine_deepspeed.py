@@ -195,6 +195,8 @@ class DeepSpeedEngine:
         Raises:
             ValueError: inputs or targets that are no tensor.
         """
+        if self._spec.take_batch is not None:
+            batch = Batch(*self._spec.take_batch(*batch))
         inputs, targets = batch
         for name, tree in batch._asdict().items():
             if not isinstance(tree, Tensor):

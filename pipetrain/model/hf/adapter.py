@@ -45,6 +45,9 @@ class HfEmbedding(nn.Module):
         hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
         return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a look into a table, beside masks that are made as plain Python says."""
+
     def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens, which is all that travels then."""
         hidden, frame = self._begun(ids, given_of(past, self.owner.config))
@@ -79,9 +82,13 @@ class HfDecoderLayer(nn.Module):
         sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The decoder layer, without what is around it: so one code serves all of a kind, wherever they stand."""
+        self.layer.compile(*args, **kwargs)
+
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
-        frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
+        frame: Frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
         return frame.run(self.number, self.layer, hidden)
 
 
@@ -100,30 +107,43 @@ class HfHead(nn.Module):
         self.router = router
         self.vocabulary_size = vocabulary_of(model)
         self.makes_pieces = makes_pieces
-        self._scale: float | None = None
+        self._linear: tuple[str, float] | None = None  # the name of the only weight behind the last norm, and the scale
         if makes_pieces:
             bare = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), ())})
-            self._scale = scale_of_linear(partial(_logits, bare), model.get_output_embeddings().weight)
+            weights = dict(bare.named_parameters())
+            scale = scale_of_linear(partial(_logits, bare), next(iter(weights.values()))) if len(weights) == 1 else None
+            self._linear = None if scale is None else (next(iter(weights)), scale)
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
         router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
         if self.makes_pieces and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
-            return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, self._linear(), router_loss)
+            return UnmadeLogits(
+                hidden, partial(_logits, self.model), self.vocabulary_size, self._linear_head(), router_loss
+            )
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The causal model's own forward, without the choice of pieces."""
+        self.model.compile(*args, **kwargs)
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
         return _logits(self.model, hidden[:, -1:])
 
-    def _linear(self) -> LinearHead | None:
-        if self._scale is None:
+    def _linear_head(self) -> LinearHead | None:
+        if self._linear is None:
             return None
-        after = self.model.get_submodule(self.parts.owner)
+        name, scale = self._linear
         return LinearHead(
-            lambda hidden: after(inputs_embeds=hidden)[0], self.model.get_output_embeddings().weight, self._scale
+            partial(_hidden_after, self.model.get_submodule(self.parts.owner)), self.model.get_parameter(name), scale
         )
+
+
+def _hidden_after(owner: nn.Module, hidden: Tensor) -> Tensor:
+    normed: Tensor = owner(inputs_embeds=hidden)[0]
+    return normed
 
 
 def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -224,8 +244,8 @@ def check_plain(model: PreTrainedModel) -> None:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
-            "the model's own gradient checkpointing is on, so its layers would be recomputed twice: call "
-            "model.gradient_checkpointing_disable(), and choose with recompute.mode"
+            "the model's own gradient checkpointing is on, so its layers would be recomputed twice: switch it off, and choose "
+            "with recompute.mode (recompute= of a Pipeline)"
         )
     if getattr(config, "layerdrop", 0):
         raise ValueError(

@@ -14,6 +14,7 @@ from torch import nn
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf.adapter import check_plain, layers_of, vocabulary_of
 from pipetrain.model.hf.causal_loss import causal_loss
+from pipetrain.model.hf.frame import keeps_documents_apart
 from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.model.hf.labels import BatchCheck
@@ -130,7 +131,11 @@ def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
         fingerprint=_fingerprint(model.config),
         to_file=names.to_file,
         from_file=names.from_file,
-        take_batch=BatchCheck(vocabulary_of(model), _most_positions(model, parts)),
+        take_batch=BatchCheck(
+            vocabulary_of(model),
+            _most_positions(model, parts),
+            keeps_documents_apart(model.get_submodule(parts.owner), parts),
+        ),
     )
 
 

@@ -22,10 +22,14 @@ _IDS, _MASK, _POSITIONS, _LABELS = "input_ids", "attention_mask", "position_ids"
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """Takes the batches of a model with so many tokens in its embedding, and places for so many (None: any number)."""
+    """Takes the batches of a model with so many tokens in its embedding, and positions for so many (None: any number).
+
+    `packs`: whether its layers keep packed documents apart.
+    """
 
     vocabulary_size: int
     most_positions: int | None = None
+    packs: bool = True
 
     def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """The inputs of the first layer, and the targets of the loss.
@@ -58,6 +62,11 @@ class BatchCheck:
                 )
         if isinstance(mask, Tensor) and isinstance(positions, Tensor):
             _check_no_restart(mask, positions)
+        if not self.packs and mask is None and isinstance(positions, Tensor) and _start_again(positions):
+            raise ValueError(
+                f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: give one document "
+                "per sample, padded, with an attention_mask (data.layout=padded)"
+            )
         if labels is not None and targets is not None:
             raise ValueError(
                 "both `labels` and targets are given: targets are shifted already, labels are not; give one of them"
@@ -99,11 +108,16 @@ def shifted(labels: Tensor, positions: Tensor | None = None) -> Tensor:
 
 def _check_no_restart(mask: Tensor, positions: Tensor) -> None:
     """Beside any mask transformers does not look at positions that start again, so that documents would see each other."""
-    if mask.device.type != "cpu" or positions.device.type != "cpu":
-        return
-    both = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-    if bool((both & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
+    if mask.device.type == "cpu" and _start_again(positions, (mask[:, 1:] != 0) & (mask[:, :-1] != 0)):
         raise ValueError(
             f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each other. Leave "
             f"{_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
         )
+
+
+def _start_again(positions: Tensor, where: Tensor | None = None) -> bool:
+    """Whether a position does not follow the one before it, `where` that counts; values on a device are not looked at."""
+    if positions.device.type != "cpu":
+        return False
+    jumps = positions[:, 1:] != positions[:, :-1] + 1
+    return bool((jumps if where is None else jumps & where).any())
