@@ -62,19 +62,20 @@ def _tokenize(arguments: Arguments) -> int:
 
 
 def tokenize_ahead(config: RunConfig) -> None:
-    """The tokens of a run that starts on this machine, where they are kept and are not there yet: once, and not while ranks wait.
+    """The tokens of a run that starts on this machine, before its ranks: once, with a bar, and what is wrong is told by one process.
 
     Raises:
-        ValueError: a document is no sample.
+        ValueError: there are none, or a document is no sample.
     """
-    from pipetrain.data.cached_tokens import is_cached, tokenized
-    from pipetrain.data.dataset import make_tokenizer
+    from pipetrain.data.cached_tokens import is_cached
+    from pipetrain.data.dataset import make_data, make_tokenizer
 
-    tokenizer = make_tokenizer(config.data, config.model.path)
-    if tokenizer is None or not is_cached(config.data, tokenizer):
+    data, own = config.data, config.model.path
+    tokenizer = make_tokenizer(data, own)
+    if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
         return
     with shown_progress("tokenizing", shown=config.observe.progress) as tell:
-        tokenized(config.data, tokenizer, timeout_seconds=config.timeout_seconds, tell=tell)
+        make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ class HfTokenizer:
         return self._loaded.chat_template is not None
 
     def encode(self, text: bytes) -> Tensor:
-        ids = self._backend.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+        ids = self.backend.encode(text.decode(errors="replace"), add_special_tokens=False).ids
         return torch.tensor([*self._begin, *ids], dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -133,7 +133,7 @@ class HfTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of what `render` gives: nothing is put before it."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[Document]) -> Encoded:
         if isinstance(documents[0].content, Mapping):
@@ -145,7 +145,7 @@ class HfTokenizer:
     def _encode_texts(self, documents: Sequence[Document]) -> Encoded:
         problems: dict[int, str] = {}
         texts = [_text_of(document, number, problems) for number, document in enumerate(documents)]
-        rows = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        rows = [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
         for number, (document, row) in enumerate(zip(documents, rows, strict=True)):
             if number not in problems:
                 rows[number] = self._with_ends(row, document)
@@ -165,7 +165,7 @@ class HfTokenizer:
     def _encode_chats(self, documents: Sequence[Document]) -> Encoded:
         problems: dict[int, str] = {}
         chats = [self._marked(document.content, number, problems) for number, document in enumerate(documents)]
-        encodings = self._backend.encode_batch([text for text, _ in chats], add_special_tokens=False)
+        encodings = self.backend.encode_batch([text for text, _ in chats], add_special_tokens=False)
         ids, lengths = _joined([encoding.ids for encoding in encodings])
         counted = np.zeros(len(ids), np.bool_)
         ends = np.cumsum(lengths)
@@ -196,13 +196,14 @@ class HfTokenizer:
     @functools.cached_property
     def _begin(self) -> list[int]:
         """What the tokenizer puts before a text by itself: the token that begins one, in most."""
-        plain = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
+        plain = self.backend.encode("a", add_special_tokens=False).ids
+        whole = self.backend.encode("a", add_special_tokens=True).ids
         before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
         return list(whole[:before])
 
     @property
-    def _backend(self) -> Any:
+    def backend(self) -> Any:
+        """The tokenizer of `tokenizers`, without what transformers adds around it."""
         return self._loaded.backend_tokenizer
 
     @functools.cached_property

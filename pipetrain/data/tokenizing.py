@@ -29,7 +29,7 @@ from pipetrain.data.token_file import (
 from pipetrain.data.tokenizer import Encoded, Tokenizer
 
 _BATCH_BYTES = 2**22
-_BATCH_DOCUMENTS = 4096
+BATCH_DOCUMENTS = 4096
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell) -> None:
@@ -106,7 +106,7 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
             continue
         batch.append(document)
         size += _size_of(document.content)
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
+        if size >= _BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -133,8 +133,8 @@ def _ahead(
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:
     """Writes what became of a batch, each document to its part; returns how many bytes of the corpus that was."""
-    for number, problem in encoded.problems.items():
-        problems.add(batch[number], problem)
+    for number in sorted(encoded.problems):
+        problems.add(batch[number], encoded.problems[number])
     held = np.array([document.is_heldout for document in batch])
     # of a long text a piece is left out, and what is around it is one document
     kept = [number not in encoded.problems or not (it.begins and it.ends) for number, it in enumerate(batch)]

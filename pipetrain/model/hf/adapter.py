@@ -39,6 +39,10 @@ class HfEmbedding(nn.Module):
         self.owner = hollowed(owner, {parts.list_name: None} | dict.fromkeys(parts.after))
         self.parts = parts
 
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """None: it looks tokens up, and makes the masks in Python."""
+        return ()
+
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
@@ -72,6 +76,10 @@ class HfDecoderLayer(nn.Module):
         self.number = number
         self.frames = frames
         self.router = router
+
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """The family's own layer, without the frame around it; none where a router is watched, which takes hooks on each call."""
+        return (self.layer,) if self.router is None else ()
 
     def forward(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         frame = local_frame(tree, self.frames)
@@ -113,6 +121,10 @@ class HfHead(nn.Module):
             weights = dict(bare.named_parameters())
             scale = scale_of_linear(partial(_logits, bare), next(iter(weights.values()))) if len(weights) == 1 else None
             self._linear = None if scale is None else (next(iter(weights)), scale)
+
+    def parts_to_compile(self) -> tuple[nn.Module, ...]:
+        """None: it is one product of matrices, which has no other form."""
+        return ()
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
