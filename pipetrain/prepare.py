@@ -114,6 +114,7 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
         input_share=cost.input_share,
+        reduce=cost.reduce_seconds,
     )
 
 

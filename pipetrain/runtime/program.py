@@ -1,6 +1,6 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and which op ends the wait of which.
 
-    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives
+    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
@@ -80,6 +80,8 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)
         yield from map(tuple, transfers.values())
+    if reduces := schedule.lane(rank, Lane.REDUCE):
+        yield reduces
 
 
 class Turns:
