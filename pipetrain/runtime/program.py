@@ -27,7 +27,7 @@ class Program:
 
     `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits
     for, `followers[n]` the ops that wait for op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of
-    their F. `split` are those whose backward comes in two halves.
+    their F. `split` are those whose backward comes in two halves. `reduces` are what adds up gradients.
     """
 
     schedule: Schedule
@@ -39,6 +39,7 @@ class Program:
     followers: tuple[tuple[int, ...], ...]
     recomputed: frozenset[tuple[int, int | None]]
     split: frozenset[tuple[int, int | None]]
+    reduces: tuple[Op, ...]
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -65,6 +66,7 @@ class Program:
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING),
+            schedule.lane(rank, Lane.REDUCE),
         )
 
 

@@ -40,7 +40,9 @@ class Timeline:
     @property
     def end(self) -> float:
         """When the last F, R or B of any rank ended, or the last REDUCE_GRAD, without which no optimizer may go on."""
-        return max((event.end for event in self.events if event.op.kind.computes or event.op.kind in REDUCING), default=0.0)
+        return max(
+            (event.end for event in self.events if event.op.kind.computes or event.op.kind in REDUCING), default=0.0
+        )
 
     @property
     def step_seconds(self) -> float:
