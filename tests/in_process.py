@@ -433,7 +433,6 @@ class InProcessRun:
             else:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
-
     def _gradients(self) -> list[Tensor | None]:
         return [parameter.grad for layer in self.layers for parameter in layer.parameters()]
 

@@ -959,7 +959,7 @@ MUTANTS = (
     Mutant(
         "stages may lie in one memory",
         "pipetrain/model/spec.py",
-        "        if other != stage and pair.has_parameter:",
+        "        if other != stage and pair.has_parameter and not is_tied:",
         "        if False:",
         ("tests/test_regressions.py", "-k", "one_memory"),
     ),
@@ -973,7 +973,7 @@ MUTANTS = (
     Mutant(
         "what was built is not compared",
         "pipetrain/runtime/pipeline.py",
-        "                check_sharing(built_as(spec, self._layers()), stages)\n",
+        "                check_built(spec, self._layers(), self.plan.stage_of)\n",
         "",
         ("tests/test_regressions.py", "-k", "callables"),
     ),

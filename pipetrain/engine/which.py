@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
+from pipetrain.config.together import check_ties
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
+from pipetrain.model.sharing import ties_of
 from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent
@@ -29,10 +31,11 @@ def make_engine(
     DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
 
     Raises:
-        ValueError: a model without a loss.
+        ValueError: a model without a loss, or one that the engine cannot cut so.
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
+    check_ties(config, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
     if config.engine.name == DEEPSPEED:
         # Imported here: it takes seconds, and may not be installed.
         from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine

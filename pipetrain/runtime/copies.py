@@ -9,23 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
-from pipetrain.model.sharing import Tie, parameter_of, put_in_place
+from pipetrain.model.sharing import Tie, groups_of, parameter_of, put_in_place
 from pipetrain.parallel.tied import SharedGradients, make_equal
 from pipetrain.schedule.op import Op
 
 Layers = Mapping[int, nn.Module]  # by global index
 
 
-def make_one(ties: Iterable[Tie], layers: Layers) -> None:
-    """Where this rank has both stages of a tie, make the two one parameter: that of the lower stage.
+def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
+    """Make one parameter of those of this rank that `tied` says are one: the first of them, however the layers were built.
 
     Raises:
         ValueError: they cannot be one; or a layer has no parameter of that name.
     """
-    for tie in ties:
-        first, second = parameter_of(layers, tie.name), parameter_of(layers, tie.copy)
-        if first is not None and second is not None and first is not second:
-            put_in_place(layers, tie.copy, first)
+    for names in groups_of(tied):
+        first: nn.Parameter | None = None
+        for name in names:
+            own = parameter_of(layers, name)
+            if first is None:
+                first = own
+            elif own is not None and own is not first:
+                put_in_place(layers, name, first)
 
 
 class Copies:

@@ -17,7 +17,7 @@ from pipetrain.group.clocks import align_clocks
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.group.own_device import identity_of
-from pipetrain.model.sharing import SharedState, Tie
+from pipetrain.model.sharing import SharedState
 from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.given_plan import plan_of
@@ -156,7 +156,7 @@ class Pipeline:
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                self._stages = self._build(spec, loss_fn, ties, checked=plan is None and balance == "auto")
+                self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())
@@ -175,16 +175,14 @@ class Pipeline:
                 self._copies.apart if ties else None,
             )
 
-    def _build(
-        self, spec: ModelSpec, loss_fn: LossFn | None, ties: Sequence[Tie], *, checked: bool
-    ) -> dict[int, Stage]:
+    def _build(self, spec: ModelSpec, loss_fn: LossFn | None, *, checked: bool) -> dict[int, Stage]:
         """The stages of this rank."""
         layers = {
             index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
             for index in self.plan.stages_of(self.rank)
         }
         numbers = (number for index in layers for number in self.plan.layers_of(index))
-        make_one(ties, dict(zip(numbers, itertools.chain(*layers.values()))))
+        make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
         return {
             index: Stage(
                 index,

@@ -54,7 +54,9 @@ class Oracle:
         ):
             pass
         self.need(self.added == self.tied(), "adds up what is not shared, or not what is")
-        left = [op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE) for op in lanes[lane]]
+        left = [
+            op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE) for op in lanes[lane]
+        ]
         self.need(not left and not any(self.links.values()), f"never runs: {left}")
         for stage in range(self.schedule.num_stages):
             for microbatch in range(self.schedule.num_microbatches):

@@ -93,7 +93,6 @@ def edited(schedule: Schedule, rank: int, ops: str, waits: dict[str, str] | None
     return dataclasses.replace(schedule, lanes=tuple(lanes), waits={**schedule.waits, **changed})
 
 
-
 BROKEN = {
     "left out": (edited(four(), 0, "", {"0REDUCE_GRAD.0>3": ""}), "0REDUCE_GRAD.0>3: is missing"),
     "twice": (edited(four(), 0, "0REDUCE_GRAD.0>3 0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),

@@ -205,7 +205,10 @@ def differences(case: Case, played: Played) -> list[str]:
             )
             if not is_same:
                 found.append(f"rank {rank}: the gradient of {name} differs")
-    if case.layers is tied and len({gradients[SHARED].sum().item() for gradients in played.gradients if SHARED in gradients}) != 1:
+    if (
+        case.layers is tied
+        and len({gradients[SHARED].sum().item() for gradients in played.gradients if SHARED in gradients}) != 1
+    ):
         found.append(f"the copies of {SHARED} have other gradients")
     return found
 

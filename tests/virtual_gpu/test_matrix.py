@@ -98,7 +98,10 @@ MORE = [
     *(Case("1f1b", mode, ranks=3, layers=tied, also=also) for mode in MODES for also in (accumulates, evaluates)),
     *(Case("gpipe", ranks=3, layers=tied, slow=slow, saves=True) for slow in range(3)),
     *(Case("zb-h1", ranks=3, layers=tied), Case("auto", ranks=3, microbatches=6, layers=tied)),
-    *(Case("zbv", stages_per_rank=2, placement="v", layers=tied), Case("gpipe", ranks=2, stages_per_rank=2, layers=tied)),
+    *(
+        Case("zbv", stages_per_rank=2, placement="v", layers=tied),
+        Case("gpipe", ranks=2, stages_per_rank=2, layers=tied),
+    ),
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
     Case("1f1b", ranks=3, communicators="pair"),
