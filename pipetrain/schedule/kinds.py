@@ -164,7 +164,7 @@ _ROWS: Mapping[Kind, KindRow] = {
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
     # It reads what all backwards of its stage have added up, and gives both ends the sum.
-    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, meets=Kind.REDUCE_GRAD, cost="reduce"),
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, meets=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
     Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from pipetrain.config.records import CostConfig
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import MESSAGE_LANES, TRANSFER_LANES, WAYS, Direction, Holding, Kind, Lane
+from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, TRANSFER_LANES, WAYS, Direction, Holding, Kind, Lane
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.simulate import simulate
@@ -46,9 +46,10 @@ def test_what_runs_has_a_cost_that_can_be_given(kind: Kind) -> None:
         assert Op.parse(f"2{kind}1") == Op(2, kind, 1)
 
 
-def test_what_computes_is_drawn_and_the_rest_is_not() -> None:
-    assert {kind.row.looks for kind in Kind if kind.computes} == set(LOOKS)
-    assert all(kind.row.looks is None for kind in Kind if not kind.computes)
+def test_what_computes_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
+    drawn = {kind for kind in Kind if kind.computes or kind in REDUCING}
+    assert {kind.row.looks for kind in drawn} == set(LOOKS)
+    assert all(kind.row.looks is None for kind in Kind if kind not in drawn)
     assert {kind for kind in Kind if kind.row.in_csv} == {kind for kind in Kind if kind.computes}
 
 

@@ -10,14 +10,18 @@ from pipetrain.plan.plan import make_plan
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.reduce import with_ties
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.without import without_microbatches
 from pipetrain.timeline.breakdown import break_down
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.shown import show_schedule
 
 
 def four(family: str = "1f1b", **options: object) -> Schedule:
@@ -147,3 +151,20 @@ def test_what_it_costs() -> None:
     assert simulate(in_between, Costs.spread(4, reduce=1)).step_seconds == 18  # hidden under the way back of stage 0
     assert simulate(in_between, Costs.spread(4, reduce=5)).step_seconds == 16 + 5
     assert bound_of(in_between, Costs.spread(4, reduce=5)) <= 21
+
+
+def test_it_is_drawn_at_the_foot_of_its_rank() -> None:
+    picture = svg(show_schedule(four("gpipe"), Costs.spread(4, reduce=5)))
+    lines = [line for line in picture.splitlines() if 'class="reduce"' in line]
+    assert ["0REDUCE_GRAD.0>3" in lines[0], "3REDUCE_GRAD.0>0" in lines[1], len(lines)] == [True, True, 2]
+    assert "REDUCE_GRAD shared gradients" in picture
+    assert 'class="reduce"' not in svg(show_schedule(four("gpipe", tied=())))
+
+
+def test_what_a_file_holds_and_what_the_model_says() -> None:
+    """A file has the compute lane: its ties, as its messages, are made when it is read."""
+    text = write_csv(four())
+    assert "REDUCE" not in text
+    order = order_of_csv(text, "a file", ScheduleSpec("1f1b", (0, 1, 2, 3), 3).shape)
+    read = make_schedule(lambda _: order, num_stages=4, num_microbatches=3, tied=[(0, 3)])
+    assert read.lanes == four().lanes
