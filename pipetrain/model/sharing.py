@@ -71,12 +71,12 @@ def ties_of(tied: Iterable[tuple[str, str]], stage_of: Callable[[int], int]) -> 
 
 def groups_of(tied: Iterable[tuple[str, str]]) -> list[list[str]]:
     """All names of each parameter that has several, in the order of the layers."""
-    group_of: dict[str, set[str]] = {}
+    group_of: dict[str, list[str]] = {}
     for pair in tied:
-        names = set(pair).union(*(group_of.get(name, set()) for name in pair))
+        names = list(dict.fromkeys(name for one in pair for name in group_of.get(one, [one])))
         group_of |= dict.fromkeys(names, names)
-    distinct = {id(names): sorted(names, key=_place) for names in group_of.values()}
-    return sorted(distinct.values(), key=lambda names: _place(names[0]))
+    distinct = {id(names): names for names in group_of.values()}
+    return [sorted(names, key=lambda name: _place(name)[0]) for names in distinct.values()]
 
 
 def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
