@@ -64,6 +64,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
+        work=size.flops_per_layer,
         placement=pipeline.placement,
         split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,

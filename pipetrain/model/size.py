@@ -43,6 +43,7 @@ def size_of(
         ValueError: `config` describes no model, or none that takes samples so long.
     """
     check_model(config, sequence_length=sequence_length)
-    length = config.max_sequence_length if sequence_length is None else sequence_length
-    size: ModelSize = load_function(family_of(config).size)(config, config.vocabulary_size or vocabulary_size, length)
+    family = family_of(config)
+    length = sequence_length or load_function(family.longest)(config) or config.max_sequence_length
+    size: ModelSize = load_function(family.size)(config, config.vocabulary_size or vocabulary_size, length)
     return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -54,6 +55,9 @@ class ModelSpec:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     to_file: TensorMapping = unchanged  # from the names (and layout) in the model to those in a file of weights
     from_file: TensorMapping = unchanged  # and back
+    # What a user gives as inputs and targets -> what the first layer and the loss get; ValueError where it cannot be right.
+    take_batch: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    build_for_other_loss: BuildLayers | None = None  # where layers leave work to `loss_fn`: for a loss of the user's
 
     @property
     def num_layers(self) -> int:
@@ -80,11 +84,36 @@ class ModelSpec:
         assert len(layers) == last - first, f"{len(layers)} layers were built, not {last - first}"
         return layers
 
+    def for_loss(self, loss_fn: LossFn | None) -> ModelSpec:
+        """The bundle for a loss of the user's, whose layers leave nothing to it; itself where that is None."""
+        if loss_fn is None or self.build_for_other_loss is None:
+            return self
+        return replace(self, build_layers=self.build_for_other_loss)
+
+    def with_each_layer(self, change: Callable[[nn.Module], object]) -> ModelSpec:
+        """The model with `change` called on each of its layers after it is made; it must do the same to a layer whatever the split."""
+        other = self.build_for_other_loss
+        return replace(
+            self,
+            build_layers=_then(self.build_layers, change),
+            build_for_other_loss=None if other is None else _then(other, change),
+        )
+
     def count(self, targets: Any) -> int | float:
         """How much counts in the loss of `targets`, a batch or a microbatch: by `count_fn`, else the rows."""
         if self.count_fn is not None:
             return self.count_fn(targets)
         return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
+
+
+def _then(build_layers: BuildLayers, change: Callable[[nn.Module], object]) -> BuildLayers:
+    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
+        layers = build_layers(first, last, seed=seed, device=device)
+        for layer in layers:
+            change(layer)
+        return layers
+
+    return build
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
@@ -98,13 +127,18 @@ def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
 
 
 def spec_of(model: Any) -> ModelSpec:
-    """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, or a list of layers or of callables that return one each.
+    """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, a list of layers or of callables that return one each, or a causal
+    language model of transformers.
 
     Raises:
         TypeError: not a model that can be cut.
+        ValueError: a model of transformers that cannot be.
     """
     if isinstance(model, ModelSpec):
         return model
+    if _is_of_transformers(model):
+        spec: ModelSpec = load_function("pipetrain.model.hf.hf_spec:spec_of_hf")(model)
+        return spec
     layers = _layers_of(model)
     modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}
     return ModelSpec(
@@ -114,6 +148,12 @@ def spec_of(model: Any) -> ModelSpec:
         modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Without an import of transformers: where there is such a model, it is there."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
@@ -180,7 +220,7 @@ def _layers_of(model: Any) -> list[Layer]:
             return layers
     raise TypeError(
         f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
-        "callables without arguments that return a layer each, or a ModelSpec"
+        "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
     )
 
 

@@ -20,6 +20,7 @@ from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, receive_of, send_of
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
@@ -45,6 +46,7 @@ class Step:
     )  # leaves that are one tensor for all microbatches, and their names
     whole_targets: Mapping[int, str] = field(default_factory=dict)
     scale: float = 1.0
+    past: Past | None = None  # the tokens before, where text is made: stages go on from them
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
@@ -190,7 +192,7 @@ class Executor:
                     split=place in program.split,
                 )
             else:
-                output = stage.infer(given, with_loss=step.with_loss)
+                output = stage.infer(given, with_loss=step.with_loss, past=step.past)
             if not is_last:  # before the op ends: what it gives may have to be copied
                 self._give(turn, self._crossed(stage, output, given))
         if is_last:

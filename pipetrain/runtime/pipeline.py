@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +39,9 @@ from pipetrain.runtime.cut import join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
+from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
@@ -57,14 +59,14 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)), or a `ModelSpec`. Layer i gets what layer i - 1 returned, as one
-            argument.
+            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
+            parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
         loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: `"auto"` or the number of layers of each stage.
+        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
         num_stages: default: ranks x stages_per_rank.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
@@ -110,7 +112,8 @@ class Pipeline:
             replicas = max(replicas, plan.num_replicas)
         if replicas != 1:
             raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
-        spec = spec_of(model)
+        spec = spec_of(model).for_loss(loss_fn)
+        self._take_batch = spec.take_batch
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index = 0
@@ -140,6 +143,7 @@ class Pipeline:
                     stages_per_rank=stages_per_rank,
                     num_microbatches=num_microbatches,
                     balance=balance,
+                    work=spec.size.flops_per_layer,
                 )
                 ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
@@ -273,14 +277,19 @@ class Pipeline:
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, on every rank's host; layers in eval mode, no gradients."""
+        with self._in_eval_mode():
+            step = self._new_step(with_graph=False, with_loss=True)
+            self._run("evaluate", step, inputs, targets)
+            return self._runner.loss_of(step)
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
         modes = [(module, module.training) for layer in self._layers().values() for module in layer.modules()]
         training, self._training = self._training, False
         try:
             for module, _ in modes:
                 module.training = False
-            step = self._new_step(with_graph=False, with_loss=True)
-            self._run("evaluate", step, inputs, targets)
-            return self._runner.loss_of(step)
+            yield
         finally:
             self._training = training
             for module, mode in modes:
@@ -291,6 +300,64 @@ class Pipeline:
         step = self._new_step(with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
+
+    def generate(
+        self,
+        prompts: Any = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos: int | Sequence[int] | None = None,
+        context: int | None = None,
+        num_groups: int = 1,
+        on_token: Callable[[int, int], None] | None = None,
+        choose: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The tokens that a causal language model puts after each prompt: 1-dim, int64, on every rank. Collective.
+
+        Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
+
+        Args:
+            prompts: token ids to go on from, on the rank that holds the first stage: a list of lists or tensors, which may differ in
+                length, a tensor [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
+            max_new_tokens: how many tokens each prompt gets at most.
+            temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
+            top_k: draws from the so many likeliest alone.
+            top_p: draws from the likeliest alone that have this share of the probability together.
+            seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
+            eos: token or tokens after which a prompt has ended; it is the last of its tokens.
+            context: how many tokens are looked at, at most; where there are more, from the latter half of them on. None: all.
+            num_groups: cuts the prompts into so many groups, which follow each other through the stages, so that these work side by side.
+            on_token: is given (number of the prompt, token) on every rank, once the token is known there.
+            choose: stands in for all of this: is given the logits [prompts of a group, vocabulary] on the last stage's rank, and gives
+                token ids [prompts of a group].
+
+        Raises:
+            ValueError: what no text can be made from; layers that cannot go on from the tokens before. The same on every rank.
+            PipelineError: another rank failed.
+        """
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
+        self._runner.check_whole()
+        self._emit_events()
+
+        def own() -> Prompts:
+            sampling = Sampling(temperature, top_k, top_p, seed)
+            return check_prompts(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                eos=eos,
+                context=context,
+                num_groups=num_groups,
+            )
+
+        agreed = agree_on(own if self.is_first else None, mistake_in_layers(self._layers()), self._group.chain)
+        with self._in_eval_mode(), self._runner.failing_together():
+            return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
         """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
@@ -322,6 +389,11 @@ class Pipeline:
         if self._closed:
             raise PipelineError("the pipeline is closed")
         self._emit_events()
+        if self._take_batch is not None:
+            try:
+                inputs, targets = self._take_batch(inputs, targets)
+            except ValueError as error:
+                mistake = mistake or str(error)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
 
     def _emit_events(self, *, of_all: bool = False) -> None:

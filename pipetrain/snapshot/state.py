@@ -40,6 +40,7 @@ class RunState:
     guard: Mapping[str, Any] = field(
         default_factory=dict
     )  # which batches were passed over, and what the guard remembers
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
 
 
 Tensors = dict[str, Tensor]

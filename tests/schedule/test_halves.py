@@ -15,7 +15,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, ComputeLanes, Shape, gpipe
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule import Schedule

@@ -27,6 +27,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import folder_of, write_incident
 from pipetrain.runtime.cut import Whole
+from pipetrain.snapshot.weights import has_weights, read_weights
 
 STEPS = 24
 RUN = [
@@ -179,7 +180,7 @@ def assert_same_end(run_dir: pathlib.Path, other: pathlib.Path, from_step: int) 
     assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
     for key in ("loss", "grad_norm", "lr", "skipped"):
         assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
-    weights, expected = (load_file(path / "weights" / "model.safetensors") for path in (run_dir, other))
+    weights, expected = (dict(read_weights(path / "weights")) for path in (run_dir, other))
     assert all(equal(weights[name], expected[name]) for name in expected)
 
 
@@ -267,7 +268,7 @@ def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> 
     assert "no weight was changed; the batch is in" in last
     assert "Traceback" not in stderr
     assert incident["action"] == "stop"
-    assert not (folder / "diverged" / "weights" / "model.safetensors").exists()
+    assert not has_weights(folder / "diverged" / "weights")
 
 
 def test_other_text_is_refused(folder: pathlib.Path, skipping: pathlib.Path, tmp_path: pathlib.Path) -> None:
