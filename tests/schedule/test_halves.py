@@ -201,10 +201,10 @@ def test_halves_of_a_whole_are_never_slower_without_recomputation(case: Case) ->
 
 def test_a_w_between_an_inline_r_and_its_i() -> None:
     """Received just in time, a gradient is for the R that waits for it, and the W in between is none of its users."""
-    order = "0F0 0F1 0R0 0I0 0R1 0W0 0I1 0W1".split()
+    order = ["0F0", "0F1", "0R0", "0I0", "0R1", "0W0", "0I1", "0W1"]
 
     def lanes(shape: Shape) -> list[list[Op]]:
-        last = "1F0 1I0 1W0 1F1 1I1 1W1".split()
+        last = ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
         return [list(map(Op.parse, lane)) for lane in (order, last)]
 
     schedule = make_schedule(
