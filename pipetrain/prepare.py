@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
-from pipetrain.config.together import check_run, check_schedule
+from pipetrain.config.together import check_run, check_schedule, check_ties
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.climb import Effort
 from pipetrain.plan.measured import check_profile, read_profile
@@ -28,6 +28,8 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
+
+_Pairs = tuple[tuple[int, int], ...]  # of stages that share parameters
 
 _DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
 
@@ -70,10 +72,11 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         communicators=config.transport.communicators,
         edges=config.transport.edges,
     )
-    found = None
+    tied, found = plan.tied_stages(size.tied), None
+    check_ties(config, tied)
     if order is None and pipeline.schedule == AUTO:
-        found = _sought(config, plan.stage_ranks, _costs(config, plan.num_stages))
-    schedule = _schedule(config, plan.stage_ranks, order=order) if found is None else found.schedule
+        found = _sought(config, plan.stage_ranks, _costs(config, plan.num_stages), tied)
+    schedule = _schedule(config, plan.stage_ranks, order=order, tied=tied) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
 
@@ -115,6 +118,7 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         input_gradient=cost.input_gradient_seconds,
         weight_gradient=cost.weight_gradient_seconds,
         input_share=cost.input_share,
+        reduce=cost.reduce_seconds,
     )
 
 
@@ -131,10 +135,10 @@ def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
     return max(cluster.num_nodes, _DEFAULT_RANKS)
 
 
-def _sought(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs) -> FoundSchedule:
+def _sought(config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs, tied: _Pairs = ()) -> FoundSchedule:
     """The best order for the costs, from the user's cache where it was sought before."""
     effort = Effort(config.pipeline.search_seconds)
-    return best_schedule(_spec(config, stage_ranks), costs, effort, cache_folder(), _say)
+    return best_schedule(replace(_spec(config, stage_ranks), tied=tied), costs, effort, cache_folder(), _say)
 
 
 def _say(text: str) -> None:
@@ -142,9 +146,13 @@ def _say(text: str) -> None:
 
 
 def _schedule(
-    config: RunConfig, stage_ranks: tuple[int, ...], costs: Costs | None = None, order: str | None = None
+    config: RunConfig,
+    stage_ranks: tuple[int, ...],
+    costs: Costs | None = None,
+    order: str | None = None,
+    tied: _Pairs = (),
 ) -> Schedule:
-    spec = replace(_spec(config, stage_ranks), costs=costs)
+    spec = replace(_spec(config, stage_ranks), costs=costs, tied=tied)
     if order is not None:
         spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
     schedule = make(spec)

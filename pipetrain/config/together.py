@@ -7,7 +7,7 @@ those are made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipetrain.config.problem import ConfigError
@@ -85,6 +85,20 @@ def check_run(config: RunConfig) -> None:
             f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
             f"data.batch_size={config.data.batch_size}: each microbatch needs a sample; use "
             f"pipeline.num_microbatches={config.data.batch_size} or less, or a larger data.batch_size"
+        )
+
+
+def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
+    """What an engine can do where pairs of stages share a parameter, as a head its embedding's.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if tied and config.engine.name == DEEPSPEED:
+        low, high = tied[0]
+        raise ConfigError(
+            f"engine=deepspeed: stages {low} and {high} share a parameter, whose gradients it does not add up; use engine=native, or a "
+            "pipeline.balance that puts both its layers on one stage"
         )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
+from pipetrain.config.together import check_ties
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
 from pipetrain.model.compile_layers import with_compiled_layers
+from pipetrain.model.sharing import ties_of
 from pipetrain.model.spec import ModelSpec
 from pipetrain.model.weights_dtype import with_weights_in
 from pipetrain.plan.plan import Plan
@@ -32,10 +34,11 @@ def make_engine(
     DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
 
     Raises:
-        ValueError: a model without a loss.
+        ValueError: a model without a loss, or one that the engine cannot cut so.
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
+    check_ties(config, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
     precision = precision_of(config.precision, device)
     spec = with_weights_in(spec, precision.weights)
     if config.model.compile:

@@ -14,6 +14,7 @@ class ModelSize:
     """The layers of a model in numbers, an entry per layer, in order. What is not known is None.
 
     kinds: layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
+    tied: pairs of layers (lower, higher) that share a parameter, as a head its embedding's.
     flops_per_layer: floating-point operations of one token's forward; a multiplication with its addition are two.
     """
 
@@ -21,6 +22,7 @@ class ModelSize:
     kinds: tuple[str, ...] | None = None
     flops_per_layer: tuple[float, ...] | None = None
     parameters_per_layer: tuple[int, ...] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("kinds", "flops_per_layer", "parameters_per_layer"):

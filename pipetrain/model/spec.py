@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.registry import family_of, load_function
-from pipetrain.model.sharing import overlaps, tied_parameters
+from pipetrain.model.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
 from pipetrain.model.size import ModelSize
 from pipetrain.stage.seeding import generators_restored, weight_seed
 from pipetrain.stage.stage import LossFn
@@ -176,26 +176,38 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
     return build
 
 
-def check_sharing(spec: ModelSpec, stages: Sequence[range]) -> None:
-    """Refuse a parameter that two stages share, or memory of one; `stages` are the layers of each.
+def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
+    """The parameters that two stages share; `stage_of` says of each layer which has it.
+
+    Raises:
+        ValueError: more than two stages share one, or parameters of two stages lie in one memory, without being one.
+    """
+    ties = ties_of(spec.tied, stage_of)
+    one = {name: number for number, names in enumerate(groups_of(spec.tied)) for name in names}
+    for pair in overlaps(spec.modules):
+        other, stage = (stage_of(int(tensor.split(".", 1)[0])) for tensor in (pair.where, pair.here))
+        is_tied = pair.where in one and one[pair.where] == one.get(pair.here)
+        if other != stage and pair.has_parameter and not is_tied:
+            raise ValueError(
+                f"{pair.where} of stage {other} and {pair.here} of stage {stage} lie in one memory, so one changes with the other: "
+                "choose a balance that puts both layers on one stage, or give each its own (.data = .data.clone())"
+            )
+    return ties
+
+
+def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Callable[[int], int]) -> None:
+    """Refuse what layers that were built share over stages, and the model does not say: on other ranks they would not.
 
     Raises:
         ValueError: with the names of the parameter in both stages.
     """
-    stage_of = {spec.names[number]: stage for stage, numbers in enumerate(stages) for number in numbers}
-    for where, name in spec.tied:
-        other, stage = (stage_of[parameter.split(".", 1)[0]] for parameter in (where, name))
-        if other != stage:
+    said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
+    for tie in check_sharing(built_as(spec, layers), stage_of):
+        if (tie.name, tie.copy) not in said:
+            low, high = tie.stages
             raise ValueError(
-                f"parameter {where} of stage {other} is {name} of stage {stage} as well: a parameter that "
-                "two stages share is not supported; choose a balance that puts both layers on one stage, or untie them"
-            )
-    for pair in overlaps(spec.modules):
-        other, stage = (stage_of[tensor.split(".", 1)[0]] for tensor in (pair.where, pair.here))
-        if other != stage and pair.has_parameter:
-            raise ValueError(
-                f"{pair.where} of stage {other} and {pair.here} of stage {stage} lie in one memory, so one changes with the other: "
-                "choose a balance that puts both layers on one stage, or give each its own (.data = .data.clone())"
+                f"parameter {tie.name} of stage {low} is {tie.copy} of stage {high} as well, and only a rank that holds both can "
+                f"know: say so, as in ModelSpec(tied=[({tie.name!r}, {tie.copy!r})], ...), or give layers and not callables"
             )
 
 

@@ -56,6 +56,14 @@ class Plan:
         """The stage that has the layer of this global index."""
         return next(stage for stage in range(self.num_stages) if layer in self.layers_of(stage))
 
+    def tied_stages(self, layers: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages (lower, higher) that share a parameter, where these pairs of layers do; each pair once.
+
+        They are in the order of their buckets: the one whose lower stage runs its last B first in front.
+        """
+        stages = {tuple(sorted((self.stage_of(one), self.stage_of(other)))) for one, other in layers}
+        return tuple(sorted(((low, high) for low, high in stages if low != high), reverse=True))
+
     def layers_of(self, stage: int) -> range:
         """Global indices of the layers of `stage`."""
         start = sum(self.balance[:stage])

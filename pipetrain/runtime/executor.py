@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.parallel.tied import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, receive_of, send_of
@@ -103,6 +104,7 @@ class Executor:
         lanes: Lanes,
         monitor: Monitor,
         board: FailureBoard,
+        shared: SharedGradients | None = None,
     ) -> None:
         self.rank = rank
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
@@ -111,6 +113,7 @@ class Executor:
         self._lanes = lanes
         self._monitor = monitor
         self._board = board
+        self._shared = SharedGradients({}) if shared is None else shared
         # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
         self._results: dict[Op, _Result] = {}
 
@@ -122,6 +125,7 @@ class Executor:
         """
         turns = Turns(program)
         self._lanes.start_step()
+        self._shared.start_step(program.reduces)
         while True:
             for transfer in self._transport.take_ended():
                 turns.end(program.number[transfer])
@@ -130,6 +134,7 @@ class Executor:
             if not self._start_one(turns, program, step):
                 self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
         self._lanes.end_step()
+        self._shared.end_step()
         self._assert_nothing_is_held()
 
     # Order --------------------------------------------------------------------------------------------------------
@@ -219,6 +224,9 @@ class Executor:
     def _receive(self, turn: _Turn) -> None:
         self._transport.post(turn.op)
 
+    def _reduce(self, turn: _Turn) -> None:
+        self._transport.reduce(turn.op, self._shared.given(turn.op), functools.partial(self._shared.settle, turn.op))
+
     # What F and B get and give ------------------------------------------------------------------------------------
 
     def _given(self, turn: _Turn) -> StageInput:
@@ -293,6 +301,7 @@ class Executor:
         """Forget everything that is held: a step has failed."""
         for stage in self._stages.values():
             stage.drop()
+        self._shared.drop()
         self._results.clear()
 
 
@@ -313,4 +322,5 @@ _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,
     Kind.RECV_B: Executor._receive,
+    Kind.REDUCE_GRAD: Executor._reduce,
 }

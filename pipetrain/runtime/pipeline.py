@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.group.own_device import identity_of
 from pipetrain.model.sharing import SharedState
-from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
+from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.given_plan import plan_of
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
@@ -33,6 +34,7 @@ from pipetrain.runtime.arguments import (
 )
 from pipetrain.runtime.build import build_stage_layers
 from pipetrain.runtime.call_programs import GivenSchedule, Programs
+from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
@@ -132,7 +134,7 @@ class Pipeline:
                 check_callable("count_fn", count_fn, "of a microbatch's target")
                 check_callable("on_event", on_event, "of an OpEvent")
                 check_loss_is_plain(loss_fn, spec.modules.values())
-                own.model, own.counts = json.dumps(spec.fingerprint, sort_keys=True), count_fn is not None
+                own.model, own.counts = _fingerprint(spec), count_fn is not None
                 self.plan = plan_of(
                     plan,
                     spec.num_layers,
@@ -143,12 +145,16 @@ class Pipeline:
                     balance=balance,
                     work=spec.size.flops_per_layer,
                 )
-                stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
-                check_sharing(spec, stages)
+                ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 policy = RecomputePolicy.of(recompute)
                 self._programs = Programs(
-                    schedule, policy, self.plan, self._group.rank, runs_ahead=self._lanes.device.runs_ahead
+                    schedule,
+                    policy,
+                    self.plan,
+                    self._group.rank,
+                    runs_ahead=self._lanes.device.runs_ahead,
+                    tied=self.plan.tied_stages(tie.layers for tie in ties),
                 )
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:
@@ -156,7 +162,9 @@ class Pipeline:
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
                 self._stages = self._build(spec, loss_fn, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
-                check_sharing(built_as(spec, self._layers()), stages)
+                check_built(spec, self._layers(), self.plan.stage_of)
+                self._copies = Copies(ties, self._layers())
+            self._copies.make_equal(self._group.chain)
             self._runner = CallRunner(
                 self._group,
                 self.plan,
@@ -167,14 +175,22 @@ class Pipeline:
                 loss_fn,
                 count_fn,
                 policy.verify,
+                self._copies.gradients(self._programs.whole().reduces),
+                self._copies.apart if ties else None,
             )
 
     def _build(self, spec: ModelSpec, loss_fn: LossFn | None, *, checked: bool) -> dict[int, Stage]:
         """The stages of this rank."""
+        layers = {
+            index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
+            for index in self.plan.stages_of(self.rank)
+        }
+        numbers = (number for index in layers for number in self.plan.layers_of(index))
+        make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
         return {
             index: Stage(
                 index,
-                build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked),
+                layers[index],
                 first_layer=self.plan.layers_of(index).start,
                 device=self.device,
                 meter=self._meter,
@@ -393,8 +409,9 @@ class Pipeline:
         return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`."""
-        return weights.named_parameters(self._layers())
+        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has there one name, the first,
+        and so have its two copies."""
+        return ((self._copies.name(name), parameter) for name, parameter in weights.named_parameters(self._layers()))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
@@ -423,18 +440,16 @@ class Pipeline:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split.
+        on the split; of a parameter that two stages share one counts.
         """
-        parameters_of = {
-            stage.index: [parameter for _, parameter in weights.named_parameters(stage.layers_by_number())]
-            for stage in self._stages.values()
-        }
+        parameters_of = weights.parameters_of({s.index: s.layers_by_number() for s in self._stages.values()})
         return clip_grad_norm(
             parameters_of,
             max_norm,
             lambda own: self._group.chain.concatenate(own, "the gradient norms"),
             self.device,
             lambda norms: self._runner.fetch(norms, "the norms of the gradients"),
+            uncounted=self._copies.second,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,7 +457,7 @@ class Pipeline:
         return weights.state_dict(self._layers())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's.
+        """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
 
         Raises:
             ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
@@ -454,7 +469,7 @@ class Pipeline:
                 f"the state has {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not: its tensors are named as in "
                 f"nn.Sequential(*layers), 0.* to {self.plan.num_layers - 1}.*"
             )
-        weights.load_state_dict(self._layers(), state)
+        weights.load_state_dict(self._layers(), self._copies.in_state(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's tensors on the CPU of rank 0, None on the others. Collective.
@@ -519,3 +534,9 @@ class Pipeline:
         if error is not None:
             self._group.fail(error)
         self.close()
+
+
+def _fingerprint(spec: ModelSpec) -> str:
+    """What all ranks must have been given: ties, too, as a rank that knew of none would wait for nobody."""
+    tied = {"tied": spec.tied} if spec.tied else {}
+    return json.dumps({**spec.fingerprint, **tied}, sort_keys=True)

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
 from pipetrain.group.watchdog import Watchdog
 from pipetrain.model.sharing import SharedState
+from pipetrain.parallel.tied import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
@@ -50,6 +51,8 @@ class CallRunner:
         loss_fn: LossFn | None,
         count_fn: CountFn | None,
         verify: str | int,
+        shared_gradients: SharedGradients,
+        copies: Mapping[str, nn.Parameter] | None,
     ) -> None:
         self._group = group
         self._plan = plan
@@ -60,7 +63,7 @@ class CallRunner:
         self._count_fn = count_fn
         self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        self._calls = Calls(group.chain, plan, stages)
+        self._calls = Calls(group.chain, plan, stages, copies)
         before = lanes.device.memory().other_bytes
         edges = None
         if group.store is not None:
@@ -73,11 +76,14 @@ class CallRunner:
                 edges=plan.edges,
                 communicators=plan.communicators,
             )
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes)
+        tied = programs.whole().schedule.tied
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes, tied)
         after = lanes.device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
-        self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
+        self.executor = Executor(
+            group.rank, stages, self.transport, lanes, group.monitor, group.board, shared_gradients
+        )
         group.monitor.on_failure = self._break_off
         self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
