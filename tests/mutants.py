@@ -46,6 +46,8 @@ HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 HF_MASKS = "tests/hf/test_masks.py"
+GENERATION = "tests/runtime/test_generation.py"
+HF_GENERATION = "tests/hf/test_generate_hf.py"
 MUTANTS = (
     Mutant(
         "each layer makes a float mask of its own",
