@@ -45,6 +45,7 @@ PINNED = "tests/transport/test_pinned.py"
 HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
+SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 HF_MASKS = "tests/hf/test_masks.py"
 GENERATION = "tests/runtime/test_generation.py"
 HF_GENERATION = "tests/hf/test_generate_hf.py"
