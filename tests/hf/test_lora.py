@@ -98,7 +98,7 @@ def test_merged_and_apart_they_say_the_same(family: str, tmp_path: Path) -> None
     [
         ({"targets": ("q_prj",)}, r"is called 'q_prj'; there are .*q_proj, v_proj; did you mean 'q_proj'\?"),
         ({"targets": ("q_proj", "lm_head")}, "is called 'lm_head'; there are down_proj"),
-        ({"targets": ("layers.1.mlp.up_proj",), "layers": (0,)}, "is called 'layers.1.mlp.up_proj'"),
+        ({"targets": ("layers.1.mlp.up_proj",), "layers": (0,)}, r"is called .layers\.1\.mlp\.up_proj."),
         ({"layers": (2, 4)}, r"model.lora.layers=\[2, 4\]: decoder layers are 0 to 3"),
     ],
 )
@@ -143,7 +143,7 @@ def test_nothing_runs_back_below_the_first_adapter(tmp_path: Path) -> None:
     kinds = {op.lstrip("0123456789").rstrip("0123456789") for op in top["ops"]}
     assert {"F", "B", "RECV_F"} <= kinds
     assert "SEND_B" not in kinds
-    assert top["peak"] > 40 * HIDDEN_BYTES
+    assert top["peak"] > 20 * HIDDEN_BYTES
     assert len(top["gradients"]) == 12
     assert below["losses"] == top["losses"]
 
