@@ -128,10 +128,7 @@ def _words(arguments: Arguments) -> list[str]:
 def _here(config: RunConfig, plan: Plan, folder: RunFolder, asked: Asked) -> int:
     from pipetrain.loop.generate import generate
 
-    own = config.model.path
-    if own is not None and folder.model.is_dir():
-        own = str(folder.model)  # config and tokenizer as the run had them
-    generate(config, plan, folder.weights, asked, _write, own_model=own)
+    generate(config, plan, folder.weights, asked, _write)
     return Exit.DONE
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipetrain.config.records import WEIGHTS_IN, ModelConfig, RunConfig
+from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
 from pipetrain.data.hf_tokenizer import HfTokenizer
 from pipetrain.data.tokenizer import Tokenizer
@@ -46,25 +46,22 @@ def generate(
     weights: Path,
     asked: Asked,
     write: Callable[[str], None],
-    *,
-    own_model: str | None = None,
 ) -> None:
     """Gives `write` on rank 0 what the model of the run puts after each prompt of `asked`: after one prompt as it goes along, after
     several one after the other at the end. A text follows its prompt, an answer stands alone. Collective over the ranks of `plan`.
 
-    `weights` is the folder that the run left them in, `own_model` that of a Hugging Face model's config and tokenizer.
+    `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in.
 
     Raises:
         ValueError: numbers out of range, no tokenizer, or weights that do not fit.
         PipelineError: a rank failed.
     """
-    tokenizer = make_tokenizer(config.data, own_model)
+    tokenizer = make_tokenizer(config.data, config.model.path)
     if tokenizer is None:
         raise ValueError("data.tokenizer=null: the run was trained on token ids, and no tokenizer makes text of them")
     prompts = [_tokens_of(prompt, asked, tokenizer) for prompt in asked.prompts]
     shown = [""] * len(prompts) if _are_chats(asked, tokenizer) else list(asked.prompts)
-    model = _model(config, own_model)
-    spec = make_spec(model, tokenizer.vocabulary_size)
+    spec = make_spec(config.model, tokenizer.vocabulary_size)
     with Pipeline(spec, plan=plan, recompute="never", timeout_seconds=config.timeout_seconds) as pipeline:
         load_weights(weights, pipeline, spec)
         writer = _Writer(tokenizer, shown, write if pipeline.rank == 0 else _nowhere)
@@ -76,19 +73,11 @@ def generate(
             top_k=asked.top_k,
             top_p=asked.top_p,
             seed=asked.seed,
-            eos=_ends(tokenizer, own_model),
-            context=_context(config, model, own_model),
+            eos=_ends(tokenizer, config.model),
+            context=_context(config),
             on_token=writer.on_token,
         )
         writer.end()
-
-
-def _model(config: RunConfig, own_model: str | None) -> ModelConfig:
-    """The model, to be filled with the weights of the run."""
-    if own_model is None:
-        return config.model
-    dtype = config.model.dtype or WEIGHTS_IN[config.precision]
-    return replace(config.model, path=own_model, revision=None, weights="random", dtype=dtype)
 
 
 def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
@@ -112,22 +101,22 @@ def _tokens_of(prompt: str, asked: Asked, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode_prompt(tokenizer.render([*system, {"role": "user", "content": prompt}]))
 
 
-def _ends(tokenizer: Tokenizer, own_model: str | None) -> tuple[int, ...]:
+def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
     """The tokens after which a text has ended: the tokenizer's, and those that the model's own generation_config names."""
     ends = tokenizer.end_tokens if isinstance(tokenizer, HfTokenizer) else ()
-    if own_model is None:
+    if model.path is None:
         return ends
-    file = find_source(own_model, None).folder / GENERATION_CONFIG
+    file = find_source(model.path, model.revision).folder / GENERATION_CONFIG
     named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     named = () if named is None else named
     return tuple(sorted({*ends, *([named] if isinstance(named, int) else named)}))
 
 
-def _context(config: RunConfig, model: ModelConfig, own_model: str | None) -> int | None:
+def _context(config: RunConfig) -> int | None:
     """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
-    if own_model is None:
+    if config.model.path is None:
         return max(2, config.data.sequence_length)
-    longest: int | None = load_function(family_of(model).longest)(model)
+    longest: int | None = load_function(family_of(config.model).longest)(config.model)
     return longest
 
 

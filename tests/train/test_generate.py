@@ -58,7 +58,8 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     runpy.run_path(str(ROOT / "docs" / "small_llama.py"))["main"](str(llama), str(chats), 20, 2, 32)
     options = ["experiment=finetune", "precision=fp32", f"model.path={llama}", f"data.path={chats}"]
     run = a_run(folder / "run", options, 4)
-    shutil.copy(llama / "model.safetensors", run.weights)
+    shutil.copytree(llama, run.model)
+    (run.model / "model.safetensors").rename(run.weights / "model.safetensors")
     return folder
 
 
