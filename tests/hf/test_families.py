@@ -116,10 +116,8 @@ def test_masks_are_in_the_dtype_of_the_queries(precision: str) -> None:
     if precision == "bf16":
         theirs, ours = theirs.bfloat16(), ours.bfloat16()
     inputs, targets = batches(padded=True)
-    with (
-        Pipeline(ours, num_microbatches=3, stages_per_rank=3) as pipeline,
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"),
-    ):
+    pipeline = Pipeline(ours, num_microbatches=3, stages_per_rank=3)
+    with pipeline, torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         loss = pipeline.step(inputs, targets)
         wanted = loop_step(theirs, inputs, targets, num_microbatches=3)
     assert torch.equal(loss, wanted)
