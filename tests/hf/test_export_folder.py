@@ -44,7 +44,9 @@ def test_load_export_load(family: str, tied: bool, tmp_path: Path) -> None:
     weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
     assert weight_map.keys() == ours.keys()
     assert len(set(weight_map.values())) == len(STAGES)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation=whole.config._attn_implementation)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation=whole.config._attn_implementation
+    )
     assert type(loaded) is type(whole)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
@@ -93,7 +95,12 @@ def test_an_export_that_fails_leaves_nothing(source: HfSource, tmp_path: Path) -
     with pytest.raises(OSError, match="the disk is gone"):
         export_model(Torn(own), STAGES, tmp_path / "kept", tmp_path / "out")
     with pytest.raises(ValueError, match=r"model.norm.weight is not among the tensors of the run \(and 0 more\)"):
-        export_model({name: own[name] for name in own if name != "model.norm.weight"}, STAGES, tmp_path / "kept", tmp_path / "out")
+        export_model(
+            {name: own[name] for name in own if name != "model.norm.weight"},
+            STAGES,
+            tmp_path / "kept",
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir() if "draft" in path.name] == []
 

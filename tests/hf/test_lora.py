@@ -123,7 +123,9 @@ def step_with_adapters(path: str) -> dict[str, Any]:
     with Pipeline(spec, plan=plan, recompute="overlap", on_event=lambda event: ops.append(str(event.op))) as pipeline:
         ids = token_ids(4, 8)
         losses = [float(pipeline.step(ids, ids)) for _ in range(2)]
-        gradients = {name: value.grad.norm().item() for name, value in pipeline.named_parameters() if value.grad is not None}
+        gradients = {
+            name: value.grad.norm().item() for name, value in pipeline.named_parameters() if value.grad is not None
+        }
         peak = pipeline.report.peak_activation_bytes
     return {"ops": ops, "losses": losses, "gradients": gradients, "peak": peak}
 
@@ -179,4 +181,6 @@ def test_a_model_without_adapters_is_trained_whole(tmp_path: Path) -> None:
 
 
 def _names(spec: Any) -> list[str]:
-    return [f"{number}.{name}" for number, layer in enumerate(spec.build(0, spec.num_layers)) for name in layer.state_dict()]
+    return [
+        f"{number}.{name}" for number, layer in enumerate(spec.build(0, spec.num_layers)) for name in layer.state_dict()
+    ]

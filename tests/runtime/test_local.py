@@ -39,9 +39,10 @@ def loss(output: Any, target: Tensor) -> Tensor:
 def step(mode: str, stages: int) -> tuple[Tensor, list[Tensor], list[int]]:
     layers, rows = [Scaling() for _ in range(4)], torch.linspace(-1, 1, 64 * WIDTH).reshape(64, WIDTH)
     Scaling.made = 0
-    with warnings.catch_warnings(), Pipeline(
-        layers, loss, num_microbatches=2, stages_per_rank=stages, recompute=mode
-    ) as pipeline:
+    with (
+        warnings.catch_warnings(),
+        Pipeline(layers, loss, num_microbatches=2, stages_per_rank=stages, recompute=mode) as pipeline,
+    ):
         warnings.simplefilter("error")
         found = pipeline.step(rows, rows)
         bytes_of_sets = [stage.set_bytes[1] for stage in pipeline._stages.values()]
