@@ -78,7 +78,7 @@ def test_nothing_that_is_there_is_written_over(source: HfSource, tmp_path: Path)
     before = tensors_in(source.folder)
     (tmp_path / "file").touch()
     for out in (source.folder, tmp_path / "kept", tmp_path / "file"):
-        with pytest.raises(ValueError, match="--out=.*: there is something already"):
+        with pytest.raises(ValueError, match=r"--out=.*: there is something already"):
             export_model(stages_of(source), STAGES, tmp_path / "kept", out)
     assert all(torch.equal(value, before[name]) for name, value in tensors_in(source.folder).items())
 
