@@ -30,7 +30,9 @@ def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]] or groups[:1]  # a rank below the first adapter trains nothing
+    groups = [group for group in groups if group["params"]] or groups[
+        :1
+    ]  # a rank below the first adapter trains nothing
     if config.masters == "auto" and any(map(has_few_bits, trained)):
         return MasterWeights(groups, lambda masters: _adamw(config, masters))
     return _adamw(config, groups)
