@@ -123,6 +123,12 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("model.dtype=int8", "model.dtype=int8", "auto, float32, bfloat16 or float16"),
+    train("model.weights=trained", "model.weights=trained", "pretrained or random"),
+    train("model.lora.rank=0", "model.lora.rank=0", "1 or more"),
+    train("model.lora.alpha=0", "model.lora.alpha=0", "greater than 0"),
+    train("model.lora.targets=[]", "model.lora.targets=[]", "a list of names of linear layers"),
+    train("model.lora.layers=[-1]", "model.lora.layers=[-1]", "a decoder layer"),
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
