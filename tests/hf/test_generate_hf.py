@@ -13,11 +13,13 @@ from torch import Tensor
 
 from pipetrain.model.hf.adapter import layers_of
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.stage.past import Past, run_cached
 
 ONE = [[3, 4, 5, 6, 7]]
 SEVERAL = [[3, 4, 5, 6, 7], [7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 4, 5, 6, 7]]
 NUM_TOKENS = 200
-QUICK = (("gemma3_text", SEVERAL), ("gpt2", SEVERAL))
+CPU = torch.device("cpu")
+QUICK = (("gemma3_text", SEVERAL),)
 TESTED = ("llama", "gpt2", "gemma3_text", "mixtral")
 
 
@@ -86,6 +88,28 @@ def test_three_stages_on_one_rank(family: str, prompts: list[list[int]]) -> None
     theirs = by_transformers(model, prompts, NUM_TOKENS)
     ours = by_stages(layers_of(model, 0, 6), prompts, NUM_TOKENS, stages_per_rank=3)
     check_same(ours, theirs, distinct=50)
+
+
+@pytest.mark.parametrize("family", TESTED)
+def test_a_later_stage_has_no_layer_0(family: str) -> None:
+    """Two stages as two ranks have them, each with what its own layers keep: how many tokens came before nobody reads off layer 0."""
+    model = lively(family)
+    layers = layers_of(model, 0, 6)
+    longest = max(map(len, SEVERAL))
+    padding = [longest - len(row) for row in SEVERAL]
+    tokens = torch.tensor([[0] * pads + row for pads, row in zip(padding, SEVERAL)])
+    stages = [(layers[:3], Past(padding, CPU)), (layers[3:], Past(padding, CPU))]
+    theirs, logits = by_transformers(model, SEVERAL, 20)
+    for number in range(20):
+        value: Any = tokens
+        for own_layers, past in stages:
+            past.begin(tokens.shape[1])
+            with torch.no_grad():
+                for layer in own_layers:
+                    value = run_cached(layer, value, past)
+            past.end()
+        torch.testing.assert_close(value[:, -1], logits[number], atol=1e-5, rtol=0)
+        tokens = theirs[:, number : number + 1]
 
 
 @pytest.mark.slow
