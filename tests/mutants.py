@@ -46,6 +46,7 @@ HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
 GENERATION, HF_GENERATION = "tests/runtime/test_generation.py", "tests/hf/test_generate_hf.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
+HF_MASKS = "tests/hf/test_masks.py"
 MUTANTS = (
     Mutant(
         "padding counts as a position",
@@ -95,6 +96,48 @@ MUTANTS = (
         "before = ordered.softmax(-1).cumsum(-1).roll(1, -1)",
         "before = ordered.softmax(-1).cumsum(-1)",
         (GENERATION,),
+    ),
+    Mutant(
+        "each layer makes a float mask of its own",
+        "pipetrain/model/hf/frame.py",
+        "            if id(value) not in made:\n                made[id(value)]",
+        "            if True:\n                made[id(value)]",
+        (HF_MASKS, "-k", "one_mask"),
+    ),
+    Mutant(
+        "a frame leaves its stage",
+        "pipetrain/stage/stage.py",
+        "        return without_local(value)\n",
+        "        return value\n",
+        ("tests/runtime/test_local.py",),
+    ),
+    Mutant(
+        "positions may start again beside a mask",
+        "pipetrain/model/hf/labels.py",
+        "            _check_no_restart(mask, positions)",
+        "            pass",
+        (HF_MASKS, "-k", "beside"),
+    ),
+    Mutant(
+        "labels of one document teach the last token of another",
+        "pipetrain/model/hf/labels.py",
+        "    if positions is not None:\n        targets",
+        "    if False:\n        targets",
+        ("tests/hf/test_model_in.py", "-k", "last_token"),
+    ),
+    Mutant(
+        "a head with a cap is taken for a linear one",
+        "pipetrain/model/hf/causal_loss.py",
+        "for size in (1.0, 1e-2, 1e3):",
+        "for size in (1e-4,):",
+        ("tests/hf/test_causal_loss.py", "-k", "linear or pieces"),
+    ),
+    Mutant(
+        "padding counts in the loss of experts",
+        "pipetrain/model/hf/router.py",
+        "weights = torch.ones(rows, device=logits.device) if mask is None else mask.reshape(-1).float()",
+        "weights = torch.ones(rows, device=logits.device)",
+        ("tests/hf/test_causal_loss.py", "-k", "experts"),
     ),
     Mutant(
         "a resume may change every key",
