@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,12 @@ class Result:
             f"{name:28} {seconds * 1e3:8.3f} ms  {seconds / self.step_seconds:8.3%}"
             for name, seconds in self.batch_seconds.items()
         ]
-        return "\n".join(
-            [
-                f"tokenizing {self.text_bytes / 1e6:.1f} MB: {speed:.2f} x the speed of encode_batch_fast (median of "
-                f"{len(self.alone_seconds)}), {self.text_bytes / 1e6 / statistics.median(self.tokenized_seconds):.2f} MB/s",
-                f"a batch, and its share of a step of {self.step_seconds * 1e3:.0f} ms",
-                *rows,
-            ]
+        megabytes, seconds = self.text_bytes / 1e6, statistics.median(self.tokenized_seconds)
+        tokenizing = (
+            f"tokenizing {megabytes:.1f} MB: {speed:.2f} x the speed of encode_batch_fast (median of "
+            f"{len(self.alone_seconds)}), {megabytes / seconds:.2f} MB/s"
         )
+        return "\n".join([tokenizing, f"a batch, and its share of a step of {self.step_seconds * 1e3:.0f} ms", *rows])
 
 
 def texts_of_stdlib(most_bytes: int) -> list[str]:
@@ -131,9 +130,7 @@ def batch_seconds(configs: dict[str, DataConfig]) -> dict[str, float]:
     for name, config in configs.items():
         batches = make_data(config, 0).train
         batches.batch(0)
-        found[name] = statistics.median(
-            seconds_of(lambda step=step: batches.batch(step)) for step in range(1, NUM_STEPS + 1)
-        )
+        found[name] = statistics.median(seconds_of(partial(batches.batch, step)) for step in range(1, NUM_STEPS + 1))
     return found
 
 

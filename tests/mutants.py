@@ -47,6 +47,7 @@ LAUNCHES = "tests/schedule/test_launches.py"
 GENERATION, HF_GENERATION = "tests/runtime/test_generation.py", "tests/hf/test_generate_hf.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 HF_MASKS = "tests/hf/test_masks.py"
+SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 MUTANTS = (
     Mutant(
         "padding counts as a position",
@@ -1727,6 +1728,62 @@ MUTANTS = (
         'return pipeline, replace(config.recompute, verify="off"), ',
         "return pipeline, ",
         ("tests/train/test_order.py", "-k", "goes_on"),
+    ),
+    Mutant(
+        "packed documents share their positions",
+        "pipetrain/data/samples.py",
+        "np.arange(last - first)",
+        "np.arange(at, end)",
+        (SAMPLES, "-k", "packed"),
+    ),
+    Mutant(
+        "the filling goes on with the last document",
+        "pipetrain/data/samples.py",
+        "np.arange(self.sequence_length - at)",
+        "np.arange(at, self.sequence_length)",
+        (SAMPLES, "-k", "packed"),
+    ),
+    Mutant(
+        "questions count, too",
+        "pipetrain/data/samples.py",
+        "last] == 0] = IGNORED",
+        "last] == 2] = IGNORED",
+        (SAMPLES, "-k", "count"),
+    ),
+    Mutant(
+        "a copy of what is held out is trained on",
+        "pipetrain/data/cached_tokens.py",
+        "if file.digest not in held",
+        "if file.path not in held",
+        (FOLDERS, "-k", "held_out"),
+    ),
+    Mutant(
+        "turns that are written in another way are taken",
+        "pipetrain/data/chat_template.py",
+        "if not (whole.startswith(prompt) and whole",
+        "if False and not (whole.startswith(prompt) and whole",
+        (CHATS, "-k", "dropped"),
+    ),
+    Mutant(
+        "templates are told today's date",
+        "pipetrain/data/chat_template.py",
+        "with _pinned(self._date):",
+        "with _pinned(datetime.date.today()):",
+        (CHATS, "-k", "what_counts"),
+    ),
+    Mutant(
+        "a text begins twice",
+        "pipetrain/data/hf_tokenizer.py",
+        "if document.begins and begin and row[: len(begin)] != begin:",
+        "if document.begins and begin:",
+        (CHATS, "-k", "begins_once"),
+    ),
+    Mutant(
+        "another tokenizer finds the tokens of the first",
+        "pipetrain/data/cached_tokens.py",
+        "corpus.digest, tokenizer.digest, held",
+        "corpus.digest, held",
+        (FOLDERS, "-k", "cached"),
     ),
 )
 

@@ -22,7 +22,7 @@ from pipetrain.cli.main import main
 from pipetrain.config.records import DataConfig
 from pipetrain.data import documents, tokenizing
 from pipetrain.data.cached_tokens import corpus_of, tokenized
-from pipetrain.data.dataset import Data, make_data, make_tokenizer
+from pipetrain.data.dataset import Data, check_data, make_data, make_tokenizer
 from pipetrain.data.token_cache import made_once
 from pipetrain.data.token_file import TRAIN, TokenPart, read_part, read_sheet
 from pipetrain.data.tokenizer import ByteTokenizer
@@ -398,3 +398,24 @@ def test_tokenize_ahead_is_what_train_finds(
     told = capsys.readouterr()
     assert told.out.startswith(f"tokens: {tmp_path / 'cache'}/")
     assert "pipetrain: 37 documents of" in told.err
+
+
+# What is not installed ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_installed(tokenizer: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)
+    rows = config_of(tmp_path, name="hf", path=str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for config, missing in ((lines, "transformers"), (rows, "datasets")):
+        with pytest.raises(ValueError, match=rf"{missing} is not installed; pip install \"pipetrain\[hf\]\" brings it"):
+            check_data(config)
+
+
+def test_nothing_of_transformers_is_loaded_to_train_on_what_is_cached(tokenizer: str, tmp_path: pathlib.Path) -> None:
+    """It takes seconds, in each rank."""
+    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)
+    make_data(config, 0)
+    code = MAKER + "assert not {'transformers', 'tokenizers', 'datasets', 'huggingface_hub'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(vars(config))], check=False, timeout=120)
+    assert done.returncode == 0
