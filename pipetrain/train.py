@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, ModelConfig, RunConfig
+from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
@@ -30,7 +30,7 @@ from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
 from pipetrain.loop.tokens import TokensSeen
 from pipetrain.model.hf.download import bring_model
-from pipetrain.model.spec import make_spec
+from pipetrain.model.spec import ModelSpec, make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
@@ -61,13 +61,14 @@ def train(config: RunConfig) -> Outcome:
         run = prepare(config, group.size, _agreed_order(config, group))
         data = _data(config, group)
         check_all_read_the_same(data.fingerprint, group)
+        spec = _spec(config, data)
         config = with_steps(config, data.train.samples_per_epoch)
         again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
         _keep_model_files(config, folder, group)
-        steps = _steps(config, run, data, folder, group, stack)
+        steps = _steps(config, run, data, spec, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
         steps.finish(folder.weights, group)
@@ -96,9 +97,17 @@ def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> Non
         keep_files(find_source(config.model.path, config.model.revision), folder.model)
 
 
-def _model(config: RunConfig) -> ModelConfig:
-    """The model, with the dtype of the weights that are trained."""
-    return replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
+def _spec(config: RunConfig, data: Data) -> ModelSpec:
+    """The model, with weights in the dtype that is trained.
+
+    Raises:
+        ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
+    """
+    model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
+    spec = make_spec(model, data.vocabulary_size)
+    if spec.take_batch is not None:
+        spec.take_batch(*data.train.batch(0))
+    return spec
 
 
 def _agreed_order(config: RunConfig, group: Group) -> str | None:
@@ -143,7 +152,9 @@ def _sought_for(config: RunConfig) -> tuple[object, ...]:
     return pipeline, replace(config.recompute, verify="off"), config.transport.ahead, config.plan, config.cost
 
 
-def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
+def _steps(
+    config: RunConfig, run: Run, data: Data, spec: ModelSpec, folder: RunFolder, group: Group, stack: ExitStack
+) -> Steps:
     """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
     snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint)
     first = snapshots.first_step
@@ -157,11 +168,6 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
     )
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
-    spec = make_spec(_model(config), data.vocabulary_size)
-    if spec.take_batch is not None:
-        spec.take_batch(
-            *data.train.batch(0)
-        )  # samples that the model cannot take are refused on every rank, before a step
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)

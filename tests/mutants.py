@@ -91,58 +91,6 @@ MUTANTS = (
         "weights = torch.ones(rows, device=logits.device) if mask is None else mask.reshape(-1).float()",
         "weights = torch.ones(rows, device=logits.device)",
         ("tests/hf/test_causal_loss.py", "-k", "experts"),
-<<<<<<< HEAD
-=======
-    ),
-    Mutant(
-        "padding counts as a position",
-        "pipetrain/stage/past.py",
-        "return (columns - self._pads()).clamp_(min=0)",
-        "return columns.expand(self.num_rows, -1)",
-        (GENERATION,),
-    ),
-    Mutant(
-        "padding is looked at",
-        "pipetrain/model/attention.py",
-        "return (causal & padded[:, None, None]) | (keys == own)",
-        "return causal[None, None]",
-        (GENERATION,),
-    ),
-    Mutant(
-        "a full room forgets what was in it",
-        "pipetrain/stage/past.py",
-        "wider[:, :, :start] = self._memory[:, :, :start]",
-        "pass",
-        (GENERATION,),
-    ),
-    Mutant(
-        "a turn begins before its token is known",
-        "pipetrain/runtime/generation.py",
-        "while any(turn.group is group for turn in unknown):",
-        "while False:",
-        (f"{GENERATION}::test_ranks_make_the_same_text",),
-    ),
-    Mutant(
-        "a later stage asks layer 0 how many tokens came before",
-        "pipetrain/model/hf/stage_cache.py",
-        "        return self._length\n",
-        "        return int(super().get_seq_length(layer_idx))\n",
-        (f"{HF_GENERATION}::test_a_later_stage_has_no_layer_0",),
-    ),
-    Mutant(
-        "a later stage's sliding window does not slide",
-        "pipetrain/model/hf/stage_cache.py",
-        "kept = min(self._length, layer.sliding_window - 1)",
-        "kept = self._length",
-        (f"{HF_GENERATION}::test_a_later_stage_has_no_layer_0",),
-    ),
-    Mutant(
-        "top_p leaves out the token that reaches it",
-        "pipetrain/runtime/sampling.py",
-        "before = ordered.softmax(-1).cumsum(-1).roll(1, -1)",
-        "before = ordered.softmax(-1).cumsum(-1)",
-        (GENERATION,),
->>>>>>> h-adapter
     ),
     Mutant(
         "a resume may change every key",
