@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import NEVER_SECONDS, run_ranks
+from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.group.failure import PipelineError
@@ -21,7 +23,7 @@ from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Lane
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
@@ -402,3 +404,28 @@ def test_a_resume_on_other_stages(tmp_path: pathlib.Path) -> None:
     for part, expected in zip(run_ranks(2, trains, str(tmp_path / "parts"), 2, 4), whole):
         assert part.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in part.items())
+
+
+# Faults -------------------------------------------------------------------------------------------------------------------
+
+
+def is_left_alone(how: str) -> str:
+    with pipeline_of(layers()) as pipeline:
+        pipeline.step(*batch(0))
+
+        def before(op: Op, step: int) -> None:
+            if pipeline.rank == 1 and op.kind is Kind.REDUCE_GRAD:
+                if how == "dies":
+                    os._exit(3)
+                pipeline.disconnect(op)
+
+        pipeline.before_ops(before)
+        pipeline.step(*batch(1))
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["dies", "disconnects"])
+def test_a_rank_that_is_gone_is_named(how: str) -> None:
+    first, _ = run_outcomes(2, is_left_alone, how)
+    assert first.error is not None
+    assert re.search(r"PipelineError: .*rank 1", first.error), first.error
