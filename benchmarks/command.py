@@ -19,6 +19,7 @@ NAMES = {
     "simulated": "measured against simulated, for every family of schedules",
     "cost": "what the runtime itself costs per op, and how planning grows",
     "split": "a backward in two halves beside a whole one: time, and what waits between them",
+    "generate": "a token over two ranks beside one process",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
-from pipetrain.config.together import check_run, check_schedule
+from pipetrain.config.together import check_run, check_schedule, check_ties
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.climb import Effort
 from pipetrain.plan.order_cache import cache_folder
@@ -65,6 +65,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         balance=pipeline.balance,
+        work=size.flops_per_layer,
         placement=pipeline.placement,
         split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
@@ -72,11 +73,13 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         communicators=config.transport.communicators,
         edges=config.transport.edges,
     )
-    found = None
-    if order is None and pipeline.schedule == AUTO:
-        found = _sought(_spec(config, plan.stage_ranks, plan.balance), _costs(config, plan.num_stages), config)
+    tied, found = plan.tied_stages(size.tied), None
+    check_ties(config, tied)
     _policy(config).check_layers(plan.num_layers)
-    schedule = _schedule(_spec(config, plan.stage_ranks, plan.balance), order) if found is None else found.schedule
+    spec = replace(_spec(config, plan.stage_ranks, plan.balance), tied=tied)
+    if order is None and pipeline.schedule == AUTO:
+        found = _sought(spec, _costs(config, plan.num_stages), config)
+    schedule = _schedule(spec, order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
 
@@ -136,6 +139,7 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         weight_gradient=cost.weight_gradient_seconds,
         input_share=cost.input_share,
         kept_share=cost.kept_share,
+        reduce=cost.reduce_seconds,
     )
 
 

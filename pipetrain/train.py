@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.records import RunConfig
-from pipetrain.config.together import check_run
+from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
@@ -28,8 +28,10 @@ from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
 from pipetrain.loop.steps import Steps, equal_work
+from pipetrain.loop.tokens import TokensSeen
+from pipetrain.model.hf.download import bring_model
 from pipetrain.model.size import size_of
-from pipetrain.model.spec import make_spec
+from pipetrain.model.spec import ModelSpec, make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
@@ -58,20 +60,55 @@ def train(config: RunConfig) -> Outcome:
             joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
             group = stack.enter_context(joined)
         run = prepare(config, group.size, _agreed_order(config, group))
-        data = make_data(config.data, config.seed)
+        data = _data(config, group)
         check_all_read_the_same(data.fingerprint, group)
+        spec = _spec(config, data)
+        config = with_steps(config, data.train.samples_per_epoch)
         again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
-        steps = _steps(config, run, data, folder, group, stack)
+        _keep_model_files(config, folder, group)
+        steps = _steps(config, run, data, spec, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(config.experiment, run.plan, run.schedule, signum)
-        steps.finish(folder.weights)
+        steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+
+
+def _data(config: RunConfig, group: Group) -> Data:
+    """What the run reads, with the tokenizer of its model where it has one."""
+    data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=config.timeout_seconds)
+    if data.num_skipped and group.rank == 0:
+        skipped = f"{data.num_skipped} documents are no samples and left out (data.on_error=skip), the first of them: "
+        print(f"pipetrain: {skipped}{data.first_skipped}", file=sys.stderr, flush=True)
+    return data
+
+
+def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
+    """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
+    if config.model.name == HUGGING_FACE and group.rank == 0:
+        from pipetrain.model.hf.source import find_source
+        from pipetrain.snapshot.export import keep_files
+
+        assert config.model.path is not None
+        keep_files(find_source(config.model.path, config.model.revision), folder.model)
+
+
+def _spec(config: RunConfig, data: Data) -> ModelSpec:
+    """The model, with weights in the dtype that is trained.
+
+    Raises:
+        ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
+    """
+    model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
+    spec = make_spec(model, data.vocabulary_size)
+    if spec.take_batch is not None:
+        spec.take_batch(*data.train.batch(0))
+    return spec
 
 
 def _agreed_order(config: RunConfig, group: Group) -> str | None:
@@ -123,7 +160,9 @@ def _mfu_of_a_token_per_second(config: RunConfig, vocabulary_size: int, num_devi
     return None if peak is None or flops is None else flops / (peak * num_devices)
 
 
-def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Group, stack: ExitStack) -> Steps:
+def _steps(
+    config: RunConfig, run: Run, data: Data, spec: ModelSpec, folder: RunFolder, group: Group, stack: ExitStack
+) -> Steps:
     """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
     snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint)
     first = snapshots.first_step
@@ -131,20 +170,19 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         folder,
         group.rank,
         config.observe,
-        num_steps=config.steps,
+        num_steps=config.num_steps,
         keep=measured_steps(first),
         first_step=first,
     )
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
-    spec = make_spec(config.model, data.vocabulary_size)
     engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
-    snapshots.attach(engine.model, engine.optimizer, guard, from_file=spec.from_file)
+    seen = TokensSeen()
+    snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
-        num_steps=config.steps,
-        tokens_per_step=config.data.batch_size * config.data.sequence_length,
+        num_steps=config.num_steps,
         mfu_of_a_token_per_second=_mfu_of_a_token_per_second(config, data.vocabulary_size, group.size),
         evaluate_every_steps=config.observe.evaluate_every_steps,
         seed=config.seed,
@@ -154,6 +192,7 @@ def _steps(config: RunConfig, run: Run, data: Data, folder: RunFolder, group: Gr
         recorder=recorder,
         snapshots=snapshots,
         guard=guard,
+        seen=seen,
         watch=StragglerWatch(equal_work(run.plan, run.size)),
         inspect=folder.inspect,
     )
@@ -209,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_start(config.resume, config.init_from, config.run_dir)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
+        bring_model(config.model, timeout_seconds=config.timeout_seconds)
         with _warnings_as_lines():
             outcome = train(config)
     except ValueError as error:

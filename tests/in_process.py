@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.group.failure import FailureBoard, Monitor
+from pipetrain.parallel.tied import SharedGradients
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
 from pipetrain.runtime.segmented import AnyStage, make_stage
+from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
@@ -59,7 +61,7 @@ class Theatre:
 
     def __init__(self, choose: Choose) -> None:
         self.log: Log = []
-        self.wires: list[Wire] = []
+        self.wires: list[Wire | Meeting] = []
         self._choose = choose
         self._paused: dict[int, _Paused] = {}
         self._turns: dict[int, threading.Semaphore] = {}
@@ -220,12 +222,70 @@ class _Outbound:
 
 
 @dataclass
+class _Sum:
+    op: Op
+    tensors: list[Tensor]
+    settle: Callable[[], None]
+    ended: Callable[[], None]
+
+
+class Meeting:
+    """Two ranks that add up gradients: each in its own order, and both at once."""
+
+    def __init__(self, log: Log) -> None:
+        self.queues: tuple[deque[_Sum], deque[_Sum]] = (deque(), deque())
+        self._told: tuple[list[_Sum], list[_Sum]] = ([], [])
+        self._log = log
+
+    def moves(self) -> Iterator[Callable[[], None]]:
+        for told in self._told:
+            if told:
+                yield lambda told=told: self._tell(told)  # type: ignore[misc]
+        if all(self.queues) and not any(self._told):
+            yield self._add
+
+    def _add(self) -> None:
+        one, other = (queue.popleft() for queue in self.queues)
+        assert {one.op.stage, one.op.peer} == {other.op.stage, other.op.peer}, f"{one.op} meets {other.op}"
+        for first, second in zip(one.tensors, other.tensors, strict=True):
+            first += second
+            second.copy_(first)
+        for told, ended in zip(self._told, (one, other)):
+            ended.settle()
+            told.append(ended)
+
+    def _tell(self, told: list[_Sum]) -> None:
+        one = told.pop()
+        self._log.append(("end", one.op))
+        one.ended()
+
+
+@dataclass
+class _Reducer:
+    queue: deque[_Sum]
+    peer: str
+
+    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
+        self.queue.append(_Sum(op, tensors, settle, ended))
+
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass
 class _Edges:
     """`transport.Edges`: both ends of an edge get the same wire."""
 
     theatre: Theatre
     buffered: bool
     wires: dict[tuple[int, str], Wire] = field(default_factory=dict)
+    meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
+
+    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> _Reducer:
+        if ranks not in self.meetings:
+            meeting = self.meetings[ranks] = Meeting(self.theatre.log)
+            self.theatre.wires.append(meeting)
+        return _Reducer(self.meetings[ranks].queues[place], peer)
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> _Inbound:  # noqa: ARG002
         return _Inbound(self._wire(edge, direction), peer)
@@ -274,11 +334,10 @@ class InProcessRun:
         self.schedule = schedule
         self.theatre = Theatre(choose)
         torch.manual_seed(0)
-        self.layers = [
-            nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()) for _ in schedule.stage_ranks
-        ]
+        self.layers = [Layer() for _ in schedule.stage_ranks]
         for layer in self.layers[: schedule.first_backward]:
             layer.requires_grad_(False)
+        self._tie()
         m = schedule.num_microbatches
         self.inputs = torch.randn(m, 2, WIDTH, dtype=torch.float64)
         self.targets = torch.randn(m, 2, WIDTH, dtype=torch.float64)
@@ -293,7 +352,8 @@ class InProcessRun:
     def _make_executor(self, rank: int, edges: _Edges) -> Executor:
         meter, monitor, policy = ActivationMeter(), _Monitor(rank, self.theatre), self.schedule.policy
         lanes = _Lanes(rank, self.theatre)
-        transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU, lanes)
+        tied = self.schedule.tied
+        transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU, lanes, tied)
         stages = {
             index: make_stage(
                 index,
@@ -311,7 +371,21 @@ class InProcessRun:
             stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)
-        return Executor(rank, stages, transport, lanes, monitor, monitor.board)
+        shared = SharedGradients(
+            {op: [self.layers[op.stage].shared[str(op.part)]] for op in self.schedule.lane(rank, Lane.REDUCE)}
+        )
+        return Executor(rank, stages, transport, lanes, monitor, monitor.board, shared)
+
+    def _tie(self) -> None:
+        """Each pair of stages that shares a parameter gets a factor: one on a rank, two copies on two."""
+        ranks = self.schedule.stage_ranks
+        for bucket, (low, high) in enumerate(self.schedule.tied):
+            copies = [nn.Parameter(torch.tensor(1.5, dtype=torch.float64)) for _ in range(2)]
+            if ranks[low] == ranks[high]:
+                copies[1] = copies[0]
+            for stage, copy in zip((low, high), copies):
+                copy.requires_grad_(low >= self.schedule.first_backward)
+                self.layers[stage].shared[str(bucket)] = copy
 
     def step(self) -> Log:
         """One step of all ranks; gradients are those of this step alone. Returns what happened.
@@ -340,7 +414,7 @@ class InProcessRun:
     def assert_right(self, log: Log) -> None:
         """Every op obeyed its waits and its queue, and every value is that of a plain loop over the microbatches."""
         assert_obeyed(self.schedule, log)
-        found = [parameter.grad for layer in self.layers for parameter in layer.parameters()]
+        found = self._gradients()
         for layer in self.layers:
             layer.zero_grad()
         m = self.schedule.num_microbatches
@@ -352,12 +426,38 @@ class InProcessRun:
             torch.testing.assert_close(self.outputs[number], loss.detach(), rtol=1e-12, atol=0)
             if loss.requires_grad:
                 loss.backward()
-        expected = [parameter.grad for layer in self.layers for parameter in layer.parameters()]
+        self._add_up_copies()
+        expected = self._gradients()
         for one, other in zip(found, expected, strict=True):
             if other is None:
                 assert one is None
             else:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for layer in self.layers for parameter in layer.parameters()]
+
+    def _add_up_copies(self) -> None:
+        """What the plain loop gave each copy, in both."""
+        for bucket, (low, high) in enumerate(self.schedule.tied):
+            one, other = (self.layers[stage].shared[str(bucket)] for stage in (low, high))
+            if one is not other and one.grad is not None:
+                one.grad = other.grad = one.grad + other.grad
+
+
+class Layer(nn.Module):
+    """A linear layer with the factors that its stage shares with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.shared = nn.ParameterDict()
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = torch.tanh(self.linear(value))
+        for factor in self.shared.values():
+            value = value * factor
+        return value
 
 
 def assert_obeyed(schedule: Schedule, log: Log) -> None:
@@ -367,7 +467,7 @@ def assert_obeyed(schedule: Schedule, log: Log) -> None:
     last: dict[Any, Op] = {}
     for rank, lane, op in schedule.ops():
         is_transfer = lane not in COMPUTING
-        queue = (rank, lane, op.stage, op.kind) if is_transfer else (rank, lane)
+        queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
         if queue in last:
             before[op] = last[queue]
         last[queue] = op

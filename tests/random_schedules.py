@@ -64,9 +64,15 @@ def split(family: str, delay: int) -> Generator:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 20, with_split: bool = True, with_parts: bool = True
+    draw: st.DrawFn,
+    max_ranks: int = 6,
+    max_microbatches: int = 20,
+    with_split: bool = True,
+    with_parts: bool = True,
+    with_ties: bool = True,
 ) -> Case:
-    """What any family can be asked for; also with backward split into I and W, and with stages recomputed in parts."""
+    """What any family can be asked for; also with backward split into I and W, with stages recomputed in parts, and with stages that
+    share parameters."""
     families = [name for name in FAMILIES if with_split or name not in ALWAYS_SPLIT]
     family = draw(st.sampled_from(families))
     ranks = draw(st.integers(1, max_ranks))
@@ -94,6 +100,9 @@ def cases(
         "first_backward": draw(st.one_of(st.just(0), st.integers(0, stages))),
         "transport_ahead": draw(st.integers(0, 3)),
     }
+    if with_ties and stages > 1 and draw(st.booleans()):
+        pairs = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)).filter(lambda pair: pair[0] < pair[1])
+        arguments["tied"] = sorted(draw(st.sets(pairs, min_size=1, max_size=3)), reverse=True)
     if family == "1f1b":
         arguments["warmup"] = draw(
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
@@ -137,6 +146,7 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
         times(stages - 1),
         input_gradient=halves[0],
         weight_gradient=halves[1],
+        reduce=times(stages) if draw(st.booleans()) else (),
     )
 
 
@@ -291,6 +301,7 @@ def of_another_kind(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         draw(st.sampled_from(Kind)),
         draw(st.one_of(st.none(), st.integers(0, schedule.num_microbatches))),
         draw(st.one_of(st.none(), st.integers(0, 2))),
+        draw(st.one_of(st.none(), st.none(), st.integers(0, schedule.num_stages))),
     )
     ops = tuple(other if one == op else one for one in schedule.lane(rank, lane))
     renamed = with_lane(schedule, rank, lane, ops)

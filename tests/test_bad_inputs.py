@@ -49,6 +49,25 @@ def train(typed: str, *says: str, prepare: Prepare = lambda folder: None, as_nob
     return Row(f"train experiment=smoke {typed}", says, prepare, as_nobody=as_nobody)
 
 
+def lines(typed: str, *says: str, prepare: Prepare) -> Row:
+    return train(f"data=jsonl data.path={{}}/a.jsonl {typed}".strip(), *says, prepare=prepare)
+
+
+def files(**contents: bytes) -> Prepare:
+    """Files by their names."""
+
+    def prepare(folder: pathlib.Path) -> None:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+
+    return prepare
+
+
+def second_line(line: bytes) -> Prepare:
+    """a.jsonl, with a good line before this one."""
+    return files(**{"a.jsonl": b'{"text": "Hello"}\n' + line + b"\n"})
+
+
 def text(**files: bytes) -> Prepare:
     """A folder `text` with these files."""
 
@@ -73,7 +92,7 @@ CONFIG = [
     train("modell=gpt2", "modell:", "'model'"),
     train("model=gpt3", "model=gpt3", "gpt2"),
     train("model.name=lama", "model.name='lama'", "did you mean 'llama'"),
-    train("data=wikitext", "data=wikitext", "stdlib, text"),
+    train("data=wikitext", "data=wikitext", "memmap, stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),
     train("transport=gloo", "transport=gloo", "auto, pinned, serial"),
@@ -104,6 +123,12 @@ CONFIG = [
 
 # Numbers out of range ----------------------------------------------------------------------------------------------------
 RANGES = [
+    train("model.dtype=int8", "model.dtype=int8", "auto, float32, bfloat16 or float16"),
+    train("model.weights=trained", "model.weights=trained", "pretrained or random"),
+    train("model.lora.rank=0", "model.lora.rank=0", "1 or more"),
+    train("model.lora.alpha=0", "model.lora.alpha=0", "greater than 0"),
+    train("model.lora.targets=[]", "model.lora.targets=[]", "a list of names of linear layers"),
+    train("model.lora.layers=[-1]", "model.lora.layers=[-1]", "a decoder layer"),
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
@@ -197,6 +222,11 @@ RANGES = [
     train("data.sequence_length=0", "data.sequence_length=0", "1 or more"),
     train("data.heldout_fraction=1", "data.heldout_fraction=1", "below 1"),
     train("data.heldout_bytes=3", "data.heldout_bytes=3", "data.heldout_bytes=32 or more"),
+    train("data.layout=paked", "data.layout=paked", "'packed'"),
+    train("data.counted=answer", "data.counted=answer", "'answers'"),
+    train("data.item_type=int16", "data.item_type=int16", "'uint16'"),
+    train("data.on_error=ignore", "data.on_error=ignore", "stop or skip"),
+    train("data.template_date=1.1.2026", "data.template_date=1.1.2026", "2026-01-31"),
     train("model.num_blocks=0", "model.num_blocks=0", "1 or more"),
     train("model.hidden_size=0", "model.hidden_size=0", "1 or more"),
     train("model.num_heads=0", "model.num_heads=0", "1 or more"),
@@ -249,6 +279,70 @@ DATA = [
         "data=text data.path={}/pipe", "neither a file nor a folder", prepare=lambda folder: os.mkfifo(folder / "pipe")
     ),
     train("data=stdlib data.path={}/text", "data=text data.path={}/text", prepare=ENOUGH),
+    train("data=text data.path='{}/t*/*.md'", "data.path={}/t*/*.md matches no file", prepare=ENOUGH),
+    train(
+        "data=text data.path={}/text data.heldout_path={}/held",
+        "data.heldout_path={}/held is not there",
+        prepare=ENOUGH,
+    ),
+    train("data=text data.path={}/text data.tokenizer={}/text", "no tokenizer in this folder", prepare=ENOUGH),
+    train("data=text data.path={}/text data.tokenizer=null", "data.tokenizer=byte", prepare=ENOUGH),
+    *(
+        replace(row, typed=f"{row.typed} data.cache_dir={{}}/cache")
+        for row in (
+            lines("", "{}/a.jsonl: the text has 0 bytes", prepare=files(**{"a.jsonl": b""})),
+            lines("", "{}/a.jsonl", "has 0 tokens", prepare=files(**{"a.jsonl": b"\n\n"})),
+            lines(
+                "",
+                "{}/a.jsonl:2: it is no JSON",
+                "column 10",
+                "data.on_error=skip",
+                prepare=second_line(b'{"text": "ab'),
+            ),
+            lines("", "{}/a.jsonl:2: it is not UTF-8", prepare=second_line(b'{"text": "\xff"}')),
+            lines("", "{}/a.jsonl:2: it is no object but a list", prepare=second_line(b"[]")),
+            lines(
+                "",
+                "{}/a.jsonl:2",
+                "neither `messages` nor `text`",
+                "fields are: txt",
+                prepare=second_line(b'{"txt": 1}'),
+            ),
+            lines("", "{}/a.jsonl:2: `text` is no text but a int", prepare=second_line(b'{"text": 1}')),
+            lines("", "{}/a.jsonl:2", "texts or of chats", prepare=second_line(b'{"messages": [{"role": "user"}]}')),
+            lines(
+                "data.layout=padded",
+                "{}/a.jsonl:2: it has 101 tokens",
+                "data.sequence_length=101",
+                prepare=second_line(b'{"text": "' + b"x" * 100 + b'"}'),
+            ),
+            lines(
+                "",
+                "data.tokenizer=byte",
+                "chat template",
+                prepare=files(**{"a.jsonl": b'{"messages": [{"role": "user", "content": "Hi"}]}'}),
+            ),
+        )
+    ),
+    train("data=hf", "data.path is not set", "data=hf"),
+    train("data=hf data.path={}/nowhere", "data.path={}/nowhere: this is no saved data set here"),
+    train("data=memmap", "data.path is not set", "FILE.bin"),
+    train("data=memmap data.path={}/a.bin", "{}/a.bin is no file", "pipetrain tokenize"),
+    train("data=memmap data.path={}/a.bin", "has 3 bytes", "data.item_type=uint16", prepare=files(**{"a.bin": b"abc"})),
+    train("data=memmap data.path={}/a.bin", "is empty", prepare=files(**{"a.bin": b""})),
+    train("data=memmap data.path={}/a.bin", "has 29 tokens", prepare=files(**{"a.bin": b"a" * 64})),
+    train(
+        "data=memmap data.path={}/a.bin data.layout=packed", "data.layout=stream", prepare=files(**{"a.bin": b"a" * 64})
+    ),
+    train("data=memmap data.path={}/a.bin data.item_type=int32", "holds -1", prepare=files(**{"a.bin": b"\xff" * 400})),
+    train("data=memmap data.path={}/text", "no tokens.json in this folder", prepare=ENOUGH),
+    train(
+        "data=memmap data.path={}/a.bin data.tokenizer=byte",
+        "holds the token 24929",
+        prepare=files(**{"a.bin": b"a" * 400}),
+    ),
+    Row("tokenize {}/text/a.txt", ("{}/text/a.txt", "--out=FOLDER"), prepare=ENOUGH),
+    Row("tokenize {}/text --out={}/text", ("--out={}/text: there is something already",), prepare=ENOUGH),
     train(
         "data=text data.path={}/text",
         "a.txt may not be read",

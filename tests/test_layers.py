@@ -40,6 +40,9 @@ TORCH_FREE_FILES = {
     "model/arithmetic.py",
     "model/style.py",
     "model/registry.py",
+    "model/hf/hf_size.py",
+    "model/hf/source.py",
+    "model/hf/download.py",
     "snapshot/start.py",
 }  # of a room with torch: what is read before a process starts
 STANDARD_ONLY = {"schedule", "timeline", "plan", "launcher", "prepare"}

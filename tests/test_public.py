@@ -51,7 +51,7 @@ SIGNATURES = {
     "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None",
     "make_schedule": (
         "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
-        "costs=None first_backward=0 transport_ahead=2 split_backward=False"
+        "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=()"
     ),
     "RecomputePolicy": (
         "mode=<Mode.OVERLAP: 'overlap'> sets=1 keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> verify='first' ahead=None"

@@ -1318,7 +1318,9 @@ def test_callables_that_return_one_layer() -> None:
     Cause: sharing was looked for in what was given, not in what was built.
     """
     layer = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"parameter 0.weight of stage 0 is 1.weight of stage 1 as well"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0.weight of stage 0 is 1.weight of stage 1 as well, and only a rank"
+    ):
         Pipeline([lambda: layer, lambda: layer], mean_square, num_microbatches=3, **TWO_STAGES)
 
 

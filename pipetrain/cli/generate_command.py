@@ -1,38 +1,177 @@
-"""`pipetrain generate`: text from a trained model."""
+"""`pipetrain generate`: text from a trained model, over as many ranks as it was trained on, or others."""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
 from pipetrain.cli.command import Arguments, Command, Parser
-from pipetrain.launcher.outcome import Exit
+from pipetrain.launcher.outcome import Exit, Outcome
+
+if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.loop.generate import Asked
+    from pipetrain.observe.folder import RunFolder
+    from pipetrain.plan.plan import Plan
+
+_PROMPT = "import "
 
 
 def _add_arguments(parser: Parser) -> None:
     parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
-    parser.add_argument("--prompt", default="import ", help="the text to go on from (default: %(default)r)")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to draw (default: %(default)s)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help=f"the text to go on from (default: {_PROMPT!r}); may be given again",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="how many tokens to make at most (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time (default: 0.8)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest alone")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest with a share P of the chances"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, for a model that chats")
+    parser.add_argument("--raw", action="store_true", help="go on from the text itself, without the chat template")
+    parser.add_argument("--ranks", type=int, help="processes to run on; 1: this one alone (default: as in training)")
 
 
 def _generate(arguments: Arguments) -> int:
-    from pipetrain.config.load import read
+    from pipetrain.cli.run_config import config_of_run
+    from pipetrain.group.address import is_rank
     from pipetrain.observe.folder import find_folder
 
     folder = find_folder(arguments.run)
-    config = read(folder.config)
-    from pipetrain.loop.generate import generate
+    config = config_of_run(folder)
+    if is_rank():
+        _be_a_rank(config, folder, arguments)
+    asked = _asked(arguments)
+    _check(folder, asked)
+    plan = _plan(folder, arguments.ranks)
+    if plan.num_ranks == 1:
+        return _here(config, plan, folder, asked)
+    from pipetrain.launcher.launch import launch
+    from pipetrain.launcher.outcome import tell
 
-    text = generate(
-        config.model,
-        config.data,
-        folder.weights,
-        arguments.prompt,
+    outcome = launch(
+        "pipetrain.cli",
+        ["generate", str(folder.path), *_words(arguments)],
+        num_ranks=plan.num_ranks,
+        threads_per_rank=config.threads_per_rank,
+    )
+    return tell(outcome)
+
+
+def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
+    """That of the run; on another number of ranks one of its own.
+
+    Raises:
+        ValueError: there is none, or the model does not fill so many ranks.
+    """
+    from pipetrain.plan.plan import make_plan, read_plan, whole_number
+
+    plan = read_plan(folder.plan)
+    if num_ranks is None or whole_number("--ranks", num_ranks) == plan.num_ranks:
+        return plan
+    return make_plan(plan.num_layers, num_ranks=num_ranks, edges=plan.edges, communicators=plan.communicators)
+
+
+def _asked(arguments: Arguments) -> Asked:
+    from pipetrain.loop.generate import Asked
+
+    return Asked(
+        prompts=tuple(arguments.prompt or [_PROMPT]),
         num_tokens=arguments.tokens,
         temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
         seed=arguments.seed,
+        system=arguments.system,
+        raw=arguments.raw,
     )
-    print(text)
+
+
+def _check(folder: RunFolder, asked: Asked) -> None:
+    """What can be said before a process starts.
+
+    Raises:
+        ValueError: there are no weights; an empty prompt; numbers out of range.
+    """
+    from pipetrain.runtime.sampling import Sampling
+    from pipetrain.snapshot.weights import check_weights
+
+    check_weights(folder.weights)
+    if not all(asked.prompts):
+        raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
+    if asked.num_tokens < 1:
+        raise ValueError(f"--tokens={asked.num_tokens}: at least 1 is needed")
+    Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+
+
+def _words(arguments: Arguments) -> list[str]:
+    """The options again, for the ranks."""
+    given = {name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks")}
+    flags = [f"--{name}" for name, value in given.items() if value is True]
+    lists = [
+        (name, value if isinstance(value, list) else [value])
+        for name, value in given.items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    return flags + [f"--{name}={value}" for name, values in lists for value in values]
+
+
+def _here(config: RunConfig, plan: Plan, folder: RunFolder, asked: Asked) -> int:
+    from pipetrain.loop.generate import generate
+
+    generate(config, plan, folder.weights, asked, _write)
     return Exit.DONE
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
+    """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
+    from pipetrain.launcher.outcome import announce, end
+
+    rank = int(os.environ["RANK"])
+    announce(rank)
+    code = end(_outcome(rank, config, folder, arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Arguments) -> Outcome:
+    import torch
+
+    from pipetrain.group.failure import PipelineError
+    from pipetrain.group.own_device import set_variables_of_gpus
+    from pipetrain.launcher.stop import ending_with_the_launcher
+
+    try:
+        asked = _asked(arguments)
+        _check(folder, asked)
+        set_variables_of_gpus()
+        torch.set_num_threads(config.threads_per_rank)
+        with ending_with_the_launcher():
+            _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), folder, asked)
+    except ValueError as error:
+        return Outcome(rank, Exit.WRONG_INPUT, str(error))
+    except PipelineError as error:
+        return Outcome(rank, Exit.FAILED, str(error))
+    except KeyboardInterrupt:
+        return Outcome(rank, Exit.FAILED, "interrupted")
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    return Outcome(rank, Exit.DONE)
 
 
 GENERATE = Command("text from a trained model", _add_arguments, _generate)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
 from pipetrain.cli.command import Parser, refuse
+from pipetrain.cli.export_command import EXPORT
 from pipetrain.cli.generate_command import GENERATE
 from pipetrain.cli.profile_command import PROFILE_LAYERS
 from pipetrain.cli.report_command import REPORT
 from pipetrain.cli.show_command import SHOW
+from pipetrain.cli.tokenize_command import TOKENIZE
 from pipetrain.cli.train_command import TRAIN
 from pipetrain.cli.verify_command import VERIFY
 from pipetrain.launcher.outcome import Exit
@@ -26,6 +28,8 @@ COMMANDS = {
     "report": REPORT,
     "verify": VERIFY,
     "generate": GENERATE,
+    "export": EXPORT,
+    "tokenize": TOKENIZE,
 }
 _BENCH = "bench"  # has options of its own
 

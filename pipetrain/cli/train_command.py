@@ -57,12 +57,14 @@ def check_train(config: RunConfig) -> Run:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
     from pipetrain.engine.available import check_available
+    from pipetrain.model.hf.download import bring_model
     from pipetrain.observe.claim import check_unclaimed
     from pipetrain.observe.folder import check_free
     from pipetrain.observe.trackers.chosen import check_trackers
     from pipetrain.prepare import prepare
     from pipetrain.snapshot.start import AUTO, check_start
 
+    bring_model(config.model, timeout_seconds=config.timeout_seconds)
     run = prepare(config)
     check_trackers(config.observe)
     if config.resume != AUTO:
@@ -72,7 +74,7 @@ def check_train(config: RunConfig) -> Run:
     check_available(config)
     from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 
-    check_text(config.data)
+    check_text(config.data, config.model.path)
     if run.found is not None:
         from pipetrain.timeline.shown import proof_of
 
@@ -89,9 +91,11 @@ def _ranks_per_node(config: RunConfig, run: Run) -> int:
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
     """The ranks of this machine, until they have ended."""
+    from pipetrain.cli.tokenize_command import tokenize_ahead
     from pipetrain.launcher.launch import launch
     from pipetrain.launcher.outcome import tell
 
+    tokenize_ahead(config)
     outcome = launch(
         "pipetrain.train",
         arguments.overrides,

@@ -6,6 +6,7 @@ that goes on may change it, is part of its type (`limits.py`). What several keys
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -24,9 +25,17 @@ from pipetrain.config.limits import (
 )
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
+HUGGING_FACE = "hf"  # the model.name of what transformers has
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+# Of `precision`: the dtype of the weights.
+WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
+DEFAULT_STEPS = 200
+
+LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
+COUNTED = ANSWERS, LAST, ALL = ("answers", "last", "all")
+ITEM_TYPES = ("uint16", "uint32", "int32")
 
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
 _MOST_STAGES = 4096  # of a schedule, and so of ranks
@@ -35,6 +44,13 @@ _YEAR = 366 * 24 * 3600  # seconds
 
 def _size(most: int) -> Limit:
     return at_least(1, " must be {} or more", most=most)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 Count = Annotated[int, at_least(1, most=_LARGEST)]
@@ -47,10 +63,23 @@ _Positive = Annotated[float, more_than(0, " must be greater than {}")]
 _Probability = Annotated[
     float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
 ]
-_NoModelYet = Annotated[
-    str | None,
-    only(None, "the model is built from the keys of `model` (model=llama, model=gpt2): type model.path=null"),
+_Targets = Annotated[
+    tuple[str, ...],
+    Limit(lambda value: value and all(value), ": allowed is a list of names of linear layers, as in [q_proj,v_proj]"),
 ]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside linear layers that stay as they are (model=hf): only these are trained."""
+
+    rank: Annotated[int | None, at_least(1, most=2**20)] = None  # numbers between the two matrices; None: no adapters
+    # Which linear layers, each the end of a name: q_proj, or layers.11.mlp.up_proj for one alone.
+    targets: _Targets = ("q_proj", "v_proj")
+    # Decoder layers that get adapters, from 0; None: all.
+    layers: Annotated[tuple[int, ...] | None, each(0, 10_000, "the number of a decoder layer")] = None
+    alpha: _Positive | None = None  # what they give is multiplied by alpha / rank; None: by 1
+    merge: MayChange[bool] = True  # whether `export` adds them to the weights, else it writes them as PEFT does
 
 
 @dataclass(frozen=True)
@@ -72,7 +101,17 @@ class ModelConfig:
     rope_base: _Positive = 10_000.0  # base of the rotary frequencies
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
-    path: MayChange[_NoModelYet] = None  # folder of a saved Hugging Face model to start from
+    # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
+    path: MayChange[str | None] = None
+    revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
+    # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
+    weights: MayChange[Annotated[str, one_of("pretrained", "random")]] = "pretrained"
+    # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
+    dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
+    # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
+    attention: str | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
 
 
 _HeldOut = Annotated[
@@ -82,21 +121,42 @@ _HeldOut = Annotated[
         " is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1",
     ),
 ]
+_Date = Annotated[str, Limit(_is_date, ": allowed is a date, as in 2026-01-31")]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it is cut."""
+    """What is trained on, and how it becomes samples."""
 
-    name: str = "stdlib"  # `stdlib` (the running Python's own library) or `text` (data.path)
-    path: MayChange[str | None] = None  # file or folder of text, for data=text
-    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob
-    # How text becomes tokens: `byte` (256 tokens).
-    tokenizer: Annotated[str, only("byte", "text is read byte by byte")] = "byte"
+    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) or `memmap` (token ids).
+    name: str = "stdlib"
+    path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
+    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob; each may be one of .gz, too
+    subset: str | None = None  # hf: the configuration of a data set that has several
+    split: str = "train"  # hf: the split that is trained on
+    text_field: str = "text"  # jsonl and hf: the field that holds the text, where there are no `messages`
+    # How text becomes tokens: `byte` (256 tokens), or a tokenizer's folder or name; null: the one of the model in model.path.
+    tokenizer: str | None = "byte"
+    # What a sample is: `stream` (a piece of one long row of tokens), `packed` (whole documents, side by side) or `padded` (one
+    # document); null: packed for chats, stream for all else.
+    layout: Annotated[str | None, choice_of(*LAYOUTS)] = None
+    counted: Annotated[str, choice_of(*COUNTED)] = (
+        "answers"  # what of a chat counts in the loss: `answers`, `last` or `all`
+    )
+    template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
+    item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
+    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
+    cache_dir: MayChange[str | None] = (
+        None  # where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache
+    )
     batch_size: Size = 16  # samples of a whole step, over all replicas
     sequence_length: Size = 256  # tokens per sample that are predicted
-    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) that training never sees
-    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most
+    heldout_path: MayChange[str | None] = (
+        None  # what is held out, where it is kept apart; null: heldout_fraction of data.path
+    )
+    heldout_split: str | None = None  # hf: the split that is held out; null: heldout_fraction of data.split
+    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
+    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
 
 
 @dataclass(frozen=True)
@@ -223,6 +283,8 @@ class OptimConfig:
     warmup_steps: Amount = 20  # steps of linear warm-up
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
+    # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
+    masters: Annotated[str, one_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -258,6 +320,9 @@ class WandbConfig:
     # `disabled`, `offline` (files in the run folder) or `online`.
     mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
+    name: str | None = None  # the run's name there; None: that of its folder
+    group: str | None = None  # the group of runs that it belongs to
+    tags: tuple[str, ...] = ()  # words to find it by
 
 
 @dataclass(frozen=True)
@@ -331,6 +396,7 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
+    reduce_seconds: _Seconds = 0.0  # adding up the gradients of a parameter that two stages share
     # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
     input_share: _Share | None = None
     # What recompute.selective keeps of a microbatch, in sets, by bytes; None: nothing, or not counted.
@@ -351,7 +417,13 @@ class RunConfig:
 
     experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
     seed: Amount = 0  # of weights, dropout and data order
-    steps: MayChange[Count] = 200  # optimizer steps
+    steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
+    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = (
+        None  # steps as times through the training data
+    )
+    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
+    # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
+    precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
     resume: MayChange[str | None] = None
@@ -373,3 +445,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, where they are known: with `epochs` not before the data is (`with_steps`)."""
+        assert self.steps is not None or self.epochs is None, "steps of epochs are not known yet"
+        return DEFAULT_STEPS if self.steps is None else self.steps

@@ -6,12 +6,15 @@ those are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import (
     ADAMW,
     DEEPSPEED,
+    WEIGHTS_IN,
     GuardConfig,
     PipelineConfig,
     RunConfig,
@@ -65,6 +68,15 @@ def check_run(config: RunConfig) -> None:
             "pipeline.schedule=inference: it has no backward, so nothing is trained; use pipeline.schedule=gpipe"
         )
     check_limits(config)
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(
+            f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
+        )
+    if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
+            "model.dtype out, and set precision=bf16 for bfloat16 weights"
+        )
     for problem in _of_deepspeed(config) if config.engine.name == DEEPSPEED else _of_native(config):
         raise ConfigError(problem)
     _check_guard(config.guard, config.snapshot)
@@ -74,6 +86,28 @@ def check_run(config: RunConfig) -> None:
             f"data.batch_size={config.data.batch_size}: each microbatch needs a sample; use "
             f"pipeline.num_microbatches={config.data.batch_size} or less, or a larger data.batch_size"
         )
+
+
+def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
+    """What an engine can do where pairs of stages share a parameter, as a head its embedding's.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if tied and config.engine.name == DEEPSPEED:
+        low, high = tied[0]
+        raise ConfigError(
+            f"engine=deepspeed: stages {low} and {high} share a parameter, whose gradients it does not add up; use engine=native, or a "
+            "pipeline.balance that puts both its layers on one stage"
+        )
+
+
+def with_steps(config: RunConfig, samples_per_epoch: int) -> RunConfig:
+    """The configuration with its number of steps, now that the data is known: `epochs` times `samples_per_epoch`, rounded up to steps."""
+    if config.epochs is None:
+        return replace(config, steps=config.num_steps)
+    steps = math.ceil(config.epochs * samples_per_epoch / config.data.batch_size)
+    return replace(config, steps=max(steps, 1), epochs=None)
 
 
 def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
@@ -91,6 +125,11 @@ def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
 
 
 def _of_native(config: RunConfig) -> Iterator[str]:
+    if config.precision == "bf16" and config.optim.masters == "off" and config.optim.name != ADAMW:
+        yield (
+            f"optim.masters=off: optim={config.optim.name} updates float32 alone; use optim.masters=auto, or optim=adamw, which "
+            "updates bfloat16 weights in place"
+        )
     if config.parallel.zero != 0:
         yield (
             f"parallel.zero={config.parallel.zero}: not supported by engine=native, which does not shard optimizer state; "
@@ -121,6 +160,16 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
     if config.optim.name != ADAMW:
         yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
+    if config.precision == "bf16":
+        yield _refused(
+            "precision",
+            "bf16",
+            "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16_autocast or fp32",
+        )
+    if config.model.name == "hf":
+        yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
+    if config.model.compile:
+        yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
     if data.batch_size % config.pipeline.num_microbatches:
         multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
         yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")

@@ -1,81 +1,217 @@
-"""From `data=...` to batches: the one entry of this package."""
+"""From `data=...` to batches: the one entry of this package.
+
+stdlib, text as bytes      files ── split ──► bytes in memory ─────────────────────┐
+memmap                     a .bin of ids, a folder of tokens ──────────────────────┤
+text, jsonl, hf            documents ── tokenized once ──► folder in the cache ────┴─► samples ──► batches of a step
+"""
 
 from __future__ import annotations
 
-import pathlib
+import datetime
+import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipetrain.config.records import DataConfig
+import numpy as np
+
+from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import find_files, key_of_text
-from pipetrain.data.split import fingerprint_of, split_files
-from pipetrain.data.tokenizer import Tokenizer, make_tokenizer
+from pipetrain.data.cached_tokens import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
+from pipetrain.data.corpus import files_at, find_files
+from pipetrain.data.hf_dataset import check_datasets_installed
+from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
+from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
+from pipetrain.data.split import Split, fingerprint_of, read_pieces
+from pipetrain.data.token_cache import Tell
+from pipetrain.data.token_file import TOKENS_JSON, TokenSheet, read_sheet
+from pipetrain.data.token_ids import check_id_file, fingerprint_of_ids, read_id_file
+from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+
+_SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap")
+_IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads. All of it is in memory, a byte per byte of text (12 MB for the standard library)."""
+    """What a run reads. `fingerprint`: equal for the same samples, in whatever order; `tokenizer` is None where ids are all there is."""
 
     train: Batches
-    heldout: HeldoutBatches  # empty where data.heldout_fraction=0
-    tokenizer: Tokenizer
-    train_files: tuple[pathlib.Path, ...]
-    heldout_files: tuple[pathlib.Path, ...]
-    fingerprint: str  # SHA-256 over the bytes of both parts: the same text gives the same batches
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.tokenizer.vocabulary_size
+    heldout: HeldoutBatches  # empty where nothing is held out
+    vocabulary_size: int
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
+    first_skipped: str | None = None  # why the first of them is none
 
 
-def check_data(config: DataConfig) -> None:
+def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
+    """The tokenizer of `data.tokenizer`; for null `own`, a folder or name too: that of the model. None: there is none.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    name = config.tokenizer or own
+    if name is None:
+        return None
+    if name == BYTE:
+        return ByteTokenizer()
+    date = datetime.date.fromisoformat(config.template_date)
+    return HfTokenizer(folder_of_tokenizer(name), name, config.counted, date)
+
+
+def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
-    make_tokenizer(config.tokenizer)
     check_limits(config, "data.")
-    check_text(config)
+    check_text(config, own_tokenizer)
 
 
-def check_text(config: DataConfig) -> None:
-    """Raise ValueError where there is no text that makes a sample; the values of `config` were checked, each for itself."""
+def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
+    """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
+    if config.name not in _SOURCES:
+        nearest = difflib.get_close_matches(config.name, _SOURCES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"data={config.name!r}: allowed are {', '.join(_SOURCES)}; did you mean data={nearest}?")
     if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
         raise ValueError(
             f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
             f"set data.heldout_bytes={config.sequence_length} or more"
         )
-    size = sum(file.stat().st_size for file in find_files(config))
-    if size <= config.sequence_length:
-        raise _too_short("the text", size, config)
+    tokenizer = make_tokenizer(config, own_tokenizer)
+    if config.name == "memmap":
+        _check_memmap(config)
+    elif tokenizer is None:
+        raise ValueError(
+            "data.tokenizer=null: the model brings no tokenizer; type data.tokenizer=byte, or a tokenizer's folder or name"
+        )
+    elif config.name == "hf":
+        check_datasets_installed(config)
+    else:
+        _check_files(config, tokenizer)
+    if isinstance(tokenizer, HfTokenizer):
+        check_installed(f"data.tokenizer={tokenizer.called}")
 
 
-def make_data(config: DataConfig, seed: int) -> Data:
-    """Find, read, split and cut the text that `config` names; `seed` orders the training samples and nothing else.
+def make_data(
+    config: DataConfig,
+    seed: int,
+    *,
+    own_tokenizer: str | None = None,
+    timeout_seconds: float = WAIT_SECONDS,
+    tell: Tell | None = None,
+) -> Data:
+    """Find, read, tokenize and cut what `config` names; `seed` orders the training samples and nothing else.
 
-    Raises ValueError, with the key and what to type next, where there is no text, or not enough of it.
+    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
+
+    Raises:
+        ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
     """
-    check_data(config)
-    split = split_files(find_files(config), config.heldout_fraction)
-    tokenizer = make_tokenizer(config.tokenizer)
-    train, heldout = tokenizer.encode(split.train), tokenizer.encode(split.heldout)
-    if len(train) <= config.sequence_length:
-        raise _too_short("the training part of the text", len(train), config)
-    if config.heldout_fraction and len(heldout) <= config.sequence_length:
-        raise _too_short("the held-out part of the text", len(heldout), config)
+    check_data(config, own_tokenizer)
+    tokenizer = make_tokenizer(config, own_tokenizer)
+    if config.name == "memmap":
+        sets = _of_memmap(config, tokenizer)
+    else:
+        assert tokenizer is not None, "it was checked"
+        sets = _of_text(config, tokenizer, timeout_seconds, tell)
     return Data(
-        train=Batches(train, config.batch_size, config.sequence_length, seed),
-        heldout=HeldoutBatches(heldout, config.batch_size, config.sequence_length, config.heldout_bytes),
+        train=Batches(sets.train, config.batch_size, seed),
+        heldout=HeldoutBatches(sets.heldout, config.batch_size, config.heldout_bytes),
+        vocabulary_size=sets.vocabulary_size,
         tokenizer=tokenizer,
-        train_files=split.train_files,
-        heldout_files=split.heldout_files,
-        fingerprint=fingerprint_of(split),
+        fingerprint=sets.fingerprint,
+        num_skipped=sets.num_skipped,
+        first_skipped=sets.first_skipped,
     )
 
 
-def _too_short(what: str, size: int, config: DataConfig) -> ValueError:
-    where = key_of_text(config)
-    need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
-    if size < 2:
-        return ValueError(f"{where}: {what} has {size} bytes and {need}; give more text, or data.heldout_fraction=0")
-    return ValueError(
-        f"{where}: {what} has {size} bytes and {need}; give more text, or data.sequence_length={size - 1}"
+def _check_files(config: DataConfig, tokenizer: Tokenizer) -> None:
+    size = sum(file.stat().st_size for file in find_files(config))
+    if config.heldout_path is not None:
+        files_at("data.heldout_path", config.heldout_path, config.pattern)
+    if size == 0 or (is_bytes(config, tokenizer) and size <= config.sequence_length):
+        raise too_short("the text", size, config, "bytes")
+
+
+def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> SampleSets:
+    if is_bytes(config, tokenizer):
+        split = split_of(config)
+        if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
+            return _of_bytes(config, split)
+    folder = tokenized(config, tokenizer, timeout_seconds=timeout_seconds, tell=tell)
+    return folder_samples(config, folder, read_sheet(folder))
+
+
+def _of_bytes(config: DataConfig, split: Split) -> SampleSets:
+    train, heldout = read_pieces(split.train), read_pieces(split.heldout)
+    rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
+    return SampleSets(
+        *stream_samples(config, *rows, "bytes"), ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout)
     )
+
+
+# Token ids that are there already --------------------------------------------------------------------------------------
+
+
+def _check_memmap(config: DataConfig) -> None:
+    if not config.path:
+        raise ValueError(
+            "data.path is not set: data=memmap reads token ids; type data.path=FILE.bin, or a folder of tokens"
+        )
+    path = Path(config.path).expanduser()
+    if not path.is_dir():
+        if config.layout not in (None, STREAM):
+            raise ValueError(
+                f"data.layout={config.layout}: a .bin file does not say where a document ends; use data.layout=stream"
+            )
+        check_id_file("data.path", path, config.item_type)
+        if config.heldout_path is not None:
+            check_id_file("data.heldout_path", Path(config.heldout_path).expanduser(), config.item_type)
+    elif not (path / TOKENS_JSON).is_file():
+        raise ValueError(
+            f"data.path={config.path}: there is no {TOKENS_JSON} in this folder; give a .bin file of token ids, or make a folder of "
+            f"tokens: pipetrain tokenize {config.path} --out=FOLDER"
+        )
+    elif config.heldout_path is not None:
+        raise ValueError(
+            f"data.heldout_path={config.heldout_path}: a folder of tokens has a held-out part of its own; leave it out"
+        )
+
+
+def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> SampleSets:
+    assert config.path is not None, "it was checked"
+    path = Path(config.path).expanduser()
+    if not path.is_dir():
+        return _of_id_files(config, path, tokenizer)
+    sheet = read_sheet(path)
+    _check_tokenizer(config, sheet, tokenizer)
+    return folder_samples(config, path, sheet)
+
+
+def _check_tokenizer(config: DataConfig, sheet: TokenSheet, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokenizer.digest != sheet.tokenizer_digest:
+        raise ValueError(
+            f"data.path={config.path} was made with the tokenizer {sheet.tokenizer}, and data.tokenizer={tokenizer.called} is another one, or "
+            f"has changed since (its SHA-256 is {tokenizer.digest[:12]}..., it was {sheet.tokenizer_digest[:12]}...); tokenize again"
+        )
+
+
+def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> SampleSets:
+    """The ids of one file or two, with the largest of them as the vocabulary where there is no tokenizer."""
+    found = read_id_file("data.path", path, config.item_type, memory_of(config))
+    largest, held_digest = found.largest, None
+    if config.heldout_path is not None:
+        held_path = Path(config.heldout_path).expanduser()
+        held = read_id_file("data.heldout_path", held_path, config.item_type, memory_of(config))
+        largest, held_digest = max(largest, held.largest), held.digest
+        parts = found.ids, held.ids
+    else:
+        cut = len(found.ids) - int(config.heldout_fraction * len(found.ids))
+        parts = found.ids[:cut], found.ids[cut:]
+    if tokenizer is not None and largest >= tokenizer.vocabulary_size:
+        raise ValueError(
+            f"data.path={path}: it holds the token {largest}, and data.tokenizer={tokenizer.called} has {tokenizer.vocabulary_size}; give "
+            f"the tokenizer that it was written with, or another data.item_type (it is {config.item_type})"
+        )
+    vocabulary_size = largest + 1 if tokenizer is None else tokenizer.vocabulary_size
+    fingerprint = fingerprint_of_ids(found.digest, held_digest, config.item_type, len(parts[1]))
+    return SampleSets(*stream_samples(config, *parts, "tokens"), vocabulary_size, fingerprint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -49,8 +49,8 @@ class Engine(Protocol):
         """What the last step did on all ranks; on rank 0."""
         ...
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """The whole model; on rank 0."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's tensors of the model, under the whole model's names."""
         ...
 
     def close(self) -> None:

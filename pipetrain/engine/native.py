@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from pipetrain.config.records import OptimConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Accepts
-from pipetrain.engine.optimizer import learning_rate, make_optimizer
+from pipetrain.engine.optimizer import Updates, learning_rate, make_optimizer
+from pipetrain.engine.precision import Precision
 from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
@@ -33,6 +34,7 @@ class NativeEngine:
         optim: the optimizer, the learning rate and the clip.
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
+        precision: of the layers; the weights are in their dtype already.
         seed: of weights and dropout.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step.
@@ -47,6 +49,7 @@ class NativeEngine:
         *,
         num_steps: int,
         device: torch.device,
+        precision: Precision,
         seed: int = 0,
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
@@ -55,6 +58,7 @@ class NativeEngine:
         self._optim = optim
         self._num_steps = num_steps
         self._device = device
+        self._precision = precision
         self._pipeline = Pipeline(
             spec,
             plan=plan,
@@ -73,7 +77,7 @@ class NativeEngine:
         return self._pipeline
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Updates:
         return self._optimizer
 
     def start_at(self, step: int) -> None:
@@ -94,7 +98,7 @@ class NativeEngine:
         """Loss and gradient norm; clips. The norm is taken where nothing is clipped, too: it shows whether a gradient is finite."""
         clip_norm = self._optim.clip_norm
         try:
-            with self._autocast():
+            with self._precision.context(self._device):
                 loss = self._pipeline.step(batch.inputs, batch.targets)
         except LossNotFinite as error:
             return error.loss, None
@@ -102,7 +106,7 @@ class NativeEngine:
         return float(loss), float(norm)
 
     def diagnose(self, batch: Batch) -> Diagnosis:
-        with self._autocast():
+        with self._precision.context(self._device):
             return self._pipeline.find_not_finite(batch.inputs, batch.targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
@@ -111,7 +115,7 @@ class NativeEngine:
             count = self._spec.count(batch.targets)
             if not count:
                 continue
-            with self._autocast():
+            with self._precision.context(self._device):
                 loss = self._pipeline.evaluate(batch.inputs, batch.targets)
             total += float(loss) * count
             num_counted += count
@@ -121,12 +125,8 @@ class NativeEngine:
         report = self._pipeline.gather_report()
         return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        return self._pipeline.full_state_dict()
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._pipeline.state_dict()
 
     def close(self) -> None:
         self._pipeline.close()
-
-    def _autocast(self) -> torch.autocast:
-        """bfloat16 on a GPU, full precision on the CPU."""
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda")

@@ -4,29 +4,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from pipetrain.config.records import ADAMW, FUSED_ADAM, OptimConfig
+from pipetrain.engine.masters import MASTER, Groups, MasterWeights, has_few_bits
+from pipetrain.model.trained import Optimizer
 
-_Groups = list[dict[str, Any]]
+
+class Updates(Optimizer, Protocol):
+    """An optimizer that a training loop can use."""
+
+    def step(self) -> Any: ...
+    def zero_grad(self) -> None: ...
 
 
-def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), of torch (fused) or of DeepSpeed; vectors (norms, biases) are not decayed."""
+def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> Updates:
+    """AdamW (Loshchilov and Hutter 2019), of torch (fused) or of DeepSpeed; vectors (norms, biases) are not decayed.
+
+    bfloat16 weights have float32 masters, unless `config.masters` is off: then updates and AdamW's state are bfloat16 too.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups: _Groups = [
+    groups: Groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if config.name == ADAMW:
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-    return _of_deepspeed(config, groups)
+    groups = [group for group in groups if group["params"]] or groups[
+        :1
+    ]  # a rank below the first adapter trains nothing
+    if config.masters == "auto" and any(map(has_few_bits, trained)):
+        return MasterWeights(groups, lambda masters: _adamw(config, masters))
+    return _adamw(config, groups)
 
 
-def _of_deepspeed(config: OptimConfig, groups: _Groups) -> torch.optim.Optimizer:
+def _adamw(config: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
+    if config.name != ADAMW:
+        return _of_deepspeed(config, groups)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    optimizer.register_load_state_dict_pre_hook(_without_masters)
+    return optimizer
+
+
+def _without_masters(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run that had masters, for one that has none; kept, they would be taken up again when they are old."""
+    state = {
+        number: {key: value for key, value in entries.items() if key != MASTER}
+        for number, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _of_deepspeed(config: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
     # Imported here: it takes seconds, and may not be installed.
     from pipetrain.engine.deepspeed.compiled import with_extension
     from pipetrain.engine.deepspeed.environment import import_deepspeed

@@ -7,9 +7,14 @@ from collections.abc import Callable
 import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
+from pipetrain.config.together import check_ties
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
+from pipetrain.engine.precision import precision_of
+from pipetrain.model.compile_layers import with_compiled_layers
+from pipetrain.model.sharing import ties_of
 from pipetrain.model.spec import ModelSpec
+from pipetrain.model.weights_dtype import with_weights_in
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
@@ -24,15 +29,20 @@ def make_engine(
     device: torch.device,
     on_event: Callable[[OpEvent], None],
 ) -> Engine:
-    """An engine that trains the model of `spec` by this plan, with the weights of `config.seed`.
+    """An engine that trains the model of `spec` by this plan, with the weights of `config.seed`, in `config.precision`.
 
     DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
 
     Raises:
-        ValueError: a model without a loss.
+        ValueError: a model without a loss, or one that the engine cannot cut so.
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
+    check_ties(config, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
+    precision = precision_of(config.precision, device)
+    spec = with_weights_in(spec, precision.weights)
+    if config.model.compile:
+        spec = with_compiled_layers(spec)
     if config.engine.name == DEEPSPEED:
         # Imported here: it takes seconds, and may not be installed.
         from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
@@ -44,8 +54,9 @@ def make_engine(
             config.optim,
             batch_size=config.data.batch_size,
             zero=config.parallel.zero,
-            num_steps=config.steps,
+            num_steps=config.num_steps,
             device=device,
+            precision=precision,
             seed=config.seed,
             timeout_seconds=config.timeout_seconds,
         )
@@ -54,8 +65,9 @@ def make_engine(
         plan,
         schedule,
         config.optim,
-        num_steps=config.steps,
+        num_steps=config.num_steps,
         device=device,
+        precision=precision,
         seed=config.seed,
         timeout_seconds=config.timeout_seconds,
         on_event=on_event,

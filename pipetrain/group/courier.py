@@ -13,7 +13,7 @@ from pipetrain.group.failure import Monitor
 
 # How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
 # long, because a gloo wait that times out breaks the connection.
-_FOREVER = timedelta(days=7)
+FOREVER = timedelta(days=7)
 
 Job = Callable[[], Callable[[], None]]
 
@@ -50,4 +50,4 @@ class Courier:
 def finish(work: Work | None) -> None:
     """Wait for one transfer, on the thread of a courier."""
     if work is not None:
-        work.wait(_FOREVER)
+        work.wait(FOREVER)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipetrain.group.failure import PipelineError
 
@@ -20,6 +20,7 @@ class Pair(Protocol):
 
     def send(self, tensors: list[Tensor], target: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work: ...
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
 
 
 def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pair:

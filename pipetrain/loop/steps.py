@@ -20,13 +20,14 @@ from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
+from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
 from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.run_report import make_report, measured_and_predicted, metrics_of
+from pipetrain.observe.run_report import TokenFigures, make_report, measured_and_predicted, metrics_of
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.snapshot.session import Snapshots
+from pipetrain.snapshot.session import Ranks, Snapshots
 from pipetrain.snapshot.weights import save_weights
 from pipetrain.timeline.step_report import StepFigures, StepResult
 from pipetrain.timeline.stragglers import StragglerWatch
@@ -37,7 +38,6 @@ class Steps:
     """What the steps of a run work with; every rank has one and runs it. `inspect` is where batches of refused steps go."""
 
     num_steps: int
-    tokens_per_step: int
     mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
     evaluate_every_steps: int | None  # None: nothing is evaluated on the way
     seed: int
@@ -47,6 +47,7 @@ class Steps:
     recorder: Recorder
     snapshots: Snapshots
     guard: Guard
+    seen: TokensSeen
     watch: StragglerWatch
     inspect: Path
 
@@ -67,7 +68,10 @@ class Steps:
             if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
                 step = back_at
                 continue
-            self._record(step, result, figures, seconds)
+            tokens = tokens_of(batch, self.spec)
+            if result.is_accepted:
+                self.seen.add(tokens)
+            self._record(step, result, figures, tokens, seconds)
             signum = asked_to_stop()
             self.snapshots.after_step(step, stopping=bool(signum))
             if signum:
@@ -96,17 +100,19 @@ class Steps:
         )
         report = replace(
             report,
+            tokens_seen=self.seen.total.all,
+            counted_tokens_seen=self.seen.total.counted,
             skipped_steps=self.guard.num_skipped,
             rollbacks=self.guard.num_rollbacks,
             stragglers=self.watch.stragglers(),
         )
         self.recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
 
-    def finish(self, path: Path) -> None:
-        """Writes the whole model to `path`, for `generate` and `init_from`; waits for a snapshot on its way. Collective."""
-        weights = self.engine.weights()
-        if weights is not None:
-            save_weights(path, weights, self.spec)
+    def finish(self, folder: Path, ranks: Ranks) -> None:
+        """Each rank writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a snapshot on its way.
+        Collective.
+        """
+        save_weights(folder, self.engine.weights(), self.spec, ranks)
         self.snapshots.finish()
 
     def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
@@ -114,13 +120,16 @@ class Steps:
         self.snapshots.before_update()
         return is_accepted
 
-    def _record(self, step: int, result: StepResult, figures: StepFigures | None, seconds: float) -> None:
+    def _record(
+        self, step: int, result: StepResult, figures: StepFigures | None, tokens: Tokens, seconds: float
+    ) -> None:
         """Writes what the step did, and evaluates where it is time to; rank 0 has the figures."""
         if figures is None:
             self.recorder.end_step(step)
         else:
             timeline = None if figures.ops is None else figures.ops.timeline
-            metrics = metrics_of(step, result, figures, self.tokens_per_step / seconds, self.mfu_of_a_token_per_second)
+            of_tokens = TokenFigures(tokens.all, tokens.counted, self.seen.total.all, tokens.all / seconds)
+            metrics = metrics_of(step, result, figures, of_tokens, self.mfu_of_a_token_per_second)
             self.recorder.end_step(step, metrics, timeline)
             if timeline is not None:
                 self.watch.add(step, timeline)
@@ -153,6 +162,7 @@ class Steps:
         if state is None:
             return None
         self.guard.rolled_back(state.step, state.guard)
+        self.seen.load_state_dict(state.tokens)
         self.recorder.rewind(state.step + 1)
         self.engine.start_at(state.step + 1)
         self.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.arithmetic import num_kv_heads
 from pipetrain.model.linear import linear, residual_std
-from pipetrain.model.rotary import rotary_tables, rotate
+from pipetrain.model.rotary import rotary_tables, rotary_tables_at, rotate
 from pipetrain.model.style import Style
+from pipetrain.stage.past import Past
 
 
 class Attention(nn.Module):
@@ -31,14 +33,59 @@ class Attention(nn.Module):
         self.output = linear(hidden, hidden, bias=biased, std=residual_std(config.num_blocks))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = (self._split_heads(project(hidden)) for project in (self.query, self.key, self.value))
+        query, key, value = self._heads(hidden)
         if self.rope_base is not None:
             tables = rotary_tables(hidden.shape[1], self.head_size, self.rope_base, hidden.device)
             query, key = rotate(query, *tables), rotate(key, *tables)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        return self._mixed(query, key, value, None, is_causal=True)
+
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The same for the new positions, which see those before."""
+        query, key, value = self._heads(hidden)
+        if self.rope_base is not None:
+            tables = past.once((rotary_tables_at, self.head_size, self.rope_base), lambda: self._tables(past))
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        keys, values = past.extend(self, key, value)
+        is_causal = past.length == 0 and past.mask is None
+        visible = None if is_causal else past.once(_visible, lambda: _visible(past))
+        return self._mixed(query, keys, values, visible, is_causal=is_causal)
+
+    def _tables(self, past: Past) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for all heads, `[rows, 1, new, head_size / 2]`."""
+        assert self.rope_base is not None
+        return rotary_tables_at(past.positions[:, None], self.head_size, self.rope_base)
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=is_causal, enable_gqa=self.grouped
+        )
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return (
+            self._split_heads(self.query(hidden)),
+            self._split_heads(self.key(hidden)),
+            self._split_heads(self.value(hidden)),
+        )
 
     def _split_heads(self, flat: Tensor) -> Tensor:
         """`[batch, sequence, heads x head_size] -> [batch, heads, sequence, head_size]`."""
         return flat.reshape(*flat.shape[:2], -1, self.head_size).transpose(1, 2)
+
+
+def _visible(past: Past) -> Tensor | None:
+    """Which keys each new position sees, `[rows or 1, 1, new, length + new]`, bool; None: all of them.
+
+    Padding sees itself, for the softmax of nothing is not a number, and what is not a number in a value stays so with weight 0.
+    """
+    padded = past.mask
+    if padded is None and past.new == 1:
+        return None
+    keys = torch.arange(past.length + past.new, device=past.device)
+    own = keys[past.length :, None]
+    causal = keys <= own
+    if padded is None:
+        return causal[None, None]
+    return (causal & padded[:, None, None]) | (keys == own)

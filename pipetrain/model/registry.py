@@ -17,11 +17,13 @@ class ModelFamily:
     check: `(ModelConfig) -> None` raises ValueError where the config describes no model of the family; without torch.
     size: `(ModelConfig, vocabulary_size or None, sequence_length) -> ModelSize`; without torch, of a config that was checked.
     spec: `(ModelConfig, vocabulary_size) -> ModelSpec`.
+    longest: `(ModelConfig) -> tokens of the longest sample`, or None where it is not known; without torch, of a config that was checked.
     """
 
     check: str
     size: str
     spec: str
+    longest: str = "pipetrain.model.style:longest_sample"
 
 
 _TRANSFORMER = ModelFamily(
@@ -29,7 +31,13 @@ _TRANSFORMER = ModelFamily(
     size="pipetrain.model.arithmetic:transformer_size",
     spec="pipetrain.model.transformer:transformer_spec",
 )
-MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER}
+_HUGGING_FACE = ModelFamily(
+    check="pipetrain.model.hf.hf_size:check_hf",
+    size="pipetrain.model.hf.hf_size:hf_size",
+    spec="pipetrain.model.hf.hf_spec:hf_spec",
+    longest="pipetrain.model.hf.hf_size:longest_hf_sample",
+)
+MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FACE}
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 def rotary_tables(sequence_length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[sequence, head_size / 2]`, float32: pair i turns by `position x base ** (-2 i / head_size)`.
+    """Cosines and sines `[sequence, head_size / 2]`, float32, of the positions from 0 on.
 
     Made anew in each forward from the length alone: a table kept in the module would follow it into bfloat16, in which neighbouring
     positions beyond 256 are one.
     """
-    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    positions = torch.arange(sequence_length, device=device, dtype=torch.float32)
-    angles = positions[:, None] * base**-exponents
+    return rotary_tables_at(torch.arange(sequence_length, device=device, dtype=torch.float32), head_size, base)
+
+
+def rotary_tables_at(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., head_size / 2]`, float32, of positions `[...]`: pair i turns by `position x base ** (-2 i / head_size)`."""
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
+    angles = positions.float()[..., None] * base**-exponents
     return angles.cos(), angles.sin()
 
 

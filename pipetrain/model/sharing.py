@@ -1,13 +1,14 @@
 """What layers have in common, by the modules themselves: only a rank that has them all can know.
 
-A parameter that two stages share is refused before anything runs, be it one object or two that look into one memory. A buffer, or a
-module with state of its own, may be shared as long as no forward changes it: a table of positions is right on every stage.
+A parameter that two stages share is one weight in two copies: a `Tie`. Memory that two parameters share otherwise is refused before
+anything runs. A buffer, or a module with state of its own, may be shared as long as no forward changes it: a table of positions is
+right on every stage.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,88 @@ def tied_parameters(layers: Layers) -> tuple[tuple[str, str], ...]:
             if where != here:
                 found.append((where, here))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter of two stages: what it is called in the lower one, which is its name in the whole model, and in the higher one."""
+
+    name: str
+    copy: str
+    stages: tuple[int, int]
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Where the two names are."""
+        return _place(self.name)[0], _place(self.copy)[0]
+
+
+def ties_of(tied: Iterable[tuple[str, str]], stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
+    """Those of the pairs of names `tied` that lie in two stages, in the order of their names.
+
+    Raises:
+        ValueError: a parameter that more than two stages share.
+    """
+    found = []
+    for names in groups_of(tied):
+        first: dict[int, str] = {}
+        for name in names:
+            first.setdefault(stage_of(_place(name)[0]), name)
+        if len(first) > 2:
+            places = ", ".join(f"{name} of stage {stage}" for stage, name in first.items())
+            raise ValueError(
+                f"{places} are one parameter: two stages may share one, not {len(first)}; choose a balance that puts more of these "
+                "layers on one stage, or untie them"
+            )
+        if len(first) == 2:
+            (low, name), (high, copy) = first.items()
+            found.append(Tie(name, copy, (low, high)))
+    return tuple(found)
+
+
+def groups_of(tied: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """All names of each parameter that has several, in the order of the layers."""
+    group_of: dict[str, list[str]] = {}
+    for pair in tied:
+        names = list(dict.fromkeys(name for one in pair for name in group_of.get(one, [one])))
+        group_of |= dict.fromkeys(names, names)
+    distinct = {id(names): names for names in group_of.values()}
+    return [sorted(names, key=lambda name: _place(name)[0]) for names in distinct.values()]
+
+
+def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
+    """Make `parameter` what `name` is, in whatever modules of the layer it is.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    number, rest = _place(name)
+    old = layers[number].get_parameter(rest)
+    if old.shape != parameter.shape:
+        raise ValueError(
+            f"{name} is {list(old.shape)}, and {list(parameter.shape)} is to be in its place: they are no one parameter"
+        )
+    for module in (module for layer in layers.values() for module in layer.modules()):
+        for key, own in module._parameters.items():
+            if own is old:
+                module._parameters[key] = parameter
+
+
+def parameter_of(layers: Layers, name: str) -> nn.Parameter | None:
+    """What is called `name` in the whole model; None where its layer is not among these.
+
+    Raises:
+        ValueError: the layer has no such parameter.
+    """
+    number, rest = _place(name)
+    if number not in layers:
+        return None
+    try:
+        return layers[number].get_parameter(rest)
+    except AttributeError:
+        raise ValueError(
+            f"layer {number} ({type(layers[number]).__name__}) has no parameter {rest}, which is said to be tied"
+        ) from None
 
 
 @dataclass(frozen=True)

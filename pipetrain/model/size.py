@@ -14,6 +14,7 @@ class ModelSize:
     """The layers of a model in numbers, an entry per layer, in order. What is not known is None.
 
     kinds: layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
+    tied: pairs of layers (lower, higher) that share a parameter, as a head its embedding's.
     flops_per_layer: floating-point operations of one token's forward; a multiplication with its addition are two.
     """
 
@@ -21,6 +22,7 @@ class ModelSize:
     kinds: tuple[str, ...] | None = None
     flops_per_layer: tuple[float, ...] | None = None
     parameters_per_layer: tuple[int, ...] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
 
     @property
     def flops_per_token(self) -> float | None:
@@ -50,6 +52,7 @@ def size_of(
         ValueError: `config` describes no model, or none that takes samples so long.
     """
     check_model(config, sequence_length=sequence_length)
-    length = config.max_sequence_length if sequence_length is None else sequence_length
-    size: ModelSize = load_function(family_of(config).size)(config, config.vocabulary_size or vocabulary_size, length)
+    family = family_of(config)
+    length = sequence_length or load_function(family.longest)(config) or config.max_sequence_length
+    size: ModelSize = load_function(family.size)(config, config.vocabulary_size or vocabulary_size, length)
     return size

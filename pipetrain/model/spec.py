@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.registry import family_of, load_function
-from pipetrain.model.sharing import overlaps, tied_parameters
+from pipetrain.model.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
 from pipetrain.model.size import ModelSize
 from pipetrain.stage.seeding import generators_restored, weight_seed
 from pipetrain.stage.stage import LossFn
@@ -54,6 +55,9 @@ class ModelSpec:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     to_file: TensorMapping = unchanged  # from the names (and layout) in the model to those in a file of weights
     from_file: TensorMapping = unchanged  # and back
+    # What a user gives as inputs and targets -> what the first layer and the loss get; ValueError where it cannot be right.
+    take_batch: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    build_for_other_loss: BuildLayers | None = None  # where layers leave work to `loss_fn`: for a loss of the user's
 
     @property
     def num_layers(self) -> int:
@@ -80,11 +84,36 @@ class ModelSpec:
         assert len(layers) == last - first, f"{len(layers)} layers were built, not {last - first}"
         return layers
 
+    def for_loss(self, loss_fn: LossFn | None) -> ModelSpec:
+        """The bundle for a loss of the user's, whose layers leave nothing to it; itself where that is None."""
+        if loss_fn is None or self.build_for_other_loss is None:
+            return self
+        return replace(self, build_layers=self.build_for_other_loss)
+
+    def with_each_layer(self, change: Callable[[nn.Module], object]) -> ModelSpec:
+        """The model with `change` called on each of its layers after it is made; it must do the same to a layer whatever the split."""
+        other = self.build_for_other_loss
+        return replace(
+            self,
+            build_layers=_then(self.build_layers, change),
+            build_for_other_loss=None if other is None else _then(other, change),
+        )
+
     def count(self, targets: Any) -> int | float:
         """How much counts in the loss of `targets`, a batch or a microbatch: by `count_fn`, else the rows."""
         if self.count_fn is not None:
             return self.count_fn(targets)
         return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
+
+
+def _then(build_layers: BuildLayers, change: Callable[[nn.Module], object]) -> BuildLayers:
+    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
+        layers = build_layers(first, last, seed=seed, device=device)
+        for layer in layers:
+            change(layer)
+        return layers
+
+    return build
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
@@ -98,13 +127,18 @@ def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
 
 
 def spec_of(model: Any) -> ModelSpec:
-    """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, or a list of layers or of callables that return one each.
+    """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, a list of layers or of callables that return one each, or a causal
+    language model of transformers.
 
     Raises:
         TypeError: not a model that can be cut.
+        ValueError: a model of transformers that cannot be.
     """
     if isinstance(model, ModelSpec):
         return model
+    if _is_of_transformers(model):
+        spec: ModelSpec = load_function("pipetrain.model.hf.hf_spec:spec_of_hf")(model)
+        return spec
     layers = _layers_of(model)
     modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}
     return ModelSpec(
@@ -114,6 +148,12 @@ def spec_of(model: Any) -> ModelSpec:
         modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Without an import of transformers: where there is such a model, it is there."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
@@ -136,26 +176,38 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
     return build
 
 
-def check_sharing(spec: ModelSpec, stages: Sequence[range]) -> None:
-    """Refuse a parameter that two stages share, or memory of one; `stages` are the layers of each.
+def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
+    """The parameters that two stages share; `stage_of` says of each layer which has it.
+
+    Raises:
+        ValueError: more than two stages share one, or parameters of two stages lie in one memory, without being one.
+    """
+    ties = ties_of(spec.tied, stage_of)
+    one = {name: number for number, names in enumerate(groups_of(spec.tied)) for name in names}
+    for pair in overlaps(spec.modules):
+        other, stage = (stage_of(int(tensor.split(".", 1)[0])) for tensor in (pair.where, pair.here))
+        is_tied = pair.where in one and one[pair.where] == one.get(pair.here)
+        if other != stage and pair.has_parameter and not is_tied:
+            raise ValueError(
+                f"{pair.where} of stage {other} and {pair.here} of stage {stage} lie in one memory, so one changes with the other: "
+                "choose a balance that puts both layers on one stage, or give each its own (.data = .data.clone())"
+            )
+    return ties
+
+
+def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Callable[[int], int]) -> None:
+    """Refuse what layers that were built share over stages, and the model does not say: on other ranks they would not.
 
     Raises:
         ValueError: with the names of the parameter in both stages.
     """
-    stage_of = {spec.names[number]: stage for stage, numbers in enumerate(stages) for number in numbers}
-    for where, name in spec.tied:
-        other, stage = (stage_of[parameter.split(".", 1)[0]] for parameter in (where, name))
-        if other != stage:
+    said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
+    for tie in check_sharing(built_as(spec, layers), stage_of):
+        if (tie.name, tie.copy) not in said:
+            low, high = tie.stages
             raise ValueError(
-                f"parameter {where} of stage {other} is {name} of stage {stage} as well: a parameter that "
-                "two stages share is not supported; choose a balance that puts both layers on one stage, or untie them"
-            )
-    for pair in overlaps(spec.modules):
-        other, stage = (stage_of[tensor.split(".", 1)[0]] for tensor in (pair.where, pair.here))
-        if other != stage and pair.has_parameter:
-            raise ValueError(
-                f"{pair.where} of stage {other} and {pair.here} of stage {stage} lie in one memory, so one changes with the other: "
-                "choose a balance that puts both layers on one stage, or give each its own (.data = .data.clone())"
+                f"parameter {tie.name} of stage {low} is {tie.copy} of stage {high} as well, and only a rank that holds both can "
+                f"know: say so, as in ModelSpec(tied=[({tie.name!r}, {tie.copy!r})], ...), or give layers and not callables"
             )
 
 
@@ -168,7 +220,7 @@ def _layers_of(model: Any) -> list[Layer]:
             return layers
     raise TypeError(
         f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
-        "callables without arguments that return a layer each, or a ModelSpec"
+        "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
     )
 
 

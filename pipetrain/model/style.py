@@ -24,11 +24,9 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     family = family_of(config)
     check_limits(config, "model.")
     load_function(family.check)(config)
-    if sequence_length is not None and sequence_length > config.max_sequence_length:
-        raise ValueError(
-            f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
-            f"{config.max_sequence_length}: set model.max_sequence_length={sequence_length}, or shorter samples"
-        )
+    longest: int | None = load_function(family.longest)(config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        raise ValueError(_too_long(config, sequence_length, longest))
     size = config.vocabulary_size
     if size is not None and vocabulary_size is not None and size < vocabulary_size:
         raise ValueError(
@@ -37,8 +35,39 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
         )
 
 
+def _too_long(config: ModelConfig, sequence_length: int, longest: int) -> str:
+    if config.path is not None:
+        return (
+            f"data.sequence_length={sequence_length} is longer than the {longest} positions that model.path={config.path} was made for: set "
+            f"data.sequence_length={longest} or less"
+        )
+    return (
+        f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
+        f"{longest}: set model.max_sequence_length={sequence_length}, or shorter samples"
+    )
+
+
+def longest_sample(config: ModelConfig) -> int:
+    """Tokens of the longest sample that a model of these keys takes."""
+    return config.max_sequence_length
+
+
 def check_heads(config: ModelConfig) -> None:
-    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width."""
+    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width.
+
+    Keys of model=hf are refused too: nothing would read them.
+    """
+    for key, value in (
+        ("path", config.path),
+        ("revision", config.revision),
+        ("attention", config.attention),
+        ("lora.rank", config.lora.rank),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"model.{key}={value}: is of model=hf, and model.name={config.name} is built from the keys of `model` (model=llama, "
+                f"model=gpt2): type model.{key}=null, or model=hf"
+            )
     hidden, heads = config.hidden_size, config.num_heads
     if hidden % heads:
         raise ValueError(

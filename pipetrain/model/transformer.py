@@ -23,9 +23,14 @@ from pipetrain.model.attention import Attention
 from pipetrain.model.linear import embedding, linear
 from pipetrain.model.loss import count_tokens, next_token_loss
 from pipetrain.model.mlp import GeluMLP, SwiGLU
+from pipetrain.model.plain_batch import plain_batch
 from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, one_by_one
 from pipetrain.model.style import Style, check_model
+from pipetrain.stage.past import Past
+
+# Keys of `model` that change no number of it (dtype belongs to `precision`), or are for models of others.
+NOT_OF_THE_MODEL = {"path", "revision", "weights", "dtype", "attention", "lora", "compile"}
 
 
 def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
@@ -39,8 +44,9 @@ def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
         build_layers=one_by_one(layers),
         loss_fn=next_token_loss,
         count_fn=count_tokens,
+        take_batch=plain_batch,
         fingerprint={
-            **{key: value for key, value in asdict(config).items() if key != "path"},
+            **{key: value for key, value in asdict(config).items() if key not in NOT_OF_THE_MODEL},
             "vocabulary_size": config.vocabulary_size or vocabulary_size,
             "num_kv_heads": num_kv_heads(config),
             "mlp_size": mlp_size(config),
@@ -71,17 +77,25 @@ class Embedding(nn.Module):
         self.max_sequence_length = config.max_sequence_length
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
+        self._check_length(ids.shape[1])
+        hidden: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        dropped: Tensor = self.dropout(hidden)
+        return dropped
+
+    def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
+        """The same for the new positions."""
+        self._check_length(past.longest)
+        hidden: Tensor = self.tokens(ids)
+        return hidden if self.positions is None else hidden + self.positions(past.positions)
+
+    def _check_length(self, length: int) -> None:
         if length > self.max_sequence_length:
             raise ValueError(
                 f"a sample has {length} tokens, more than model.max_sequence_length={self.max_sequence_length}: "
                 f"set model.max_sequence_length={length}, or cut the samples"
             )
-        hidden: Tensor = self.tokens(ids)
-        if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(length, device=ids.device))
-        dropped: Tensor = self.dropout(hidden)
-        return dropped
 
 
 class Block(nn.Module):
@@ -100,6 +114,12 @@ class Block(nn.Module):
         output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
         return output
 
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The same for the new positions."""
+        attended = hidden + self.attention.forward_cached(self.attention_norm(hidden), past)
+        output: Tensor = attended + self.mlp(self.mlp_norm(attended))
+        return output
+
 
 class Head(nn.Module):
     """`[batch, sequence, hidden]` -> logits `[batch, sequence, vocabulary]`; its weights are its own, not the embedding's."""
@@ -111,6 +131,11 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.logits(self.norm(hidden))
+        return logits
+
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
+        """The logits of the last position alone, `[batch, 1, vocabulary]`."""
+        logits: Tensor = self(hidden[:, -1:])
         return logits
 
 

@@ -68,7 +68,11 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        return self.path / "weights" / "model.safetensors"
+        return self.path / "weights"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     @property
     def inspect(self) -> Path:

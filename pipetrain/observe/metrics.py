@@ -12,10 +12,14 @@ class StepMetrics:
     """One step. None: does not apply. Tuples: a number per rank, in rank order. Seconds, bytes."""
 
     step: int  # from 1
-    loss: float | None  # nats per token; None: not finite
+    loss: float | None  # nats per token that counts; None: not finite
+    perplexity: float | None  # e to the loss; None: not finite
     lr: float
     grad_norm: float | None  # before clipping; None: not finite, or not known
-    tokens_per_second: float  # of the whole step, with the optimizer and everything else
+    tokens: int  # of the batch, with padding and all else that does not count
+    counted_tokens: int  # those that the loss is a mean over
+    tokens_seen: int  # by all steps so far that changed the weights
+    tokens_per_second: float  # `tokens` over the whole step, with the optimizer and everything else
     step_seconds: float  # from the start of the first op to the end of the last one on any rank
     bubble_fraction: float | None
     mfu: float | None

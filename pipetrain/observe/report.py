@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,20 @@ class RunReport:
     input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
     kept_bytes: PerRank = ()  # likewise, outputs that are kept for R (recompute.selective)
     deferred_share: PerRank = ()  # of the last step's seconds of backward, those of W; none where that is not known
+    perplexity: float | None = None  # e to the loss of the last step
+    heldout_perplexity: float | None = None
+    tokens_seen: int | None = None  # by all steps that changed the weights, those before a resume too; with padding
+    counted_tokens_seen: int | None = None  # of these, those that counted in the loss
+
+
+def perplexity_of(loss: float | None) -> float | None:
+    """e to a loss in nats per token; None where that is no number."""
+    if loss is None or not math.isfinite(loss):
+        return None
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return None
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -120,6 +135,9 @@ def totals(report: RunReport) -> Table:
     rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
+        ("perplexity of the last step", number(report.perplexity, "{:,.2f}")),
+        ("held-out perplexity", number(report.heldout_perplexity, "{:,.2f}")),
+        *_seen(report),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
         ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
@@ -143,6 +161,15 @@ def rank_totals(report: RunReport) -> Table:
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
+
+
+def _seen(report: RunReport) -> list[tuple[str, str]]:
+    """Tokens, and how many of them counted where not all did; nothing where an older version wrote the report."""
+    if report.tokens_seen is None:
+        return []
+    counted = report.counted_tokens_seen
+    rest = "" if counted in (None, report.tokens_seen) else f", {counted:,} counted"
+    return [("tokens seen", f"{report.tokens_seen:,}{rest}")]
 
 
 def _difference(report: RunReport) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.report import RunReport
+from pipetrain.observe.report import RunReport, perplexity_of
 from pipetrain.plan.measured import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.bound import bound_of
@@ -16,6 +17,16 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.breakdown import bubble_fraction
 from pipetrain.timeline.shown import Shown, show_schedule
 from pipetrain.timeline.step_report import Report, StepFigures, StepResult
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """The tokens of a step, as in `StepMetrics`."""
+
+    tokens: int
+    counted_tokens: int
+    tokens_seen: int
+    tokens_per_second: float
 
 
 def measured_steps(first_step: int) -> range:
@@ -27,7 +38,7 @@ def metrics_of(
     step: int,
     result: StepResult,
     figures: StepFigures,
-    tokens_per_second: float,
+    tokens: TokenFigures,
     mfu_of_a_token_per_second: float | None = None,
 ) -> StepMetrics:
     """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
@@ -39,12 +50,13 @@ def metrics_of(
     return StepMetrics(
         step=step,
         loss=result.loss if math.isfinite(result.loss) else None,
+        perplexity=perplexity_of(result.loss),
         lr=result.learning_rate,
         grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
-        tokens_per_second=tokens_per_second,
+        **asdict(tokens),
         step_seconds=figures.step_seconds,
         bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
-        mfu=None if mfu_of_a_token_per_second is None else tokens_per_second * mfu_of_a_token_per_second,
+        mfu=None if mfu_of_a_token_per_second is None else tokens.tokens_per_second * mfu_of_a_token_per_second,
         recompute_hidden_seconds=per_rank("recompute_hidden_seconds"),
         recompute_exposed_seconds=per_rank("recompute_exposed_seconds"),
         wait_activation_seconds=per_rank("wait_activation_seconds"),
@@ -106,6 +118,8 @@ def make_report(
         steps=metrics[-1].step,
         loss=metrics[-1].loss,
         heldout_loss=heldout_loss,
+        perplexity=perplexity_of(metrics[-1].loss),
+        heldout_perplexity=perplexity_of(heldout_loss),
         tokens_per_second=median("tokens_per_second"),
         step_seconds_measured=median("step_seconds"),
         step_seconds_predicted=predicted.step_seconds if predicted and compared else None,

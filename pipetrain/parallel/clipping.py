@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -20,12 +20,13 @@ def clip_grad_norm(
     exchange: Callable[[bytes], list[bytes]],
     device: torch.device,
     fetch: Fetch = Tensor.cpu,
+    uncounted: Collection[int] = (),
 ) -> Tensor:
     """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
 
     `parameters_of` are this rank's parameters per stage; `exchange` gives what each rank gave, to every rank. The norms of
     single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
-    does not depend on the split. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the
+    does not depend on the split. `uncounted` are the ids of parameters that are scaled and count in the norm on another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the
     gradients.
 
     Raises:
@@ -33,7 +34,8 @@ def clip_grad_norm(
     """
     own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
     mistake = _mistake_in(max_norm)
-    said = {"mistake": mistake, "norms": _norms(own, fetch)}
+    counted = {stage: [one for one in group if id(one) not in uncounted] for stage, group in own.items()}
+    said = {"mistake": mistake, "norms": _norms(counted, fetch)}
     parts = [json.loads(part) for part in exchange(json.dumps(said).encode())]
     if mistakes := [part["mistake"] for part in parts if part["mistake"]]:
         raise ValueError(mistakes[0])

@@ -17,6 +17,7 @@ def plan_of(
     stages_per_rank: int,
     num_microbatches: int,
     balance: str | Sequence[int],
+    work: Sequence[float] | None = None,
 ) -> Plan:
     """The plan that was `given`, if it fits the model and the ranks and nothing else says otherwise; else one made of the rest.
 
@@ -31,6 +32,7 @@ def plan_of(
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
             balance=balance,
+            work=work,
         )
     if not isinstance(given, Plan):
         raise ValueError(f"plan={given!r}: give what make_plan({num_layers}, ...) returns, or leave plan out")

@@ -21,7 +21,7 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
     """The median time of each kind of op per stage, and of a hop per edge and direction, over all microbatches and steps.
 
     A stage without R is given its F's time: its schedule has no R to charge it for. A backward that was only ever split
-    is charged as its two halves, and one that never was, as half and half.
+    is charged as its two halves, and one that never was, as half and half. Stages that share no parameters have no time to add them up.
     """
     spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -52,4 +52,5 @@ def measure_costs(num_stages: int, timelines: Iterable[Timeline]) -> Costs:
         hop_backward=median("hop_backward", num_stages - 1),
         input_gradient=halves("input_gradient"),
         weight_gradient=halves("weight_gradient"),
+        reduce=median("reduce", num_stages) if any(key == "reduce" for key, _ in spent) else (),
     )

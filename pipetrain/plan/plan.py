@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from pipetrain.config.records import COMMUNICATORS, EDGES
+from pipetrain.plan.balance import balance_by_work, balance_evenly
 from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
 
 DEFAULT_MICROBATCHES = 8
@@ -53,10 +56,34 @@ class Plan:
         """The stage that has the layer of this global index."""
         return next(stage for stage in range(self.num_stages) if layer in self.layers_of(stage))
 
+    def tied_stages(self, layers: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages (lower, higher) that share a parameter, where these pairs of layers do; each pair once.
+
+        They are in the order of their buckets: the one whose lower stage runs its last B first in front.
+        """
+        stages = {tuple(sorted((self.stage_of(one), self.stage_of(other)))) for one, other in layers}
+        return tuple(sorted(((low, high) for low, high in stages if low != high), reverse=True))
+
     def layers_of(self, stage: int) -> range:
         """Global indices of the layers of `stage`."""
         start = sum(self.balance[:stage])
         return range(start, start + self.balance[stage])
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a run, from its folder.
+
+    Raises:
+        ValueError: there is none, or it is of another version of pipetrain.
+    """
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+        }
+        return Plan(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: there is no plan that can be read ({error})") from error
 
 
 def whole_number(key: str, value: Any, *, least: int = 1) -> int:
@@ -88,21 +115,6 @@ def layers_per_stage(balance: Any) -> str | tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Equal numbers of layers per stage, the remainder to the last stages.
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ValueError(
-            f"{num_layers} layers cannot fill {num_stages} stages (pipeline.num_stages): each stage needs a layer; "
-            f"use at most {num_layers} stages"
-        )
-    share, rest = divmod(num_layers, num_stages)
-    return tuple(share + (stage >= num_stages - rest) for stage in range(num_stages))
-
-
 def make_plan(
     num_layers: int,
     *,
@@ -112,6 +124,7 @@ def make_plan(
     num_microbatches: int = DEFAULT_MICROBATCHES,
     num_replicas: int = 1,
     balance: str | Sequence[int] = "auto",
+    work: Sequence[float] | None = None,
     placement: Placement = "loop",
     split_backward: bool = False,
     warmup: int | Sequence[int] | None = None,
@@ -120,6 +133,8 @@ def make_plan(
     edges: str = "auto",
 ) -> Plan:
     """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
+
+    `balance="auto"` shares out the `work` of the layers, such as floating-point operations, and where None is known their number.
 
     Messages: `transport_ahead` tensors of an edge are received before they are used; `edges="pinned"` takes them through memory of
     the host, where NCCL does not connect the GPUs or ranks share one.
@@ -134,7 +149,7 @@ def make_plan(
         stages_per_rank=whole_number("pipeline.stages_per_rank", stages_per_rank),
     )
     return Plan(
-        balance=_check_balance(num_layers, len(stage_ranks), balance),
+        balance=_check_balance(num_layers, len(stage_ranks), balance, work),
         stage_ranks=stage_ranks,
         num_microbatches=whole_number("pipeline.num_microbatches", num_microbatches),
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
@@ -197,12 +212,14 @@ def _place_as_listed(
     return stage_ranks
 
 
-def _check_balance(num_layers: int, num_stages: int, balance: str | Sequence[int]) -> tuple[int, ...]:
+def _check_balance(
+    num_layers: int, num_stages: int, balance: str | Sequence[int], work: Sequence[float] | None
+) -> tuple[int, ...]:
     layers = layers_per_stage(balance)
     if isinstance(layers, str):
         if layers != "auto":
             raise ValueError(f"pipeline.balance={layers!r}: allowed are 'auto' or a list of layers per stage")
-        return balance_evenly(num_layers, num_stages)
+        return balance_evenly(num_layers, num_stages) if work is None else balance_by_work(work, num_stages)
     if len(layers) != num_stages:
         raise ValueError(f"pipeline.balance={list(layers)} has {len(layers)} entries for {num_stages} stages")
     if any(count < 1 for count in layers):

@@ -18,6 +18,7 @@ from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.reduce import with_ties
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.without import without_microbatches
@@ -34,7 +35,8 @@ _MOST_WITH_SKIPPED = 64
 class Programs:
     """A program for each kind of call: which stages need gradients, how many microbatches there are, which are skipped.
 
-    `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks.
+    `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks. `tied`: the pairs of stages that share
+    parameters, also where a schedule is given that was made without a word of the model.
 
     Raises:
         ValueError: what was given makes no schedule of this plan.
@@ -42,14 +44,22 @@ class Programs:
     """
 
     def __init__(
-        self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan, rank: int, *, runs_ahead: bool = False
+        self,
+        given: GivenSchedule,
+        policy: RecomputePolicy,
+        plan: Plan,
+        rank: int,
+        *,
+        runs_ahead: bool = False,
+        tied: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self._rank = rank
         self._runs_ahead = runs_ahead
         self._given = None
         if isinstance(given, Schedule):
             _check_fits(given, plan)
-            self._given = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance))
+            in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance))
+            self._given = with_ties(in_parts, tied)
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
@@ -58,6 +68,7 @@ class Programs:
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,
+            tied=tied,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.chain import Chain
@@ -48,12 +48,22 @@ class Calls:
     """Agrees with the other ranks on each call. The rank that holds stage 0 says which it is, and each adds what it knows.
 
     Where stages are placed in the order of the ranks one message goes down the chain, and a rank knows of the stages up to its
-    own: no others matter to it. With any other placement, and where targets are counted, everything goes up the chain, and then down
+    own: no others matter to it. With any other placement, and where targets are counted or stages share parameters, everything goes up the chain, and then down
     to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
     """
 
-    def __init__(self, chain: Chain, plan: Plan, stages: Mapping[int, AnyStage]) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        stages: Mapping[int, AnyStage],
+        copies: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """`copies` are the parameters of this rank that a stage elsewhere shares, by their first name in the whole model; None:
+        no two stages share any."""
         self._chain = chain
+        self._copies = {} if copies is None else copies
+        self._shares = copies is not None
         self._plan = plan
         self._stages = stages
         self._signatures = Signatures(chain.rank)
@@ -94,15 +104,19 @@ class Calls:
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
-            header = (
+            header: dict[str, Any] = (
                 {"first_backward": self._plan.num_stages, "changes": 0} if received is None else json.loads(received)
             )
             header |= asked
             header["first_backward"] = min(header["first_backward"], first_backward)
             header["changes"] += self._num_changes
+            for name, copy in self._copies.items():
+                trained = header.setdefault("trained", {}).setdefault(name, copy.requires_grad)
+                if trained != copy.requires_grad:
+                    header["copies_error"] = _of_two_minds(name)
             return json.dumps(header).encode()
 
-        if self._is_in_order and count is None:
+        if self._is_in_order and count is None and not self._shares:
             header = json.loads(self._chain.down(add, what))
             changes = (header["changes"] - self._num_changes, header["changes"])
         else:
@@ -168,7 +182,14 @@ def _header_of(counted: Counted) -> dict[str, Any]:
 def _problem_of(header: Mapping[str, Any]) -> str | None:
     """What is wrong with the inputs, else with the targets where they are counted."""
     fault: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
-    return fault or header.get("target_error")
+    return fault or header.get("target_error") or header.get("copies_error")
+
+
+def _of_two_minds(name: str) -> str:
+    return (
+        f"{name} is one parameter in two stages, frozen in one of them and trained in the other: set requires_grad alike on the "
+        "ranks of both"
+    )
 
 
 class Signatures:

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.parallel.tied import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import gives, local_source, receive_of, send_of, takes
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
@@ -45,6 +47,7 @@ class Step:
     )  # leaves that are one tensor for all microbatches, and their names
     whole_targets: Mapping[int, str] = field(default_factory=dict)
     scale: float = 1.0
+    past: Past | None = None  # the tokens before, where text is made: stages go on from them
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
@@ -102,6 +105,7 @@ class Executor:
         lanes: Lanes,
         monitor: Monitor,
         board: FailureBoard,
+        shared: SharedGradients | None = None,
     ) -> None:
         self.rank = rank
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
@@ -110,6 +114,7 @@ class Executor:
         self._lanes = lanes
         self._monitor = monitor
         self._board = board
+        self._shared = SharedGradients({}) if shared is None else shared
         # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
         self._results: dict[Op, _Result] = {}
 
@@ -121,6 +126,7 @@ class Executor:
         """
         turns = Turns(program)
         self._lanes.start_step()
+        self._shared.start_step(program.reduces)
         while True:
             for transfer in self._transport.take_ended():
                 turns.end(program.number[transfer])
@@ -129,6 +135,7 @@ class Executor:
             if not self._start_one(turns, program, step):
                 self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
         self._lanes.end_step()
+        self._shared.end_step()
         self._assert_nothing_is_held()
 
     # Order --------------------------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ class Executor:
                     split=place in program.split,
                 )
             else:
-                output = stage.infer(given, with_loss=step.with_loss)
+                output = stage.infer(given, with_loss=step.with_loss, past=step.past)
             if not is_last:  # before the op ends: what it gives may have to be copied
                 self._give(turn, self._crossed(stage, output, given))
         if is_last:
@@ -218,6 +225,9 @@ class Executor:
 
     def _receive(self, turn: _Turn) -> None:
         self._transport.post(turn.op)
+
+    def _reduce(self, turn: _Turn) -> None:
+        self._transport.reduce(turn.op, self._shared.given(turn.op), functools.partial(self._shared.settle, turn.op))
 
     # What F and B get and give ------------------------------------------------------------------------------------
 
@@ -293,6 +303,7 @@ class Executor:
         """Forget everything that is held: a step has failed."""
         for stage in self._stages.values():
             stage.drop()
+        self._shared.drop()
         self._results.clear()
 
 
@@ -313,4 +324,5 @@ _TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,
     Kind.RECV_B: Executor._receive,
+    Kind.REDUCE_GRAD: Executor._reduce,
 }

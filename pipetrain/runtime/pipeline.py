@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.group.own_device import identity_of
 from pipetrain.model.sharing import SharedState
-from pipetrain.model.spec import ModelSpec, built_as, check_sharing, name_in, spec_of
+from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.given_plan import plan_of
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
@@ -33,11 +34,14 @@ from pipetrain.runtime.arguments import (
 )
 from pipetrain.runtime.build import build_stage_layers
 from pipetrain.runtime.call_programs import GivenSchedule, Programs
+from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
+from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.segmented import AnyStage, make_stage
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
@@ -56,14 +60,14 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)), or a `ModelSpec`. Layer i gets what layer i - 1 returned, as one
-            argument.
+            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
+            parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
         loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: `"auto"` or the number of layers of each stage.
+        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
         num_stages: default: ranks x stages_per_rank.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
@@ -109,7 +113,8 @@ class Pipeline:
             replicas = max(replicas, plan.num_replicas)
         if replicas != 1:
             raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
-        spec = spec_of(model)
+        spec = spec_of(model).for_loss(loss_fn)
+        self._take_batch = spec.take_batch
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index = 0
@@ -130,7 +135,7 @@ class Pipeline:
                 check_callable("count_fn", count_fn, "of a microbatch's target")
                 check_callable("on_event", on_event, "of an OpEvent")
                 check_loss_is_plain(loss_fn, spec.modules.values())
-                own.model, own.counts = json.dumps(spec.fingerprint, sort_keys=True), count_fn is not None
+                own.model, own.counts = _fingerprint(spec), count_fn is not None
                 self.plan = plan_of(
                     plan,
                     spec.num_layers,
@@ -139,14 +144,19 @@ class Pipeline:
                     stages_per_rank=stages_per_rank,
                     num_microbatches=num_microbatches,
                     balance=balance,
+                    work=spec.size.flops_per_layer,
                 )
                 policy = RecomputePolicy.of(recompute)
                 policy.check_layers(self.plan.num_layers)
-                stages = [self.plan.layers_of(stage) for stage in range(self.plan.num_stages)]
-                check_sharing(spec, stages)
+                ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 self._programs = Programs(
-                    schedule, policy, self.plan, self._group.rank, runs_ahead=self._lanes.device.runs_ahead
+                    schedule,
+                    policy,
+                    self.plan,
+                    self._group.rank,
+                    runs_ahead=self._lanes.device.runs_ahead,
+                    tied=self.plan.tied_stages(tie.layers for tie in ties),
                 )
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:
@@ -155,7 +165,9 @@ class Pipeline:
                 kept = () if policy.mode is Mode.NEVER else policy.selective
                 self._stages = self._build(spec, loss_fn, kept, checked=plan is None and balance == "auto")
                 check_no_inference_tensors(self._layers())
-                check_sharing(built_as(spec, self._layers()), stages)
+                check_built(spec, self._layers(), self.plan.stage_of)
+                self._copies = Copies(ties, self._layers())
+            self._copies.make_equal(self._group.chain)
             self._runner = CallRunner(
                 self._group,
                 self.plan,
@@ -166,6 +178,8 @@ class Pipeline:
                 loss_fn,
                 count_fn,
                 policy.verify,
+                self._copies.gradients(self._programs.whole().reduces),
+                self._copies.apart if ties else None,
             )
 
     def _build(
@@ -173,10 +187,16 @@ class Pipeline:
     ) -> dict[int, AnyStage]:
         """The stages of this rank."""
         policy = self.schedule.policy
+        layers = {
+            index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
+            for index in self.plan.stages_of(self.rank)
+        }
+        numbers = (number for index in layers for number in self.plan.layers_of(index))
+        make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
         return {
             index: make_stage(
                 index,
-                build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked),
+                layers[index],
                 policy.parts[index] if policy.in_parts else (),
                 first_layer=self.plan.layers_of(index).start,
                 device=self.device,
@@ -265,14 +285,19 @@ class Pipeline:
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, on every rank's host; layers in eval mode, no gradients."""
+        with self._in_eval_mode():
+            step = self._new_step(with_graph=False, with_loss=True)
+            self._run("evaluate", step, inputs, targets)
+            return self._runner.loss_of(step)
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
         modes = [(module, module.training) for layer in self._layers().values() for module in layer.modules()]
         training, self._training = self._training, False
         try:
             for module, _ in modes:
                 module.training = False
-            step = self._new_step(with_graph=False, with_loss=True)
-            self._run("evaluate", step, inputs, targets)
-            return self._runner.loss_of(step)
+            yield
         finally:
             self._training = training
             for module, mode in modes:
@@ -283,6 +308,64 @@ class Pipeline:
         step = self._new_step(with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
+
+    def generate(
+        self,
+        prompts: Any = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos: int | Sequence[int] | None = None,
+        context: int | None = None,
+        num_groups: int = 1,
+        on_token: Callable[[int, int], None] | None = None,
+        choose: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The tokens that a causal language model puts after each prompt: 1-dim, int64, on every rank. Collective.
+
+        Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
+
+        Args:
+            prompts: token ids to go on from, on the rank that holds the first stage: a list of lists or tensors, which may differ in
+                length, a tensor [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
+            max_new_tokens: how many tokens each prompt gets at most.
+            temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
+            top_k: draws from the so many likeliest alone.
+            top_p: draws from the likeliest alone that have this share of the probability together.
+            seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
+            eos: token or tokens after which a prompt has ended; it is the last of its tokens.
+            context: how many tokens are looked at, at most; where there are more, from the latter half of them on. None: all.
+            num_groups: cuts the prompts into so many groups, which follow each other through the stages, so that these work side by side.
+            on_token: is given (number of the prompt, token) on every rank, once the token is known there.
+            choose: stands in for all of this: is given the logits [prompts of a group, vocabulary] on the last stage's rank, and gives
+                token ids [prompts of a group].
+
+        Raises:
+            ValueError: what no text can be made from; layers that cannot go on from the tokens before. The same on every rank.
+            PipelineError: another rank failed.
+        """
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
+        self._runner.check_whole()
+        self._emit_events()
+
+        def own() -> Prompts:
+            sampling = Sampling(temperature, top_k, top_p, seed)
+            return check_prompts(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                eos=eos,
+                context=context,
+                num_groups=num_groups,
+            )
+
+        agreed = agree_on(own if self.is_first else None, mistake_in_layers(self._layers()), self._group.chain)
+        with self._in_eval_mode(), self._runner.failing_together():
+            return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
         """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
@@ -314,6 +397,11 @@ class Pipeline:
         if self._closed:
             raise PipelineError("the pipeline is closed")
         self._emit_events()
+        if self._take_batch is not None:
+            try:
+                inputs, targets = self._take_batch(inputs, targets)
+            except ValueError as error:
+                mistake = mistake or str(error)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
 
     def _emit_events(self, *, of_all: bool = False) -> None:
@@ -329,8 +417,9 @@ class Pipeline:
         return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`."""
-        return weights.named_parameters(self._layers())
+        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has there one name, the first,
+        and so have its two copies."""
+        return ((self._copies.name(name), parameter) for name, parameter in weights.named_parameters(self._layers()))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
@@ -359,18 +448,16 @@ class Pipeline:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split.
+        on the split; of a parameter that two stages share one counts.
         """
-        parameters_of = {
-            stage.index: [parameter for _, parameter in weights.named_parameters(stage.layers_by_number())]
-            for stage in self._stages.values()
-        }
+        parameters_of = weights.parameters_of({s.index: s.layers_by_number() for s in self._stages.values()})
         return clip_grad_norm(
             parameters_of,
             max_norm,
             lambda own: self._group.chain.concatenate(own, "the gradient norms"),
             self.device,
             lambda norms: self._runner.fetch(norms, "the norms of the gradients"),
+            uncounted=self._copies.second,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,7 +465,7 @@ class Pipeline:
         return weights.state_dict(self._layers())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's.
+        """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
 
         Raises:
             ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
@@ -390,7 +477,7 @@ class Pipeline:
                 f"the state has {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not: its tensors are named as in "
                 f"nn.Sequential(*layers), 0.* to {self.plan.num_layers - 1}.*"
             )
-        weights.load_state_dict(self._layers(), state)
+        weights.load_state_dict(self._layers(), self._copies.in_state(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's tensors on the CPU of rank 0, None on the others. Collective.
@@ -455,3 +542,9 @@ class Pipeline:
         if error is not None:
             self._group.fail(error)
         self.close()
+
+
+def _fingerprint(spec: ModelSpec) -> str:
+    """What all ranks must have been given: ties, too, as a rank that knew of none would wait for nobody."""
+    tied = {"tied": spec.tied} if spec.tied else {}
+    return json.dumps({**spec.fingerprint, **tied}, sort_keys=True)

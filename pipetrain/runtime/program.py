@@ -1,6 +1,6 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and which op ends the wait of which.
 
-    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives
+    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
@@ -27,7 +27,7 @@ class Program:
 
     `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits
     for, `followers[n]` the ops that wait for op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of
-    their F. `split` are those whose backward comes in two halves.
+    their F. `split` are those whose backward comes in two halves. `reduces` are what adds up gradients.
     """
 
     schedule: Schedule
@@ -39,6 +39,7 @@ class Program:
     followers: tuple[tuple[int, ...], ...]
     recomputed: frozenset[tuple[int, int | None]]
     split: frozenset[tuple[int, int | None]]
+    reduces: tuple[Op, ...]
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -65,6 +66,7 @@ class Program:
             tuple(map(tuple, followers)),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
             frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING),
+            schedule.lane(rank, Lane.REDUCE),
         )
 
 
@@ -80,6 +82,8 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)
         yield from map(tuple, transfers.values())
+    if reduces := schedule.lane(rank, Lane.REDUCE):
+        yield reduces
 
 
 class Turns:

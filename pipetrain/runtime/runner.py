@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
 from pipetrain.group.watchdog import Watchdog
 from pipetrain.model.sharing import SharedState
+from pipetrain.parallel.tied import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
@@ -19,7 +21,9 @@ from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
 from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.generation import Choose, Generation, OnToken
 from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
 from pipetrain.runtime.segmented import AnyStage
 from pipetrain.stage.meter import ActivationMeter
@@ -48,6 +52,8 @@ class CallRunner:
         loss_fn: LossFn | None,
         count_fn: CountFn | None,
         verify: str | int,
+        shared_gradients: SharedGradients,
+        copies: Mapping[str, nn.Parameter] | None,
     ) -> None:
         self._group = group
         self._plan = plan
@@ -58,7 +64,7 @@ class CallRunner:
         self._count_fn = count_fn
         self._proving = Proving(stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        self._calls = Calls(group.chain, plan, stages)
+        self._calls = Calls(group.chain, plan, stages, copies)
         before = lanes.device.memory().other_bytes
         edges = None
         if group.store is not None:
@@ -71,11 +77,14 @@ class CallRunner:
                 edges=plan.edges,
                 communicators=plan.communicators,
             )
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes)
+        tied = programs.whole().schedule.tied
+        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes, tied)
         after = lanes.device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
-        self.executor = Executor(group.rank, stages, self.transport, lanes, group.monitor, group.board)
+        self.executor = Executor(
+            group.rank, stages, self.transport, lanes, group.monitor, group.board, shared_gradients
+        )
         group.monitor.on_failure = self._break_off
         self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
@@ -99,25 +108,47 @@ class CallRunner:
                 anything has run and on every rank.
             PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
-        if self._group.monitor.failure is not None:
-            raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
+        self.check_whole()
         count = None
         if self._count_fn is not None and step.with_loss:
             # As they are given, before they are on the device: there a count would wait for all that it still has to do.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
         call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
-        try:
+        without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
+        with self.failing_together(
+            f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage"
+            if without_targets
+            else ""
+        ):
             if mistake is not None:  # of this rank, not of the first
                 raise ValueError(f"{mistake} (on rank {self._group.rank})")
             self._cut(call, step, inputs, targets)
             with shared.unchanged(is_training=is_training):
                 self._execute(call, step)
+        return call
+
+    def check_whole(self) -> None:
+        """Raises:
+        PipelineError: the pipeline failed before, here or on another rank.
+        """
+        if self._group.monitor.failure is not None:
+            raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
+
+    @contextmanager
+    def failing_together(self, note: str = "") -> Iterator[None]:
+        """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error.
+
+        Raises:
+            PipelineError: another rank failed meanwhile.
+        """
+        try:
+            yield
             self._raise_what_others_found()
         except BaseException as error:
             self.executor.drop()
-            if targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages:
-                error.add_note(f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage")
+            if note:
+                error.add_note(note)
             broken_off: str | None = self._group.monitor.failure
             self._group.fail(error)
             if broken_off is not None and not isinstance(error, PipelineError):
@@ -126,7 +157,22 @@ class CallRunner:
             raise
         finally:
             self._group.monitor.doing = None
-        return call
+
+    def generation(self, prompts: Prompts, *, choose: Choose | None, on_token: OnToken | None) -> Generation:
+        """This rank's part of a call of `generate`, on which all ranks have agreed."""
+        self._meter.exclude(self._weights())
+        return Generation(
+            prompts,
+            self._plan,
+            self._group.chain,
+            self._programs.inference(1),
+            self.executor,
+            self.transport,
+            self.fetch,
+            self._group.device,
+            choose=choose,
+            on_token=on_token,
+        )
 
     def _raise_what_others_found(self) -> None:
         """All has been launched, and another thread has failed the pipeline meanwhile: the device has nothing of worth."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipetrain.stage.leaves import NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.past import Past
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.selective import Wanted
 from pipetrain.stage.stage import LossFn, PartOf, Stage, StageInput, StageOutput
@@ -233,10 +234,10 @@ class SegmentedStage:
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
-    def infer(self, given: StageInput, *, with_loss: bool) -> StageOutput:
-        """F without a graph, as `Stage.infer`."""
+    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+        """F without a graph, as `Stage.infer`; a part finds what it kept in `past` by its own layers."""
         for part in self._parts:
-            output = part.infer(given, with_loss=with_loss)
+            output = part.infer(given, with_loss=with_loss, past=past)
             given = replace(given, leaves=output.leaves, spec=output.spec)
         return output
 

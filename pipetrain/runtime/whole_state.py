@@ -26,6 +26,16 @@ def named_parameters(layers: Layers) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{number}.{name}", parameter
 
 
+def parameters_of(layers_of: Mapping[int, Layers]) -> dict[int, list[nn.Parameter]]:
+    """Per stage its parameters in the whole model's order; one that two stages share in the first of them alone."""
+    seen: set[int] = set()
+    found: dict[int, list[nn.Parameter]] = {}
+    for stage, layers in sorted(layers_of.items()):
+        found[stage] = [parameter for _, parameter in named_parameters(layers) if id(parameter) not in seen]
+        seen.update(map(id, found[stage]))
+    return found
+
+
 def state_dict(layers: Layers) -> dict[str, Any]:
     return {
         f"{number}.{name}": value

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import WAYS, Direction, Kind
+from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.op import Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.reduce import reduces_of
 from pipetrain.schedule.schedule import Schedule
 
 Way = tuple[Kind, ...]  # the ops in which a microbatch goes back
@@ -68,8 +71,12 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     n_kept L + n_rec (r + b) <= K (T - head - tail). With k parts a place is for one of them: a kept set takes k, and each part
     of a recomputed one its part of r + b, so that the first term is k n_kept L. Where backward is split, the part of it up to the end of I does, and with
     the W it does for a tail of 0.
+
+    Shared parameters. A REDUCE_GRAD of stage s comes after all F, R and backwards of s, and after one microbatch's way to the end
+    of its backward there: T >= head_s + work of s + reduce, and T >= that way + reduce.
     """
-    links = _Links(costs, schedule.stage_ranks, schedule.first_backward, _ways_back(schedule), schedule.policy)
+    ways, reduces = _ways_back(schedule), reduces_of(schedule)
+    links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
     kept = Counter(stage for stage, _ in schedule.kept)
     return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
 
@@ -95,7 +102,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
 class _Links:
     """Path times of one microbatch, and the work of each stage: 0 where there is no message or no backward.
 
-    `turn` is from the arrival of a gradient to that of the stage's own input, `after` what then is left of the backward;
+    `reduce` is what each stage that shares parameters takes to add them up. `turn` is from the arrival of a gradient to that of the stage's own input, `after` what then is left of the backward;
     both of the shortest way. `backward` is what all microbatches take, `late` how much of it may follow the last turn.
     """
 
@@ -106,6 +113,7 @@ class _Links:
         first_backward: int,
         ways: Sequence[Counter[Way]],
         policy: RecomputePolicy,
+        reduces: Iterable[Op] = (),
     ) -> None:
         edges = range(len(stage_ranks) - 1)
         crossing = [stage_ranks[edge] != stage_ranks[edge + 1] for edge in edges]
@@ -119,6 +127,8 @@ class _Links:
         self.recompute = costs.recompute
         self.places = [policy.places_of(stage) for stage in range(len(stage_ranks))]
         self.parts = [policy.num_parts(stage) for stage in range(len(stage_ranks))]
+        ends = {op: costs.of(op.kind)[op.stage] for op in reduces}
+        self.reduce = {op.stage: max(seconds, ends[partner_of(op)]) for op, seconds in ends.items()}
         self.turn, self.after, self.backward, self.late = [], [], [], []
         for stage, counts in enumerate(ways):
             needed = counts if stage >= first_backward else Counter[Way]()
@@ -161,8 +171,10 @@ class _Links:
         return least
 
     def end(self) -> float:
-        """What is left of the last microbatch after its last turn."""
-        return self.after[self.first_backward] if self.first_backward < len(self.after) else 0.0
+        """What is left of the last microbatch after its last turn, and what then comes on its stage."""
+        if self.first_backward == len(self.after):
+            return 0.0
+        return self.after[self.first_backward] + self.reduce.get(self.first_backward, 0.0)
 
 
 def _least_time(links: _Links, microbatches: int, numbers_kept: Sequence[Sequence[int]]) -> float:
@@ -197,6 +209,10 @@ def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> floa
         before_last_turn = work - sum(links.late[s] for s in own)
         head = min(map(links.head, own))
         least = max(least, head + work, head + before_last_turn + min(map(links.tail, own)))
+    for stage, seconds in links.reduce.items():
+        work = microbatches * links.forward[stage] + links.backward[stage] + recompute[stage]
+        back = links.forward[stage] + links.beyond(stage) + links.turn[stage] + links.after[stage]
+        least = max(least, links.head(stage) + max(work, back) + seconds)
     for hop in (*links.hop_forward, *links.hop_backward):  # the tensors of one link, between the first's and last's way
         least = max(least, way + (microbatches - 1) * hop)
     return least

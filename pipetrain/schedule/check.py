@@ -7,6 +7,7 @@ what is wrong; its docstring is the sentence that the error shows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -14,11 +15,21 @@ from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.families import fault_of_part
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE, WAYS, Direction, kinds_where
+from pipetrain.schedule.kinds import (
+    GIVES_GRADIENTS,
+    MESSAGE_LANES,
+    RECOMPUTE,
+    REDUCING,
+    TRANSFER_LANES,
+    WAYS,
+    Direction,
+    kinds_where,
+)
 from pipetrain.schedule.launches import launch_order, recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, send_of, source_of, takes
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.reduce import reduces_of
 from pipetrain.schedule.schedule import Schedule, in_parts
 from pipetrain.schedule.waits import read_by
 
@@ -80,18 +91,25 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
             yield op, f"there are stages 0 to {schedule.num_stages - 1}"
         elif op.kind.row.cost is None:
             yield op, f"the executor does not know {op.kind} yet"
-        elif op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
-            yield op, f"there are microbatches 0 to {schedule.num_microbatches - 1}"
-        elif op.microbatch in schedule.skipped:
-            yield op, f"the schedule skips microbatch {op.microbatch}"
-        elif op.peer is not None:
-            yield op, "the executor does not know ops of this form"
-        elif fault := fault_of_part(op, schedule.policy.num_parts(op.stage)):
+        elif (fault := _fault_of_form(schedule, op)) is not None:
             yield op, fault
         elif schedule.stage_ranks[op.stage] != rank:
             yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
         elif lanes[op.kind] is not lane:
             yield op, f"{op.kind} belongs into the {lanes[op.kind]} lane, not into {lane}"
+
+
+def _fault_of_form(schedule: Schedule, op: Op) -> str | None:
+    if op.kind.row.per_stage:
+        named = op.microbatch is None and op.part is not None and op.peer is not None
+        return None if named else "is not spelled with a bucket and another stage, as 3REDUCE_GRAD.0>0 is"
+    if op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
+        return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
+    if op.microbatch in schedule.skipped:
+        return f"the schedule skips microbatch {op.microbatch}"
+    if op.peer is not None:
+        return "the executor does not know ops of this form"
+    return fault_of_part(op, schedule.policy.num_parts(op.stage))
 
 
 def each_forward(schedule: Schedule) -> Iterator[Fault]:
@@ -183,8 +201,16 @@ def _reading_order(op: Op) -> tuple[int, str, int]:
     return op.stage, op.kind.value, op.microbatch or 0
 
 
+def each_shared_gradient(schedule: Schedule) -> Iterator[Fault]:
+    """Stages that share a parameter and live on two ranks add up its gradients once, and no others do."""
+    there = {op for _, _, op in schedule.ops() if op.kind in REDUCING}
+    wanted = set(reduces_of(schedule))
+    yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
+    yield from ((op, "adds up what nobody shares") for op in sorted(there - wanted, key=_reading_order))
+
+
 def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
-    """The sends and the receives of a link stand in the same order on both ends."""
+    """The sends and the receives of a link stand in the same order on both ends, and so do the REDUCE_GRAD of two ranks."""
     sends: dict[tuple[int, Kind], list[Op]] = {}
     receives: dict[tuple[int, Kind], list[Op]] = {}
     for _, lane, op in schedule.ops():
@@ -197,6 +223,17 @@ def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
         for send, receive in zip(sent, receives[link]):
             if partner_of(send) != receive:
                 yield receive, f"meets {send}"
+    reducing = [rank for rank in range(schedule.num_ranks) if schedule.lane(rank, Lane.REDUCE)]
+    for one, other in itertools.combinations(reducing, 2):
+        for op, met in zip(_reduces_with(schedule, one, other), _reduces_with(schedule, other, one)):
+            if partner_of(op) != met:
+                yield op, f"meets {met}"
+
+
+def _reduces_with(schedule: Schedule, rank: int, other: int) -> list[Op]:
+    """Those of `rank` whose other end is on rank `other`."""
+    ops = schedule.lane(rank, Lane.REDUCE)
+    return [op for op in ops if op.peer is not None and schedule.stage_ranks[op.peer] == other]
 
 
 def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
@@ -238,6 +275,9 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
 def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     """The ops without which `op` has nothing to work on."""
     row = op.kind.row
+    if op.kind in REDUCING:
+        compute = schedule.lane(schedule.stage_ranks[op.stage], Lane.COMPUTE)
+        yield from (one for one in compute if one.stage == op.stage and one.kind in GIVES_GRADIENTS)
     for kind in row.reads:
         yield Op(op.stage, kind, op.microbatch)
     if row.lane is Lane.SEND and row.direction is Direction.BACKWARD:
@@ -256,9 +296,9 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
 
 
 def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:
-    """Every op gets its turn, also when a send blocks until its receive is posted.
+    """Every op gets its turn, also when each end of a transfer blocks until the other one is there.
 
-    The two ends of a message count as one node that comes after all that either waits for; the schedule ends if and
+    The two ends of a transfer count as one node that comes after all that either waits for; the schedule ends if and
     only if this graph, with the order of the lanes, has no circle (Kahn 1962).
     """
     yield from _circle(find_circle(schedule))
@@ -272,7 +312,7 @@ def _circle(circle: list[Op]) -> Iterator[Fault]:
 
 def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Fault]:
     """Every op gets its turn, also where a device runs one transfer at a time, in the order of launching."""
-    ranks = ([op for op in ops if op.kind.row.lane in MESSAGE_LANES] for ops in launch_order(schedule))
+    ranks = ([op for op in ops if op.kind.row.lane in TRANSFER_LANES] for ops in launch_order(schedule))
     yield from _circle(find_circle(schedule, list(ranks)))
 
 
@@ -346,6 +386,7 @@ RULES: tuple[Rule, ...] = (
     each_backward,
     each_set_kept_or_recomputed,
     each_message_has_two_ends,
+    each_shared_gradient,
     each_link_in_one_order,
     each_wait_is_for_an_op,
     each_op_after_what_it_reads,

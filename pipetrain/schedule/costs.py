@@ -24,6 +24,8 @@ class Costs:
 
     `input_share` is what such an input is of a set, and `kept_share` what is kept, where only that is known.
 
+    `reduce` is what a stage takes to add up a bucket of gradients with another stage, one entry per stage; empty: no time.
+
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
     Raises:
@@ -42,6 +44,7 @@ class Costs:
     input_share: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()
     kept_share: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -65,6 +68,8 @@ class Costs:
         if row.cost is None:
             raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
         seconds: tuple[float, ...] = getattr(self, row.cost)
+        if row.per_stage:
+            return seconds or (0.0,) * self.num_stages
         if row.meets is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
         starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage
@@ -82,8 +87,10 @@ class Costs:
         weight_gradient: Spread | None = None,
         input_share: Spread | None = None,
         kept_share: Spread | None = None,
+        reduce: Spread | None = None,
     ) -> Costs:
-        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B, or unknown.
+        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B, or
+        unknown, or no time.
 
         Raises:
             ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.
@@ -112,6 +119,7 @@ class Costs:
             weight_gradient=fill("weight_gradient_seconds", weight_gradient, num_stages, "stage"),
             input_share=fill("input_share", input_share, num_stages, "stage"),
             kept_share=fill("kept_share", kept_share, num_stages, "stage"),
+            reduce=fill("reduce_seconds", reduce, num_stages, "stage"),
         )
 
     def with_links(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipetrain.schedule.kinds import REDUCING
 from pipetrain.schedule.op import Lane, Op
 
 
@@ -13,7 +14,8 @@ from pipetrain.schedule.op import Lane, Op
 class OpEvent:
     """One op that ran: `start` and `end` in seconds on a clock that all ranks of the timeline share.
 
-    A RECV starts when it is posted and ends when the tensor has arrived; a SEND ends when its tensor has left.
+    A RECV starts when it is posted and ends when the tensor has arrived; a SEND ends when its tensor has left. A REDUCE_GRAD starts
+    when its stage's gradients are whole, and ends when it has the sum.
     """
 
     rank: int
@@ -37,8 +39,10 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last F, R or B of any rank ended."""
-        return max((event.end for event in self.events if event.op.kind.computes), default=0.0)
+        """When the last F, R or B of any rank ended, or the last REDUCE_GRAD, without which no optimizer may go on."""
+        return max(
+            (event.end for event in self.events if event.op.kind.computes or event.op.kind in REDUCING), default=0.0
+        )
 
     @property
     def step_seconds(self) -> float:

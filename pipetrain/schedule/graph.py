@@ -22,12 +22,13 @@ from pipetrain.schedule.schedule import Schedule
 class OpGraph:
     """`after[n]` are the ops that wait for op n; `num_before[n]` counts those that n waits for, missing ones included.
 
-    `partner[n]` is the other end of a message, -1 where there is none. `lanes[rank][lane]` are op numbers in order.
+    `partner[n]` is the other end of a transfer, -1 where there is none; `transfers[n]` says whether op n is one. `lanes[rank][lane]` are op numbers in order.
     """
 
     ops: list[Op]
     ranks: list[int]
     op_lanes: list[Lane]
+    transfers: list[bool]
     number: dict[Op, int]
     after: list[list[int]]
     num_before: list[int]
@@ -63,12 +64,13 @@ def op_graph(schedule: Schedule) -> OpGraph:
     for first, second in _queue_pairs(ops, lanes):
         after[first].append(second)
         num_before[second] += 1
-    return OpGraph(ops, ranks, op_lanes, number, after, num_before, _partners(ops, lanes, number), lanes)
+    transfers = [op.kind.row.meets is not None for op in ops]
+    return OpGraph(ops, ranks, op_lanes, transfers, number, after, num_before, _partners(ops, lanes, number), lanes)
 
 
 def _queue_pairs(ops: list[Op], lanes: list[dict[Lane, range]]) -> list[tuple[int, int]]:
-    """Neighbours in the queues of messages: one queue for each stage, direction and lane."""
-    pairs = []
+    """Neighbours in the queues of transfers: of messages one queue for each stage, direction and lane."""
+    pairs = [pair for of_rank in lanes for pair in itertools.pairwise(of_rank[Lane.REDUCE])]
     last: dict[tuple[int, str, int], int] = {}
     for rank, of_rank in enumerate(lanes):
         for lane in MESSAGE_LANES:
@@ -83,7 +85,7 @@ def _queue_pairs(ops: list[Op], lanes: list[dict[Lane, range]]) -> list[tuple[in
 def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, int]) -> list[int]:
     partner = [-1] * len(ops)
     for of_rank in lanes:
-        for place in of_rank[Lane.SEND]:
+        for place in (*of_rank[Lane.SEND], *(one for one in of_rank[Lane.REDUCE] if ops[one].peer is not None)):
             other = number.get(partner_of(ops[place]), -1)
             partner[place] = other
             if other >= 0:
@@ -94,7 +96,7 @@ def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, in
 def find_circle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
     """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
 
-    Send and receive of a message, which block until both may run, count as one. In each of `chains` an op starts when the
+    The two ends of a transfer, which block until both may run, count as one. In each of `chains` an op starts when the
     one before it has ended, besides all that the schedule says.
     """
     graph = op_graph(schedule)
@@ -119,7 +121,7 @@ def find_circle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list
 def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
     """The ops that get to run, in an order in which they may: of those whose turn it is, the one with the least of `turns` first.
 
-    The two ends of a message, with one and the same, come together: its send, then its receive.
+    The two ends of a transfer, with one and the same, come together: of a message its send, then its receive.
     """
     pending, behind = list(graph.num_before), _behind(graph)
     for place in behind.values():
@@ -133,7 +135,7 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
         other = graph.partner[place]
         if ended[place] or (other >= 0 and pending[other] > 0):
             continue
-        for one in (place,) if other < 0 else (place, other) if graph.op_lanes[place] is Lane.SEND else (other, place):
+        for one in (place,) if other < 0 else (other, place) if graph.op_lanes[place] is Lane.RECV else (place, other):
             ended[one] = True
             order.append(one)
             for follower in (*graph.after[one], behind[one]) if one in behind else graph.after[one]:
@@ -150,7 +152,7 @@ def _behind(graph: OpGraph) -> dict[int, int]:
 
 
 def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:
-    """What keeps an op from running: its waits, the op before it in its queue or its chain, or the other end of its message."""
+    """What keeps an op from running: its waits, the op before it in its queue or its chain, or the other end of its transfer."""
     lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
     before = range(place - 1, lane.start - 1, -1)
     if graph.op_lanes[place] in MESSAGE_LANES:

@@ -7,6 +7,7 @@
     I       compute   RECV_B   SEND_B   F                                       input_gradient
     W       compute                     I                         all three     weight_gradient
     SEND_F  send                        F                                       hop_forward
+    REDUCE_GRAD reduce                                                          reduce
     ...                                 * the recompute lane where recomputation overlaps
 
 A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, the way
@@ -43,7 +44,7 @@ class Kind(enum.StrEnum):
     RECV_F = "RECV_F"  # the input of F from the stage before
     SEND_B = "SEND_B"  # the gradient of the input to the stage before
     RECV_B = "RECV_B"  # the gradient of the output from the next stage
-    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, summed over replicas
+    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, added up with who has the same parameters
     STEP = "STEP"  # the optimizer step of a stage
 
     # Ops are hashed millions of times; the hash of Enum is a function of Python.
@@ -87,7 +88,7 @@ class KindRow:
     direction: Direction | None = None  # the way of the tensor that it takes, gives or moves
     takes: Kind | None = None  # the receive whose tensor it uses, where the neighbour lives on another rank
     gives: Kind | None = None  # the send of its result, likewise
-    meets: Kind | None = None  # the other end of a message
+    meets: Kind | None = None  # the other end of a transfer
     reads: tuple[Kind, ...] = ()  # the ops without which it has nothing to work on, as far as the schedule has them
     needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
     opens: frozenset[Holding] = frozenset()  # what the stage holds from its start
@@ -162,7 +163,8 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, meets=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
-    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, runs=False),
+    # It reads what all backwards of its stage have added up, and gives both ends the sum.
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, meets=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
     Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 
@@ -173,6 +175,8 @@ WAYS: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
 MESSAGE_LANES = (Lane.SEND, Lane.RECV)
+# Of the transfers of one queue the host only has to have started the one before; they end in their order.
+TRANSFER_LANES = (*MESSAGE_LANES, Lane.REDUCE)
 
 
 def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
@@ -181,6 +185,12 @@ def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
 
 
 (RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
+
+# What adds gradients up once all of a stage's backwards have given theirs.
+REDUCING = kinds_where(lambda row: row.per_stage and row.meets is not None)
+
+# All in which a stage may add to the gradients of its parameters.
+GIVES_GRADIENTS = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way)
 
 # What only finishes a backward: nobody waits for it, and the gradient of the input has gone before.
 FINISHING = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way[1:])

@@ -9,7 +9,7 @@ streams that share a queue of the hardware, a device that runs one transfer at a
     rank 0   0F0 0SEND_F0          0F1     0SEND_F1              0RECV_B0              ...
     rank 1                1RECV_F0     1F0          1RECV_F1 1B0 1SEND_B0          1F1 ...
 
-    [1] an op stands behind all that it waits for, and the two ends of a message stand at one place. Then nothing waits for
+    [1] an op stands behind all that it waits for, and the two ends of a transfer stand at one place. Then nothing waits for
         what its own rank launches later, even if each op waits for all that its rank has launched before.
     [2] R stands right behind the last op that it waits for. So the memory that the host has got back by then comes from
         backwards for which the stream of R waits, and may be written at once, whatever the device still has to do.
@@ -71,7 +71,7 @@ def for_device(schedule: Schedule) -> Schedule:
 def launch_order(schedule: Schedule) -> LaunchOrder:
     """In which order the host of each rank launches, in its own or, where it has none, as early as waits and queues let it.
 
-    Without an order of its own a host launches what has its turn in this order: sends, receives, R, then F and B.
+    Without an order of its own a host launches what has its turn in this order: sends, receives, reduces, R, then F and B.
     """
     if schedule.launch_order:
         return schedule.launch_order
@@ -88,7 +88,7 @@ def launch_order(schedule: Schedule) -> LaunchOrder:
     return tuple(map(tuple, ranks))
 
 
-_LANES = (Lane.SEND, Lane.RECV, Lane.RECOMPUTE, Lane.COMPUTE)
+_LANES = (Lane.SEND, Lane.RECV, Lane.REDUCE, Lane.RECOMPUTE, Lane.COMPUTE)
 
 
 def _one_order(schedule: Schedule) -> list[Op]:
@@ -99,7 +99,7 @@ def _one_order(schedule: Schedule) -> list[Op]:
     for place, (op, lane) in enumerate(zip(graph.ops, graph.op_lanes)):
         if lane is Lane.RECOMPUTE:
             turns.append((-1.0, 0))
-        elif lane in MESSAGE_LANES:
+        elif graph.partner[place] >= 0:
             turns.append((max(started[op], started[graph.ops[graph.partner[place]]]), 0))
         else:
             turns.append((started[op], 1))

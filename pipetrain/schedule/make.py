@@ -22,6 +22,7 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, keep_all
+from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
@@ -43,6 +44,7 @@ def make_schedule(
     first_backward: int = 0,
     transport_ahead: int = 2,
     split_backward: bool = False,
+    tied: Sequence[tuple[int, int]] = (),
 ) -> Schedule:
     """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
@@ -63,6 +65,7 @@ def make_schedule(
             first_backward=first_backward,
             transport_ahead=transport_ahead,
             split_backward=split_backward,
+            tied=tuple(tied),
         )
     )
 
@@ -176,6 +179,7 @@ def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
         kept=frozenset(),
         first_backward=spec.first_backward,
         transport_ahead=spec.transport_ahead,
+        tied=spec.tied,
     )
     return keep_all(draft) if isinstance(compute, AllKept) else draft
 
@@ -204,8 +208,8 @@ def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:
 
 
 def with_waits(ordered: Schedule) -> Schedule:
-    """The last two passes, on compute and recompute lanes that are in order."""
-    return add_waits(add_messages(ordered), ordered.transport_ahead)
+    """The last passes, on compute and recompute lanes that are in order."""
+    return add_reduces(add_waits(add_messages(ordered), ordered.transport_ahead))
 
 
 def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:

@@ -74,9 +74,11 @@ def _crosses(schedule: Schedule, stage: int, other: int) -> bool:
 
 
 def partner_of(op: Op) -> Op:
-    """The receive that meets the send `op`, or the send that meets the receive."""
+    """The receive that meets the send `op`, the send that meets the receive, or the other end of a REDUCE_GRAD."""
     row = op.kind.row
     assert row.meets is not None
+    if op.peer is not None:
+        return Op(op.peer, row.meets, op.microbatch, op.part, op.stage)
     assert row.direction is not None
     step = row.direction if row.lane is Lane.SEND else -row.direction
     return Op(op.stage + step, row.meets, op.microbatch)

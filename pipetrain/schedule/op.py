@@ -2,7 +2,7 @@
 
     2R1        stage 2 recomputes microbatch 1        0SEND_F1    stage 0 sends the output of microbatch 1 on
     2R1.3      only part 3 of the stage               0SEND_F1>3  ... to stage 3, which is not its neighbour
-    2STEP      the optimizer step of stage 2          2REDUCE_GRAD.0   bucket 0 of the gradient all-reduce
+    2STEP      the optimizer step of stage 2          3REDUCE_GRAD.0>0 stage 3 adds up bucket 0 of its gradients with stage 0
 
 This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has the kinds.
 """
@@ -26,7 +26,7 @@ class Op:
     """`kind` done by `stage` for `microbatch` (None for STEP and REDUCE_GRAD, which belong to no microbatch).
 
     `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` is the other stage of a transfer,
-    where it is not the neighbour.
+    where it is not the neighbour; of a REDUCE_GRAD the one that has a copy of the same parameters.
     """
 
     stage: int

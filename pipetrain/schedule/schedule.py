@@ -33,16 +33,19 @@ class Schedule:
 
     `lanes[rank][lane]` are the ops of one logical queue in order. Ops of `COMPUTE` and of `RECOMPUTE` run in the order
     of their lane. In `SEND` and `RECV` each (stage edge, direction) is a queue of its own: ops of one lane that use
-    different edges do not wait for each other.
+    different edges do not wait for each other. `REDUCE` is one queue of transfers.
 
     `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart
-    from those before it in its queue. A RECV ends when its SEND does; that pairing is not in `waits`.
+    from those before it in its queue. A RECV ends when its SEND does, and so do the two ends
+    of a REDUCE_GRAD; that pairing is not in `waits`.
 
     `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
     backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
     before them needs a gradient. It is `num_stages` for a schedule of forwards only.
 
     `transport_ahead`: tensors of a link that the waits let come in before they are used.
+
+    `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
 
     `skipped` are the microbatches of the step that have no ops, because they count nothing; the others keep their numbers.
 
@@ -61,6 +64,7 @@ class Schedule:
     transport_ahead: int = 2
     skipped: frozenset[int] = frozenset()
     launch_order: tuple[tuple[Op, ...], ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
 
     @property
     def microbatches(self) -> tuple[int, ...]:

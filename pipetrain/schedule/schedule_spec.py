@@ -24,7 +24,7 @@ class ScheduleSpec:
     where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
     gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
     `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: that of
-    the rule.
+    the rule. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages` gives them.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.
@@ -40,6 +40,7 @@ class ScheduleSpec:
     transport_ahead: int = 2
     split_backward: bool = False
     order: ComputeLanes | None = None
+    tied: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.family, os.PathLike):

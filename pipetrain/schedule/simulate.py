@@ -6,7 +6,7 @@ The model, which is also what the runtime does:
   this op waits for has ended, otherwise the head of its recompute lane if that one may run. (Then of what a draft has in the
   reduce lane: `halves.py` asks so where a W would fill a wait.)
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
-  arrived; send and receive end together. Sends and receives do not occupy the rank.
+  arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, op_graph
-from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
@@ -57,12 +56,12 @@ class _Run:
         self.end = [-1.0] * len(graph.ops)
         self.ends: list[tuple[float, int]] = []
         self.heads = [[lanes[lane].start for lane in _LANES] for lanes in graph.lanes]
-        self.stops = [[lanes[lane].stop for lane in _LANES] for lanes in graph.lanes]
+        self.stops = [[_end_of_computing(graph, lanes[lane]) for lane in _LANES] for lanes in graph.lanes]
         self.busy = [False] * len(graph.lanes)
 
     def to_end(self) -> None:
-        for place, lane in enumerate(self.graph.op_lanes):
-            if lane in MESSAGE_LANES and self.pending[place] == 0:
+        for place, is_transfer in enumerate(self.graph.transfers):
+            if is_transfer and self.pending[place] == 0:
                 self._ready_for_partner(place, 0.0)
         touched = set(range(len(self.graph.lanes)))
         now = 0.0
@@ -78,24 +77,25 @@ class _Run:
 
     def _finish_moment(self, now: float, touched: set[int]) -> tuple[float, set[int]]:
         """Ends all ops that end now; returns the last of their times and the ranks that may have something to start."""
-        ends, after, pending, lanes = self.ends, self.graph.after, self.pending, self.graph.op_lanes
+        ends, after, pending, transfers = self.ends, self.graph.after, self.pending, self.graph.transfers
         until = now * (1 + _SAME_MOMENT)
         while ends and ends[0][0] <= until:
             now, place = heapq.heappop(ends)
             self.end[place] = now
             ended = [place]
-            if lanes[place] is Lane.SEND:
-                receive = self.graph.partner[place]
-                self.end[receive] = now
-                ended.append(receive)
-            elif lanes[place] is not Lane.RECV:
+            if transfers[place]:
+                other = self.graph.partner[place]
+                if other >= 0:
+                    self.end[other] = now
+                    ended.append(other)
+            else:
                 self.busy[self.graph.ranks[place]] = False
                 touched.add(self.graph.ranks[place])
             for one in ended:
                 for follower in after[one]:
                     pending[follower] -= 1
                     if pending[follower] == 0:
-                        if lanes[follower] is Lane.SEND or lanes[follower] is Lane.RECV:
+                        if transfers[follower]:
                             self._ready_for_partner(follower, now)
                         else:
                             touched.add(self.graph.ranks[follower])
@@ -103,10 +103,10 @@ class _Run:
 
     def _ready_for_partner(self, place: int, now: float) -> None:
         self.start[place] = now
-        other = self.graph.partner[place]
+        other, seconds = self.graph.partner[place], self.seconds
         if other >= 0 and self.start[other] >= 0.0:
-            send = place if self.graph.op_lanes[place] is Lane.SEND else other
-            heapq.heappush(self.ends, (now + self.seconds[send], send))
+            leads = other if self.graph.op_lanes[place] is Lane.RECV else place
+            heapq.heappush(self.ends, (now + max(seconds[place], seconds[other]), leads))
 
     def _start_next(self, rank: int, now: float) -> None:
         if self.busy[rank]:
@@ -130,10 +130,19 @@ class _Run:
         )
 
 
+def _end_of_computing(graph: OpGraph, queue: range) -> int:
+    """Where the ops of a queue end that occupy the rank: transfers wait for their partner and not for the rank."""
+    return queue.start if queue and graph.transfers[queue.start] else queue.stop
+
+
 def _durations(ops: list[Op], costs: Costs, share_of: _ShareOf) -> list[float]:
-    """Seconds of each op; a part takes its share of its stage, a message its time on the sender's side."""
+    """Seconds of each op; a part takes its share of its stage, a transfer has them at both its ends."""
     tables = {kind: costs.of(kind) for kind in {op.kind for op in ops}}
-    return [tables[op.kind][op.stage] * (1 if op.part is None else share_of(op.stage, op.part)) for op in ops]
+    return [tables[op.kind][op.stage] * _share(op, share_of) for op in ops]
+
+
+def _share(op: Op, share_of: _ShareOf) -> float:
+    return share_of(op.stage, op.part) if op.part is not None and not op.kind.row.per_stage else 1.0
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
@@ -145,7 +154,7 @@ def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
                 awaited_by.setdefault(follower, []).append(place)
     lines = []
     for rank, lanes in enumerate(graph.lanes):
-        head = next((place for place in lanes[Lane.COMPUTE] if end[place] < 0.0), None)
+        head = next((place for lane in (Lane.COMPUTE, Lane.REDUCE) for place in lanes[lane] if end[place] < 0.0), None)
         if head is None:
             continue
         awaited = [graph.ops[place] for place in awaited_by.get(head, [])]

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash
-from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, Direction
 from pipetrain.schedule.messages import receive_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -146,7 +146,7 @@ def _receive_waits(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stas
             continue
         consumers, after = used[receive.stage, receive.kind], []
         if ahead == 0:
-            first_use = place - 1 if _recomputed_inline(schedule, compute, place) else place
+            first_use = _first_use(schedule, compute, place)
             after += [first_use - 1] if first_use > 0 else []  # [6]
         else:
             held_anyway = stash[receive.stage] if _goes(receive, Direction.FORWARD) else 0
@@ -163,8 +163,14 @@ def _goes(op: Op, direction: Direction) -> bool:
     return op.kind.row.direction is direction
 
 
-def _recomputed_inline(schedule: Schedule, compute: tuple[Op, ...], place: int) -> bool:
-    """Whether the op before `place` is the R that waits for the same gradient."""
-    reader, before = compute[place], compute[place - 1] if place else None
-    inline = schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD)
-    return inline and before == Op(reader.stage, RECOMPUTE, reader.microbatch, reader.part)
+def _first_use(schedule: Schedule, compute: tuple[Op, ...], place: int) -> int:
+    """Where the tensor that the op at `place` takes is waited for first: by its inline R, perhaps with W between the two."""
+    reader = compute[place]
+    if schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD):
+        recompute = Op(reader.stage, RECOMPUTE, reader.microbatch, reader.part)
+        for before in range(place - 1, -1, -1):
+            if compute[before] == recompute:
+                return before
+            if compute[before].kind not in FINISHING:
+                break
+    return place

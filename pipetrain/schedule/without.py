@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 
-from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.kinds import MESSAGE_LANES, TRANSFER_LANES
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
@@ -65,7 +65,7 @@ class _Clocks:
             queue, number = self.place[op]
             awaited = [self.at_end[other] for other in schedule.waits.get(op, ())]
             self.at_start[op] = _latest([*awaited, *map(self.when_next_may_start, self.before(op))])
-            ended = [self.at_end[other] for other in self.before(op)]  # messages of a queue end in their order
+            ended = [self.at_end[other] for other in self.before(op)]  # transfers of a queue end in their order
             self.at_end[op] = {**_latest([self.at_start[op], *ended]), queue: number}
 
     def before(self, op: Op) -> list[Op]:
@@ -74,8 +74,8 @@ class _Clocks:
         return self.queues[queue][max(number - 1, 0) : number]
 
     def when_next_may_start(self, op: Op) -> _Clock:
-        """What has ended when the next op of its queue may start: of messages, what had to end for this one to start."""
-        return self.at_start[op] if op.kind.row.lane in MESSAGE_LANES else self.at_end[op]
+        """What has ended when the next op of its queue may start: of transfers, what had to end for this one to start."""
+        return self.at_start[op] if op.kind.row.lane in TRANSFER_LANES else self.at_end[op]
 
 
 class _Rest:

@@ -105,6 +105,7 @@ def _read_state(path: Path) -> RunState:
             plan=dict(value["plan"]),
             data=value.get("data"),
             guard=dict(value.get("guard", {})),
+            tokens=dict(value.get("tokens", {})),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({error})") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from pipetrain.config.records import RunConfig
 from pipetrain.model.spec import TensorMapping, unchanged
@@ -21,6 +22,7 @@ from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run
 from pipetrain.snapshot.state import Part, RunState, tensors_of
+from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
 
 class Ranks(Protocol):
@@ -54,6 +56,7 @@ class Snapshots:
         self._ranks = ranks
         self._data = data
         self._guard: Carried | None = None
+        self._tokens: Carried | None = None
         self._model: Model | None = None
         self._optimizer: Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
@@ -73,18 +76,21 @@ class Snapshots:
         model: Model,
         optimizer: Optimizer,
         guard: Carried | None = None,
+        tokens: Carried | None = None,
         *,
         from_file: TensorMapping = unchanged,
     ) -> None:
-        """Give a new model, its optimizer and the guard the state to start from, and save theirs from now on.
+        """Give a new model, its optimizer, the guard and the count of tokens the state to start from, and save theirs from now on.
 
         `from_file` makes the model's tensors of those in a file of weights (`ModelSpec.from_file`).
         """
-        self._model, self._optimizer, self._guard = model, optimizer, guard
+        self._model, self._optimizer, self._guard, self._tokens = model, optimizer, guard, tokens
         if self._start is not None:
             self._start.restore(model, optimizer, self._ranks.rank, self._ranks.device)
             if guard is not None:
                 guard.load_state_dict(self._start.state.guard)
+            if tokens is not None:
+                tokens.load_state_dict(self._start.state.tokens)
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
@@ -95,8 +101,9 @@ class Snapshots:
         if stopping or (every is not None and step % every == 0):
             assert self._model is not None
             assert self._optimizer is not None
-            guard = {} if self._guard is None else self._guard.state_dict()
-            state = RunState(step, self._ranks.size, _plain(self._config), _plain(self._plan), self._data, guard)
+            guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
+            config, plan = _plain(self._config), _plain(self._plan)
+            state = RunState(step, self._ranks.size, config, plan, self._data, guard, tokens)
             self._saver.save(state, tensors_of(self._model, self._optimizer, self._ranks.device))
         if stopping:
             self._saver.wait()
@@ -169,9 +176,13 @@ def _kept_for_good(config: RunConfig) -> int | None:
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     """Weights only: from a safetensors file, a run that is done, or a snapshot."""
-    if path.is_dir() and (path / "weights" / "model.safetensors").is_file():
-        path = path / "weights" / "model.safetensors"
-    weights = from_file(TensorFiles([path])) if path.is_file() else Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
+    weights: Mapping[str, Tensor]
+    if path.is_file():
+        weights = from_file(TensorFiles([path]))
+    elif has_weights(path / WEIGHTS_AT_END):
+        weights = from_file(read_weights(path / WEIGHTS_AT_END))
+    else:
+        weights = Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:

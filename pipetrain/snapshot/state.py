@@ -40,6 +40,7 @@ class RunState:
     guard: Mapping[str, Any] = field(
         default_factory=dict
     )  # which batches were passed over, and what the guard remembers
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
 
 
 Tensors = dict[str, Tensor]
@@ -50,10 +51,12 @@ def tensors_of(model: Model, optimizer: Optimizer, device: torch.device) -> dict
 
     Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies.
     """
-    parameters = {name for name, _ in model.named_parameters()}
+    # By their memory: one that two layers share has two names in the state, and one here.
+    parameters = {parameter.untyped_storage()._cdata for _, parameter in model.named_parameters()}
     return {
         Part.WEIGHTS: {
-            name: value if name in parameters else value.clone() for name, value in _only_tensors(model.state_dict())
+            name: value if value.untyped_storage()._cdata in parameters else value.clone()
+            for name, value in _only_tensors(model.state_dict())
         },
         Part.OPTIMIZER: _optimizer_tensors(model, optimizer),
         Part.GENERATORS: _generators(device),

@@ -1,32 +1,126 @@
-"""The trained weights as one safetensors file, under the names that the model's spec has for files."""
+"""The trained weights at the end of a run: a safetensors file per rank, under the names that the model's spec has for files.
+
+    rank 0   [1] no index ──► all: own file, whole or not at all ──► [2] rank 0: the index of all names, and the run's weights are there
+
+Nobody gathers the model. The names of the files and of the index are those of sharded models of Hugging Face; one rank alone writes
+`model.safetensors` and no index.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pipetrain.model.spec import ModelSpec
+from pipetrain.model.trained import Model
+from pipetrain.snapshot.files import canonical_json
+from pipetrain.snapshot.reader import TensorFiles
+
+if TYPE_CHECKING:
+    from pipetrain.snapshot.session import Ranks
+
+WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
+
+SINGLE, INDEX_OF_SHARDS = "model.safetensors", "model.safetensors.index.json"
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """Writes the whole model's tensors; the file is there whole or not at all."""
+def save_weights(folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Ranks) -> None:
+    """Writes this rank's tensors of the model, which have the model's own names. Collective: they are all there when it returns."""
+    name = shard_name(ranks.rank, ranks.size)
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX_OF_SHARDS).unlink(missing_ok=True)
+    ranks.largest(0)
+    write_shard(folder / name, spec.to_file(own))
+    ranks.largest(0)
+    if ranks.rank == 0:
+        names = [shard_name(rank, ranks.size) for rank in range(ranks.size)]
+        for path in folder.glob("*.safetensors"):
+            if path.name not in names:  # the run ended before, on another number of ranks
+                path.unlink()
+        if ranks.size > 1:
+            write_index(folder, names)
+    ranks.largest(0)
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file of shard `number`, from 0."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of `tensors`, which is there whole or not at all."""
     draft = path.with_suffix(".draft")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in spec.to_file(weights).items()}, draft)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft, metadata={"format": "pt"}
+    )
     draft.replace(path)
 
 
-def load_weights(path: Path, model: nn.Module, spec: ModelSpec) -> None:
-    """Fills `model` from a file that `save_weights` wrote.
+def write_index(folder: Path, shards: list[str]) -> None:
+    """Which of the `shards` holds which tensor, as transformers reads it."""
+    weight_map, total = {}, 0
+    for shard in shards:
+        with safe_open(folder / shard, framework="pt") as file:
+            weight_map.update(dict.fromkeys(file.keys(), shard))
+        total += _data_bytes(folder / shard)
+    index = folder / INDEX_OF_SHARDS
+    draft = index.with_suffix(".draft")
+    draft.write_bytes(canonical_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    draft.replace(index)
+
+
+def _data_bytes(path: Path) -> int:
+    """Those of the tensors: a file is the length of its header in 8 bytes, the header, the tensors."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a run that ended left its weights in `folder`."""
+    return (folder / INDEX_OF_SHARDS).is_file() or (folder / SINGLE).is_file()
+
+
+def check_weights(folder: Path) -> None:
+    """Raises:
+    ValueError: there are none.
+    """
+    if not has_weights(folder):
+        raise ValueError(f"{folder}: there are no weights; the run is still going on, or it failed")
+
+
+def read_weights(folder: Path) -> TensorFiles:
+    """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
 
     Raises:
-        ValueError: there is no such file, or it is of another model.
+        ValueError: there are none, or a shard is missing.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: there are no weights; the run is still going on, or it failed")
+    check_weights(folder)
+    index = folder / INDEX_OF_SHARDS
+    if index.is_file():
+        paths = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+    else:
+        paths = [folder / SINGLE]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
+    return TensorFiles(paths)
+
+
+def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:
+    """Fills `model`, the whole of it or one rank's part, from what `save_weights` wrote: of it, what is needed is read.
+
+    Raises:
+        ValueError: there are no weights, or they are of another model.
+    """
+    weights = spec.from_file(read_weights(folder))
     try:
-        model.load_state_dict(spec.from_file(load_file(path)))
-    except RuntimeError as error:
-        raise ValueError(f"{path}: these weights are of another model ({error})") from error
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{folder}: these weights are of another model ({error})") from error

@@ -325,10 +325,11 @@ def _held(context: _Context, gradients: tuple[Tensor | None, ...]) -> list[Tenso
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to `.grad`, as autograd does where it makes no graph of it: the first gradient becomes it, with the strides of the
-    parameter."""
+    parameter, and in the dtype that the parameter wants its gradient in."""
+    dtype = parameter.grad_dtype or gradient.dtype
     if parameter.grad is not None:
-        parameter.grad += gradient.to(parameter.dtype)
-    elif gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        parameter.grad += gradient.to(dtype)
+    elif gradient.stride() == parameter.stride() and gradient.dtype == dtype:
         parameter.grad = gradient
     else:
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = torch.empty_like(parameter, dtype=dtype).copy_(gradient)

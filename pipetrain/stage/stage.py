@@ -20,7 +20,9 @@ from pipetrain.stage.entered import Entered, entered_targets
 from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
+from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
@@ -313,7 +315,7 @@ class Stage:
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
-        return value
+        return without_local(value)
 
     def _check_entered(self, entered: Sequence[Entered], *, is_read_again: bool, cloned: bool) -> None:
         """The layers have run: they may have changed only what nobody else reads."""
@@ -615,17 +617,20 @@ class Stage:
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
-    def infer(self, given: StageInput, *, with_loss: bool) -> StageOutput:
-        """F without a graph; with the weighted loss at its end where that is wanted."""
+    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+        """F without a graph; with the weighted loss at its end where that is wanted. `past`: going on from the tokens before."""
         value = pytree.tree_unflatten(list(given.leaves), given.spec)
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
+                if past is not None:
+                    value = run_cached(layer, value, past)
+                    continue
                 self._seed(number, given)
                 value = layer(value)
             if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
                 value = self._loss(value, given)
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(without_local(value))
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 
     def _check_parameters(self, held: _Held) -> None:

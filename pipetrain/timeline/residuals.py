@@ -39,10 +39,10 @@ def residuals(predicted: Timeline, measured: Timeline) -> tuple[Residual, ...]:
 
 
 def op_seconds(timeline: Timeline) -> dict[Op, float]:
-    """Seconds of each op that computes, and of each hop under its RECV.
+    """Seconds of each op that computes, of each hop under its RECV, and of each REDUCE_GRAD.
 
-    A hop lasts from the moment when both ends are ready (sent and posted) to the arrival; where the sender left no event,
-    the hop has no entry.
+    A hop lasts from the moment when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when both are to the
+    sum; where the other end left no event, there is no entry.
     """
     by_op = {event.op: event for event in timeline.events}
     return dict(_seconds(timeline.events, by_op))
@@ -52,8 +52,8 @@ def _seconds(events: Iterable[OpEvent], by_op: Mapping[Op, OpEvent]) -> Iterable
     for event in events:
         if event.op.kind.computes:
             yield event.op, event.end - event.start
-        elif event.lane is Lane.RECV:
-            sent = by_op.get(partner_of(event.op))
-            if sent is not None:
+        elif event.lane in (Lane.RECV, Lane.REDUCE):
+            other = by_op.get(partner_of(event.op))
+            if other is not None:
                 # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
-                yield event.op, max(event.end - max(sent.start, event.start), 0.0)
+                yield event.op, max(event.end - max(other.start, event.start), 0.0)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from pipetrain.schedule.op import Lane, Op
 
-Line = Hashable  # a stream of the lanes: `Lane.COMPUTE`, `Lane.RECOMPUTE`, or stage and kind of a queue of messages
+Line = Hashable  # a stream of the lanes: `Lane.COMPUTE`, `Lane.RECOMPUTE`, `Lane.REDUCE`, or stage and kind of a queue of messages
 Moment = int  # so many ops of the compute lane have been launched
 
 

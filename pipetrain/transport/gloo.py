@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, Work
+from torch.distributed import AllreduceOptions, Store, Work
 
-from pipetrain.group.courier import Courier, finish
+from pipetrain.group.courier import FOREVER, Courier, finish
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
@@ -32,12 +32,21 @@ class GlooEdges:
         self._store = store
         self._lanes = lanes
         self._monitor = monitor
+        self._reduces: Courier | None = None  # one thread, so that what this rank adds up ends in the order of its lane
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooInbound:
         return GlooInbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> GlooOutbound:
         return GlooOutbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
+
+    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> GlooReducer:
+        pair = make_pair(self._store, f"reduce/{ranks[0]}/{ranks[1]}", place, self._monitor.timeout_seconds)
+        if self._reduces is None:
+            self._reduces = Courier(f"reduce with {peer}", peer, self._monitor)
+        else:
+            self._reduces.peer += f" or {peer}"
+        return GlooReducer(pair, 1 - place, peer, self._reduces, self._lanes)
 
     def _meet(self, edge: int, direction: str, place: int) -> Pair:
         return make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
@@ -154,6 +163,46 @@ class GlooOutbound:
 
     def abort(self) -> None:
         break_off(self._pair, self._target)
+
+
+class GlooReducer:
+    """One end of two ranks that add up gradients: `transport.Reducer`."""
+
+    def __init__(self, pair: Pair, other: int, peer: str, courier: Courier, lanes: Lanes) -> None:
+        self.peer = peer
+        self._pair = pair
+        self._other = other
+        self._courier = courier
+        self._lanes = lanes
+        self._options = AllreduceOptions()
+        self._options.timeout = FOREVER
+
+    def reduce(
+        self,
+        op: Op,
+        tensors: list[Tensor],
+        settle: Callable[[], None],
+        ended: Callable[..., None],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
+        start = time.perf_counter()
+
+        def job() -> Callable[[], None]:
+            ready()
+            for tensor in tensors:
+                finish(self._pair.allreduce([tensor], self._options))
+            settle()
+            self._lanes.record(Lane.REDUCE, op, start, time.perf_counter())
+            return ended
+
+        self._courier.submit(str(op), job)
+
+    def close(self) -> None:
+        self._courier.close()
+
+    def abort(self) -> None:
+        break_off(self._pair, self._other)
 
 
 class _NotesIn:

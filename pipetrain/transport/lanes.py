@@ -19,7 +19,8 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.ahead import Ahead, Line, Moment
 from pipetrain.transport.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.transport.device_clock import StepClock
@@ -43,7 +44,7 @@ class Recording:
 class Lanes:
     """Lanes as streams: compute and messages at high priority, recompute at low, so that R yields to F and B.
 
-    In the lanes of messages each stage edge and direction has a stream of its own. An op that ended without an event (a
+    In the lanes of messages each stage edge and direction has a stream of its own, and so has the lane `reduce`. An op that ended without an event (a
     message over gloo, of which a thread said so) has ended before what waits for it is launched.
     """
 
@@ -52,7 +53,7 @@ class Lanes:
         self._rank = rank
         self._compute = device.stream(priority=HIGH)
         self._recompute = device.stream(priority=LOW)
-        self._messages: dict[tuple[int, Kind], Stream] = {}
+        self._messages: dict[Line, Stream] = {}
         self._ended: dict[Op, Event] = {}
         self._ahead = Ahead() if device.runs_ahead else None
         self._spare: list[Event] = []
@@ -155,7 +156,7 @@ class Lanes:
             return self._compute
         if lane is Lane.RECOMPUTE:
             return self._recompute
-        key = (op.stage, op.kind)
+        key = _line(lane, op)
         if key not in self._messages:
             self._messages[key] = self.device.stream(priority=HIGH)
         return self._messages[key]
@@ -174,7 +175,7 @@ class _Spans(list[_Span]):
 
 
 def _line(lane: Lane, op: Op) -> Line:
-    return lane if lane in (Lane.COMPUTE, Lane.RECOMPUTE) else (op.stage, op.kind)
+    return (op.stage, op.kind) if lane in MESSAGE_LANES else lane
 
 
 def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:

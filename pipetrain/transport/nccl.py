@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupNCCL, Store
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupNCCL, Store
 
 from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
@@ -61,6 +61,12 @@ class NcclEdges:
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclOutbound:
         return NcclOutbound(self._meet(edge, direction, place, peer, sends=True), self._lanes)
 
+    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> NcclReducer:
+        data = self._group(f"reduce/{ranks[0]}/{ranks[1]}", place)
+        data.allreduce([torch.zeros(1, device=self._device)], AllreduceOptions()).wait()
+        self._lanes.device.finish(self._lanes.device.current())
+        return NcclReducer(data, peer, self._lanes, self._monitor)
+
     def _meet(self, edge: int, direction: str, place: int, peer: str, *, sends: bool) -> Communicator:
         name = f"edge/{edge}/{direction}"
         if self._per_pair:
@@ -80,6 +86,16 @@ class NcclEdges:
         return self._made[name]
 
     def _data(self, name: str, place: int, *, sends: bool) -> Pair:
+        data = self._group(name, place)
+        # The communicator is made at its first use, which waits for the other rank: use it here, where every rank goes
+        # through the edges in the same order, and not in a step.
+        greeting = torch.zeros(1, device=self._device)
+        work = data.send([greeting], 1 - place, _TAG) if sends else data.recv([greeting], 1 - place, _TAG)
+        work.wait()
+        self._lanes.device.finish(self._lanes.device.current())
+        return data
+
+    def _group(self, name: str, place: int) -> Pair:
         options = ProcessGroupNCCL.Options()
         options.config.max_ctas = _MAX_BLOCKS
         # Its kernels run on a stream of its own, of this priority: a message that is there should not wait for F, R or B.
@@ -87,12 +103,6 @@ class NcclEdges:
         # torch ends the process when a transfer takes longer: so that the rank that hangs has been named before.
         options._timeout = timedelta(seconds=2 * self._monitor.timeout_seconds + 60)
         data: Pair = ProcessGroupNCCL(PrefixStore(name, self._store), place, 2, options)  # type: ignore[assignment]
-        # The communicator is made at its first use, which waits for the other rank: use it here, where every rank goes
-        # through the edges in the same order, and not in a step.
-        greeting = torch.zeros(1, device=self._device)
-        work = data.send([greeting], 1 - place, _TAG) if sends else data.recv([greeting], 1 - place, _TAG)
-        work.wait()
-        self._lanes.device.finish(self._lanes.device.current())
         return data
 
 
@@ -159,20 +169,25 @@ class Communicator:
             return
         self._is_open = False
         self._courier.close()
-        if self._monitor.failure is None:
-            # The caller's stream comes after all that the steps have launched.
-            ended = self._device.record(self._device.current())
-            self._device.waited("the last messages")
-            self._monitor.wait_polling(
-                lambda: self._device.has_ended(ended),
-                lambda: f"rank {self._monitor.rank} waits for its device: the last messages with {self.peer}",
-            )
-            self._data.shutdown()  # type: ignore[attr-defined]
+        _shut(self._data, self.peer, self._device, self._monitor)
 
     def abort(self) -> None:
         if self._is_open:
             break_off(self._forms, self._other)
             self._data.abort()  # type: ignore[attr-defined]
+
+
+def _shut(data: Pair, peer: str, device: Device, monitor: Monitor) -> None:
+    """Close a group when the device has done all that it was given; one of a pipeline that failed was aborted."""
+    if monitor.failure is not None:
+        return
+    ended = device.record(device.current())  # the caller's stream comes after all that the steps have launched
+    device.waited("the last messages")
+    monitor.wait_polling(
+        lambda: device.has_ended(ended),
+        lambda: f"rank {monitor.rank} waits for its device: the last messages with {peer}",
+    )
+    data.shutdown()  # type: ignore[attr-defined]
 
 
 class NcclInbound:
@@ -227,6 +242,39 @@ class NcclOutbound:
         with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
             self._communicator.send(tensors)
         left()
+
+
+class NcclReducer:
+    """One end of two ranks that add up gradients: `transport.Reducer`. The sums are where the gradients were."""
+
+    def __init__(self, data: Pair, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = peer
+        self._data = data
+        self._lanes = lanes
+        self._monitor = monitor
+        self._is_open = True
+
+    def reduce(
+        self,
+        op: Op,
+        tensors: list[Tensor],
+        settle: Callable[[], None],
+        ended: Callable[..., None],
+    ) -> None:
+        with self._lanes.timed(Lane.REDUCE, op):  # on the lane's own stream: the executor's `on`
+            for tensor in tensors:
+                self._data.allreduce([self._lanes.device.lent(tensor)], AllreduceOptions()).wait()
+            settle()
+        ended()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            _shut(self._data, self.peer, self._lanes.device, self._monitor)
+
+    def abort(self) -> None:
+        if self._is_open:
+            self._data.abort()  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:

@@ -25,7 +25,7 @@ from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.device import Device, Event
 from pipetrain.transport.forms import Form, flat_bytes
-from pipetrain.transport.gloo import GlooEdges, GlooInbound, GlooOutbound
+from pipetrain.transport.gloo import GlooEdges, GlooInbound, GlooOutbound, GlooReducer
 from pipetrain.transport.lanes import Lanes
 
 _META = torch.device("meta")
@@ -48,6 +48,9 @@ class PinnedEdges:
 
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedOutbound:
         return PinnedOutbound(self._over_gloo.outbound(edge, direction, place, peer), self._lanes, self._monitor)
+
+    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> PinnedReducer:
+        return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
 
 
 class PinnedInbound:
@@ -127,6 +130,50 @@ class PinnedOutbound:
             _wait(lambda: self._device.has_ended(copied), self._monitor)
 
         self._over_gloo.send(op, form, in_slot, sent, expected, ready)
+
+    def close(self) -> None:
+        self._over_gloo.close()
+
+    def abort(self) -> None:
+        self._over_gloo.abort()
+
+
+class PinnedReducer:
+    """One end of two ranks that add up gradients: `transport.Reducer`. The host adds them up, in a slot."""
+
+    def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = over_gloo.peer
+        self._over_gloo = over_gloo
+        self._lanes = lanes
+        self._monitor = monitor
+        self._free: deque[_Slot] = deque()
+
+    def reduce(
+        self,
+        op: Op,
+        tensors: list[Tensor],
+        settle: Callable[[], None],
+        ended: Callable[..., None],
+    ) -> None:
+        device = self._lanes.device
+        slot = self._free.popleft() if self._free else _Slot(device)
+        in_slot = slot.like(tensors)
+        for target, tensor in zip(in_slot, tensors):
+            device.copy(target, flat_bytes(tensor))
+        copied = device.record(device.current())
+
+        def land() -> None:
+            with self._lanes.on(Lane.REDUCE, (), op):
+                for tensor, source in zip(tensors, in_slot):
+                    device.copy(flat_bytes(tensor), source)
+                settle()
+                self._lanes.mark(Lane.REDUCE, op)
+            self._free.append(slot)  # what is copied into it next comes behind this, on the same stream
+
+        def ready() -> None:
+            _wait(lambda: device.has_ended(copied), self._monitor)
+
+        self._over_gloo.reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
 
     def close(self) -> None:
         self._over_gloo.close()

@@ -81,11 +81,36 @@ class Outbound(Protocol):
         """The step has failed: break the connection, so that nobody waits on it."""
 
 
+class Reducer(Protocol):
+    """One end of two ranks that add up gradients; on a device `reduce` is called on the stream of the lane `reduce`."""
+
+    peer: str
+
+    def reduce(
+        self,
+        op: Op,
+        tensors: list[Tensor],
+        settle: Callable[[], None],
+        ended: Callable[..., None],
+    ) -> None:
+        """Make each of `tensors`, which are dense, the sum of what both ends give, then `settle()`: on that stream, or on
+        another thread. `ended()` is called, perhaps on another thread, when `op` has ended; `ended(land)`, where the thread that launches
+        still has to give the device something, by `land()`."""
+
+    def close(self) -> None:
+        """Everything has been added up."""
+
+    def abort(self) -> None:
+        """The step has failed: break the connection, so that nobody waits on it."""
+
+
 class Edges(Protocol):
-    """Makes the ends of stage edges. `place` is 0 on the rank of the edge's first stage and 1 on the other's."""
+    """Makes the ends of stage edges, and those of ranks that share parameters. `place` is 0 on the rank of the edge's first stage and
+    1 on the other's; of a reducer, 0 on the lower of `ranks`."""
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> Inbound: ...
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> Outbound: ...
+    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> Reducer: ...
 
 
 class Transport:
@@ -107,23 +132,28 @@ class Transport:
         meter: ActivationMeter,
         device: torch.device,
         lanes: Lanes,
+        tied: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """`tied` are the pairs of stages that share parameters."""
         self._rank = rank
         self._meter = meter
         self._device = device
         self._lanes = lanes
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
+        self._reducers: dict[tuple[int, int | None], Reducer] = {}  # by own stage and the other one
         self._after: set[tuple[int, Kind]] = set()  # those of either that belong to the edge after their stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
+        self._reducing: set[Op] = set()
         self._rings: dict[tuple[int, Kind], Ring] = {}  # of the inbound ones, on a device that runs ahead
         self._ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
         if edges is not None:
             self._connect(stage_ranks, edges)
+            self._connect_tied(stage_ranks, edges, tied)
 
     def _connect(self, stage_ranks: Sequence[int], edges: Edges) -> None:
         """Meet the ranks at the other ends.
@@ -145,6 +175,20 @@ class Transport:
                 self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
                 self._after |= {(edge, Kind.SEND_F), (edge, Kind.RECV_B)}
 
+    def _connect_tied(self, stage_ranks: Sequence[int], edges: Edges, tied: Sequence[tuple[int, int]]) -> None:
+        """One connection for two ranks, whatever their stages share; all ranks go through the pairs in one order."""
+        made: dict[tuple[int, int], Reducer] = {}
+        for stages in tied:
+            ranks = [stage_ranks[stage] for stage in stages]
+            if ranks[0] == ranks[1] or self._rank not in ranks:
+                continue
+            low, high = sorted(ranks)
+            place = int(self._rank == high)
+            if (low, high) not in made:
+                made[low, high] = edges.reducer((low, high), place, f"rank {low if place else high}")
+            own = ranks.index(self._rank)
+            self._reducers[stages[own], stages[1 - own]] = made[low, high]
+
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
         self.assert_nothing_is_held()
@@ -159,14 +203,17 @@ class Transport:
         """The transfers that have ended since the last call: messages that have arrived, and that have left."""
         while self._ended:
             op, land = self._ended.popleft()
-            if land is not _nothing:
-                land()
-                self._hold_early(op, self._arrived[op][1])
+            land()
             yield op
 
     def assert_nothing_is_held(self) -> None:
         """A step takes all that came, and all that it sent has left."""
-        for what, ops in (("not taken", self._arrived), ("early", self._early), ("not sent", self._unsent)):
+        for what, ops in (
+            ("not taken", self._arrived),
+            ("early", self._early),
+            ("not sent", self._unsent),
+            ("not added up", self._reducing),
+        ):
             assert not ops, f"messages are left over, {what}: {', '.join(map(str, ops))}"
         assert not self._ended, f"nobody was told that {', '.join(str(op) for op, _ in self._ended)} ended"
 
@@ -182,9 +229,15 @@ class Transport:
             self._forms[op] = found
             if land is _nothing:
                 self._hold_early(op, collect)
-            self._ended.append((op, land))
+                self._ended.append((op, land))
+            else:
+                self._ended.append((op, lambda: self._land(op, collect, land)))
 
         self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
+
+    def _land(self, op: Op, collect: Collect, land: Callable[[], None]) -> None:
+        land()
+        self._hold_early(op, collect)
 
     def _hold_early(self, op: Op, collect: Collect) -> None:
         """An input that has come counts as an activation from now on."""
@@ -262,9 +315,21 @@ class Transport:
         else:
             end.send(op, told, tensors, left, expected)
 
+    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None]) -> None:
+        """Make each of `tensors` the sum of what both stages of `op` have, then `settle()`. Who gives them holds them until the step ends."""
+        self._reducing.add(op)
+
+        def ended(land: Callable[[], None] = _nothing, /) -> None:
+            self._reducing.discard(op)
+            self._ended.append((op, land))
+
+        self._reducers[op.stage, op.peer].reduce(op, tensors, settle, ended)
+
     def describe(self, op: Op) -> str:
         """What a rank says that waits for a transfer; nothing of another op."""
         key = (op.stage, op.kind)
+        if (op.stage, op.peer) in self._reducers:
+            return f"rank {self._rank} waits in {op} for {self._reducers[op.stage, op.peer].peer}"
         if key in self._inbound:
             return f"rank {self._rank} waits in {op} from {self._inbound[key].peer}"
         return f"rank {self._rank} waits in {op} to {self._outbound[key].peer}" if key in self._outbound else ""
@@ -272,12 +337,12 @@ class Transport:
     def disconnect(self, op: Op) -> None:
         """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
         key = (op.stage, op.kind)
-        end = self._inbound.get(key) or self._outbound.get(key)
+        end = self._inbound.get(key) or self._outbound.get(key) or self._reducers.get((op.stage, op.peer))
         for one in [end] if end is not None else self._ends():
             one.abort()
 
-    def _ends(self) -> list[Inbound | Outbound]:
-        return [*self._inbound.values(), *self._outbound.values()]
+    def _ends(self) -> list[Inbound | Outbound | Reducer]:
+        return [*self._inbound.values(), *self._outbound.values(), *dict.fromkeys(self._reducers.values())]
 
     def close(self) -> None:
         for end in self._ends():

@@ -86,12 +86,20 @@ def test_a_key_is_guarded_unless_it_or_its_group_may_change() -> None:
 
 def test_what_a_run_that_goes_on_must_keep() -> None:
     """What it computes: everything else may change, and a key that is new is guarded until it is marked."""
-    data = "name tokenizer batch_size sequence_length heldout_fraction"
+    data = (
+        "name subset split text_field tokenizer layout counted template_date item_type batch_size sequence_length "
+        "heldout_split heldout_fraction"
+    )
     model = (
         "name num_blocks hidden_size num_heads num_kv_heads mlp_size vocabulary_size max_sequence_length rope_base "
-        "dropout norm_epsilon"
+        "dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
     )
-    expected = {"seed", *(f"data.{name}" for name in data.split()), *(f"model.{name}" for name in model.split())}
+    expected = {
+        "seed",
+        "precision",
+        *(f"data.{name}" for name in data.split()),
+        *(f"model.{name}" for name in model.split()),
+    }
     assert set(guarded_keys()) == expected
 
 
@@ -106,7 +114,7 @@ def test_a_new_key_is_guarded() -> None:
 
 
 def test_marks_do_not_change_types_or_defaults() -> None:
-    assert keys()["steps"] is int
+    assert keys()["steps"] == (int | None)
     assert keys()["snapshot.every_steps"] == (int | None)
     check_limits(RunConfig())
     with pytest.raises(ConfigError, match="steps=0: allowed is 1 or more"):

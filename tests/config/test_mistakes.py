@@ -21,7 +21,7 @@ UNREADABLE = {
     "optim=sgd": ["optim=sgd", "allowed are adamw"],
     "steps=abc": ["steps=abc", "this is text", "an integer"],
     "steps=3.5": ["steps=3.5", "a number", "an integer"],
-    "steps=null": ["null", "an integer"],
+    "seed=null": ["null", "an integer"],
     "seed=true": ["seed=true", "an integer"],
     "optim.learning_rate=fast": ["optim.learning_rate=fast", "a number"],
     "observe.progress=1": ["true or false"],
@@ -38,6 +38,11 @@ UNREADABLE = {
 }
 OUT_OF_RANGE = {
     "steps=0": ["steps=0", "1 or more"],
+    "data.layout=paked": ["data.layout=paked", "stream, packed, padded", "'packed'"],
+    "data.counted=answer": ["data.counted=answer", "answers, last, all", "'answers'"],
+    "data.item_type=int16": ["data.item_type=int16", "uint16, uint32, int32"],
+    "data.on_error=ignore": ["data.on_error=ignore", "stop or skip"],
+    "data.template_date=today": ["data.template_date=today", "2026-01-31"],
     "seed=-1": ["seed=-1", "0 or more"],
     "timeout_seconds=0": ["timeout_seconds=0", "more than 0"],
     "threads_per_rank=0": ["threads_per_rank=0", "1 or more"],
@@ -82,8 +87,6 @@ UNSUPPORTED = {
     "parallel.zero=1": "engine=deepspeed",
     "parallel.fsdp=true": "pipeline.num_stages",
     "parallel.tensor=2": "pipeline.num_stages",
-    "data.tokenizer=bpe": "byte",
-    "model.path=folder": "model=llama",
 }
 
 REFUSED_BY_DEEPSPEED = {

@@ -4,15 +4,18 @@ import dataclasses
 import os
 import pathlib
 import sysconfig
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 
 from pipetrain.config.records import DataConfig
+from pipetrain.data.cached_tokens import split_of
 from pipetrain.data.corpus import find_files
 from pipetrain.data.dataset import check_data, make_data
-from pipetrain.data.split import split_files
-from pipetrain.data.tokenizer import ByteTokenizer, make_tokenizer
+from pipetrain.data.scan import scan
+from pipetrain.data.split import Piece, Split, read_pieces, split_files
+from pipetrain.data.tokenizer import ByteTokenizer
 
 TEXT = DataConfig(name="text", batch_size=2, sequence_length=8)
 
@@ -29,6 +32,14 @@ def text(path: pathlib.Path, **fields: object) -> DataConfig:
     return dataclasses.replace(TEXT, path=str(path), **fields)
 
 
+def split(files: Iterable[pathlib.Path], heldout_fraction: float) -> Split:
+    return split_files(scan(sorted(files), pathlib.Path("nowhere")), heldout_fraction)
+
+
+def paths(pieces: Sequence[Piece]) -> set[pathlib.Path]:
+    return {piece.path for piece in pieces}
+
+
 def numbered(count: int, size: int = 100) -> dict[str, bytes]:
     return {f"f{index:03}": bytes([index]) * size for index in range(count)}
 
@@ -43,9 +54,9 @@ def test_stdlib_is_python_without_tests_and_what_was_installed() -> None:
 
 
 def test_stdlib_holds_out_enough_and_shares_no_file() -> None:
-    data = make_data(DataConfig(), seed=0)
-    assert not set(data.train_files) & set(data.heldout_files)
-    contents = [{file.read_bytes() for file in part} for part in (data.train_files, data.heldout_files)]
+    data, found = make_data(DataConfig(), seed=0), split_of(DataConfig())
+    assert not paths(found.train) & paths(found.heldout)
+    contents = [{piece.path.read_bytes() for piece in part} for part in (found.train, found.heldout)]
     assert not contents[0] & contents[1]
     sizes = [sum(len(content) for content in part) for part in contents]
     assert 0.09 < sizes[1] / sum(sizes) <= 0.1
@@ -58,45 +69,46 @@ def test_stdlib_holds_out_enough_and_shares_no_file() -> None:
 def test_the_seed_changes_the_order_and_not_the_split(tmp_path: pathlib.Path) -> None:
     config = text(write(tmp_path, **numbered(20)))
     first, second = make_data(config, seed=0), make_data(config, seed=1)
-    assert first.heldout_files == second.heldout_files
+    assert [batch.inputs.tolist() for batch in first.heldout] == [batch.inputs.tolist() for batch in second.heldout]
     assert not torch.equal(first.train.batch(0)[0], second.train.batch(0)[0])
     assert torch.equal(first.train.batch(7)[0], make_data(config, seed=0).train.batch(7)[0])
 
 
 def test_the_split_depends_on_contents_alone(tmp_path: pathlib.Path) -> None:
     names = {f"g{index:03}": content for index, content in enumerate(reversed(numbered(20).values()))}
-    first = split_files(sorted(write(tmp_path / "a", **numbered(20)).iterdir()), 0.2)
-    second = split_files(sorted(write(tmp_path / "b", **names).iterdir()), 0.2)
-    assert first.heldout == second.heldout
-    assert first.train == second.train
-    assert len(first.heldout_files) == 4
+    first = split(write(tmp_path / "a", **numbered(20)).iterdir(), 0.2)
+    second = split(write(tmp_path / "b", **names).iterdir(), 0.2)
+    assert read_pieces(first.heldout) == read_pieces(second.heldout)
+    assert read_pieces(first.train) == read_pieces(second.train)
+    assert len(first.heldout) == 4
 
 
 def test_copies_are_read_once(tmp_path: pathlib.Path) -> None:
     copies = {f"copy{index}": bytes([index % 10]) * 100 for index in range(30)}
-    split = split_files(sorted(write(tmp_path, **copies).iterdir()), 0.3)
-    assert len(split.train) == 700
-    assert len(split.heldout) == 300
-    assert not set(split.train) & set(split.heldout)
+    found = split(write(tmp_path, **copies).iterdir(), 0.3)
+    train, heldout = read_pieces(found.train), read_pieces(found.heldout)
+    assert len(train) == 700
+    assert len(heldout) == 300
+    assert not set(train) & set(heldout)
 
 
 def test_a_single_file_is_cut_by_position(tmp_path: pathlib.Path) -> None:
     path = write(tmp_path, only=bytes(range(200))) / "only.txt"
-    split = split_files([path], 0.1)
-    assert split.train == bytes(range(180))
-    assert split.heldout == bytes(range(180, 200))
+    found = split([path], 0.1)
+    assert read_pieces(found.train) == bytes(range(180))
+    assert read_pieces(found.heldout) == bytes(range(180, 200))
     assert make_data(text(path), seed=0).heldout.num_tokens == 16
 
 
 def test_few_files_hold_out_the_smallest(tmp_path: pathlib.Path) -> None:
-    split = split_files(sorted(write(tmp_path, a=b"a" * 100, b=b"b" * 60, c=b"c" * 90).iterdir()), 0.1)
-    assert split.heldout == b"b" * 60
+    found = split(write(tmp_path, a=b"a" * 100, b=b"b" * 60, c=b"c" * 90).iterdir(), 0.1)
+    assert read_pieces(found.heldout) == b"b" * 60
 
 
 def test_nothing_held_out(tmp_path: pathlib.Path) -> None:
-    data = make_data(text(write(tmp_path, **numbered(3)), heldout_fraction=0.0), seed=0)
-    assert data.heldout.num_tokens == 0
-    assert len(data.train_files) == 3
+    config = text(write(tmp_path, **numbered(3)), heldout_fraction=0.0)
+    assert make_data(config, seed=0).heldout.num_tokens == 0
+    assert len(split_of(config).train) == 3
 
 
 def test_binary_and_broken_text_are_bytes_like_any_other(tmp_path: pathlib.Path) -> None:
@@ -117,7 +129,7 @@ def test_folders_are_searched_and_patterns_choose(tmp_path: pathlib.Path) -> Non
 
 
 def test_bytes_survive_the_tokenizer() -> None:
-    tokenizer = make_tokenizer("byte")
+    tokenizer = ByteTokenizer()
     assert tokenizer.encode("für".encode()).tolist() == [102, 195, 188, 114]
     assert tokenizer.encode(b"").shape == (0,)
     assert tokenizer.encode(b"ab").dtype == torch.uint8
@@ -130,8 +142,11 @@ REFUSED = {
     "length": ({"sequence_length": -1}, "data.sequence_length=-1 must be 1 or more"),
     "fraction": ({"heldout_fraction": 1.5}, "data.heldout_fraction=1.5 is a share of the bytes: at least 0"),
     "heldout bytes": ({"heldout_bytes": 7}, "data.heldout_bytes=7 .*: set data.heldout_bytes=8 or more"),
-    "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer='bite': allowed are byte; did you mean 'byte'\?"),
-    "name": ({"name": "stdlb"}, r"data='stdlb': allowed are stdlib, text; did you mean data=stdlib\?"),
+    "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer=bite: this is no folder here, .* did you mean 'byte'\?"),
+    "name": (
+        {"name": "stdlb"},
+        r"data='stdlb': allowed are stdlib, text, jsonl, hf, memmap; did you mean data=stdlib\?",
+    ),
     "path of stdlib": ({"name": "stdlib"}, "is for your own text: type data=text data.path="),
     "no path": ({"path": None}, "data.path is not set: .* type data.path=FILE_OR_FOLDER"),
     "blank path": ({"path": ""}, "data.path is not set"),
@@ -197,7 +212,7 @@ def test_what_may_not_be_read(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
 
 def test_a_file_that_fails_while_it_is_read(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be read .*: allow it, or leave it out of data.pattern"):
-        split_files([write(tmp_path, a=b"a"), tmp_path / "gone.txt"], 0.1)
+        scan([write(tmp_path, a=b"a") / "a.txt", tmp_path / "gone.txt"], tmp_path)
 
 
 def test_parts_that_are_shorter_than_a_sample(tmp_path: pathlib.Path) -> None:

@@ -66,7 +66,7 @@ def test_compose_starts_two_ranks_of_one_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(os.geteuid() != 0, reason="building without Docker needs root")
 @pytest.mark.skipif(
     any(shutil.which(tool) is None for tool in TRY_NEEDS),
@@ -74,7 +74,7 @@ def test_compose_starts_two_ranks_of_one_run() -> None:
 )
 def test_the_cpu_image_is_built_and_verifies_itself() -> None:
     before = set(pathlib.Path("/tmp").glob("pipetrain-image-*"))
-    done = subprocess.run([DOCKER / "try.sh"], capture_output=True, text=True, check=False, timeout=880)
+    done = subprocess.run([DOCKER / "try.sh"], capture_output=True, text=True, check=False, timeout=1780)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "24 cases, all equal bit for bit" in done.stdout
     assert done.stdout.splitlines()[-1] == "runs as pipetrain"

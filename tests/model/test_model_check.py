@@ -11,7 +11,7 @@ from pipetrain.model.style import check_model
 from pipetrain.model.transformer import transformer_layers
 
 REFUSED = {
-    "unknown name": ({"name": "lama"}, r"model.name='lama': allowed are llama, gpt2; did you mean 'llama'\?"),
+    "unknown name": ({"name": "lama"}, r"model.name='lama': allowed are llama, gpt2, hf; did you mean 'llama'\?"),
     "path": ({"path": "saved"}, "model.path=saved: .* type model.path=null"),
     "no blocks": ({"num_blocks": 0}, "model.num_blocks=0 must be 1 or more"),
     "no mlp": ({"mlp_size": 0}, "model.mlp_size=0 must be 1 or more"),

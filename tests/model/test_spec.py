@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from pipetrain.model.loss import next_token_loss
 from pipetrain.model.registry import MODEL_FAMILIES, ModelFamily
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.model.spec import ModelSpec, make_spec, one_by_one, spec_of
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.model.transformer import NOT_OF_THE_MODEL, transformer_layers
 from pipetrain.snapshot.weights import load_weights, save_weights
 from pipetrain.stage.seeding import weight_seed
 
@@ -107,7 +108,9 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ModelConfig) if field.name != "path"])
+@pytest.mark.parametrize(
+    "field", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in NOT_OF_THE_MODEL]
+)
 def test_the_fingerprint_changes_with_the_model(field: str) -> None:
     config = ModelConfig(**SMALL)
     before, after = (
@@ -142,10 +145,10 @@ def test_names_in_files_are_those_of_the_spec(tmp_path: Path) -> None:
     def rename(old: str, new: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.replace(old, new): value for name, value in state.items()}
 
-    path, spec = tmp_path / "model.safetensors", spec_of([nn.Linear(3, 2)])
+    path, spec = tmp_path, spec_of([nn.Linear(3, 2)])
     spec = dataclasses.replace(spec, to_file=partial(rename, "0.", "only."), from_file=partial(rename, "only.", "0."))
     saved, loaded = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
-    save_weights(path, saved.state_dict(), spec)
+    save_weights(path, saved.state_dict(), spec, SimpleNamespace(rank=0, size=1, largest=lambda value: value))
     with pytest.raises(ValueError, match="these weights are of another model"):
         load_weights(path, loaded, spec_of([nn.Linear(3, 2)]))
     load_weights(path, loaded, spec)
@@ -230,7 +233,7 @@ def test_a_family_of_its_own_trains_in_an_engine(mlp: RunConfig) -> None:
 def test_a_family_of_its_own_has_errors_of_its_own(mlp: RunConfig) -> None:
     with pytest.raises(ValueError, match=r"model.hidden_size=15 is odd"):
         size_of(dataclasses.replace(mlp.model, hidden_size=15))
-    with pytest.raises(ValueError, match=r"allowed are llama, gpt2, mlp; did you mean 'mlp'"):
+    with pytest.raises(ValueError, match=r"allowed are llama, gpt2, hf, mlp; did you mean 'mlp'"):
         size_of(dataclasses.replace(mlp.model, name="mpl"))
 
 

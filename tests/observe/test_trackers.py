@@ -27,8 +27,12 @@ from pipetrain.observe.trackers.tracker import Ending, Tracker, Trackers, figure
 METRICS = StepMetrics(
     step=3,
     loss=1.5,
+    perplexity=4.5,
     lr=0.1,
     grad_norm=None,
+    tokens=128,
+    counted_tokens=100,
+    tokens_seen=384,
     tokens_per_second=100.0,
     step_seconds=0.25,
     bubble_fraction=0.5,

@@ -32,9 +32,9 @@ def linears(count: int = 3) -> list[nn.Module]:
 # When a Pipeline is made ----------------------------------------------------------------------------------------------
 
 
-def shared_by_two_stages() -> list[nn.Module]:
+def shared_by_three_stages() -> list[nn.Module]:
     layers = linears()
-    layers[2].weight = layers[0].weight
+    layers[2].weight = layers[1].weight = layers[0].weight
     return layers
 
 
@@ -89,9 +89,9 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a count that is no function": (linears(), {"count_fn": 3}, r"count_fn=3: give a function of a microbatch's target"),
     "unknown schedule": (linears(), {"schedule": "gpip"}, r"did you mean 'gpipe'"),
     "unknown mode": (linears(), {"recompute": "overlapp"}, r"did you mean 'overlap'"),
-    "shared parameter": (shared_by_two_stages(), {}, r"parameter 0.weight of stage 0 is 2.weight of stage 2 as well"),
+    "shared parameter": (shared_by_three_stages(), {}, r"0.weight of stage 0, 1.weight of stage 1, 2.weight of stage 2 are one parameter: two stages may share one, not 3"),
     "memory of another stage": (in_one_memory(), {}, r"0.weight of stage 0 and 2.weight of stage 2 lie in one memory"),
-    "a layer twice": ([linears()[0], *linears(1) * 2], {}, r"parameter 1.weight of stage 1 is 2.weight of stage 2 as well"),
+    "a layer three times": (linears(1) * 3, {}, r"0.weight of stage 0, 1.weight of stage 1, 2.weight of stage 2 are one parameter: two stages"),
     "of inference mode": (made_for_inference(), {}, r"[012].weight was made under torch.inference_mode\(\), so it cannot be trained"),
     "a plan for other ranks": (linears(4), {"plan": make_plan(4, placement=[0, 1, 1, 0])}, r"plan: it is for 2 ranks, and there are 3"),
     "a plan and another balance": (linears(), {"plan": make_plan(3, num_ranks=3), "balance": [1, 2]}, r"balance=\[1, 2\]: the plan says \[1, 1, 1\]"),

@@ -22,6 +22,7 @@ class Oracle:
         self.schedule = schedule
         self.late = late
         self.done: set[Op] = set()
+        self.added: set[tuple[int, frozenset[int]]] = set()
         self.kept: set[tuple[int, int]] = set()
         self.recomputed: set[tuple[int, int, int | None]] = set()  # the last: which part of a set
         self.peaks = [0] * schedule.num_stages
@@ -31,7 +32,9 @@ class Oracle:
             self.need(
                 0 <= op.stage < schedule.num_stages and schedule.stage_ranks[op.stage] == rank, f"{op}: wrong rank"
             )
-            if lane in (Lane.SEND, Lane.RECV):
+            if lane is Lane.REDUCE:
+                self.need(op.kind is Kind.REDUCE_GRAD and op.microbatch is None, f"{op}: wrong lane")
+            elif lane in (Lane.SEND, Lane.RECV):
                 self.need(op.kind.startswith(lane.name), f"{op}: wrong lane")
                 self.links.setdefault((lane, op.stage, op.kind), []).append(op)
             else:
@@ -45,13 +48,17 @@ class Oracle:
     def run(self) -> None:
         is_late = [self.late in lanes[Lane.RECOMPUTE] for lanes in self.lanes]
         while (
-            self.run_heads(Lane.RECOMPUTE, [lanes for lanes, late in zip(self.lanes, is_late) if not late])
+            self.add_up()
+            or self.run_heads(Lane.RECOMPUTE, [lanes for lanes, late in zip(self.lanes, is_late) if not late])
             or self.run_heads(Lane.COMPUTE, self.lanes)
             or self.move()
             or self.run_heads(Lane.RECOMPUTE, self.lanes)
         ):
             pass
-        left = [op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE) for op in lanes[lane]]
+        self.need(self.added == self.tied(), "adds up what is not shared, or not what is")
+        left = [
+            op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE) for op in lanes[lane]
+        ]
         self.need(not left and not any(self.links.values()), f"never runs: {left}")
         for stage in range(self.schedule.num_stages):
             for microbatch in range(self.schedule.num_microbatches):
@@ -67,6 +74,29 @@ class Oracle:
         """The numbers of the parts in which a stage is recomputed; none where it is whole."""
         count = self.schedule.policy.num_parts(stage)
         return range(count if count > 1 else 0)
+
+    def add_up(self) -> bool:
+        """Two stages add up gradients as soon as nothing keeps them from it: whoever should wait longer is found too early."""
+        heads = {lanes[Lane.REDUCE][0]: lanes[Lane.REDUCE] for lanes in self.lanes if lanes[Lane.REDUCE]}
+        for op, queue in heads.items():
+            other = Op(op.peer if op.peer is not None else -1, op.kind, None, op.part, op.stage)
+            if op.part is not None and other in heads and self.ready(op) and self.ready(other):
+                for one in (op, other):
+                    later = [b for lanes in self.lanes for b in lanes[Lane.COMPUTE] if b.stage == one.stage]
+                    self.need(not any(b.kind in (Kind.B, Kind.I, Kind.W) for b in later), f"{one} before {later}")
+                self.need((op.part, frozenset((op.stage, other.stage))) not in self.added, f"{op} twice")
+                self.added.add((op.part, frozenset((op.stage, other.stage))))
+                self.done |= {op, other}
+                queue.pop(0)
+                heads[other].pop(0)
+                return True
+        return False
+
+    def tied(self) -> set[tuple[int, frozenset[int]]]:
+        """What there is to add up: the bucket, and the stages that share it."""
+        ranks, first = self.schedule.stage_ranks, self.schedule.first_backward
+        buckets = enumerate(self.schedule.tied)
+        return {(n, frozenset(two)) for n, two in buckets if min(two) >= first and len({ranks[s] for s in two}) > 1}
 
     def ready(self, op: Op) -> bool:
         return all(other in self.done for other in self.schedule.waits.get(op, ()))

@@ -15,7 +15,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, ComputeLanes, Shape, gpipe
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule import Schedule
@@ -197,3 +197,19 @@ def test_halves_of_a_whole_are_never_slower_without_recomputation(case: Case) ->
     halves = make_schedule(**arguments, costs=costs, split_backward=True)
     rounding = 1e-9 * (1 + simulate(whole, costs).step_seconds)
     assert simulate(halves, costs).step_seconds <= simulate(whole, costs).step_seconds + rounding
+
+
+def test_a_w_between_an_inline_r_and_its_i() -> None:
+    """Received just in time, a gradient is for the R that waits for it, and the W in between is none of its users."""
+    order = ["0F0", "0F1", "0R0", "0I0", "0R1", "0W0", "0I1", "0W1"]
+
+    def lanes(shape: Shape) -> list[list[Op]]:
+        last = ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
+        return [list(map(Op.parse, lane)) for lane in (order, last)]
+
+    schedule = make_schedule(
+        lanes, num_stages=2, num_microbatches=2, recompute=RecomputePolicy("inline", sets=2), transport_ahead=0
+    )
+    assert list(map(str, schedule.lane(0, Lane.COMPUTE))) == order
+    check(schedule)
+    assert simulate(schedule, Costs.spread(2)).step_seconds > 0

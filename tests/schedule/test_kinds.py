@@ -9,7 +9,7 @@ import pytest
 from pipetrain.config.records import CostConfig
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import MESSAGE_LANES, WAYS, Direction, Holding, Kind, Lane
+from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, TRANSFER_LANES, WAYS, Direction, Holding, Kind, Lane
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.simulate import simulate
@@ -37,26 +37,30 @@ def test_nobody_names_a_kind(path: Path) -> None:
 def test_what_runs_has_a_cost_that_can_be_given(kind: Kind) -> None:
     row = kind.row
     assert row.cost in {field.name for field in dataclasses.fields(Costs)}
-    key = "hop_seconds" if row.meets else f"{row.cost}_seconds"
+    key = "hop_seconds" if row.meets and row.direction else f"{row.cost}_seconds"
     assert key in {field.name for field in dataclasses.fields(CostConfig)}
     assert len(Costs.spread(3).of(kind)) == 3
-    assert Op.parse(f"2{kind}1") == Op(2, kind, 1)
+    if row.per_stage:
+        assert Op.parse(f"2{kind}.1>0") == Op(2, kind, None, 1, 0)
+    else:
+        assert Op.parse(f"2{kind}1") == Op(2, kind, 1)
 
 
-def test_what_computes_is_drawn_and_the_rest_is_not() -> None:
-    assert {kind.row.looks for kind in Kind if kind.computes} == set(LOOKS)
-    assert all(kind.row.looks is None for kind in Kind if not kind.computes)
+def test_what_computes_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
+    drawn = {kind for kind in Kind if kind.computes or kind in REDUCING}
+    assert {kind.row.looks for kind in drawn} == set(LOOKS)
+    assert all(kind.row.looks is None for kind in Kind if kind not in drawn)
     assert {kind for kind in Kind if kind.row.in_csv} == {kind for kind in Kind if kind.computes}
 
 
 def test_messages_meet() -> None:
     for kind in Kind:
         row = kind.row
-        assert (row.lane in MESSAGE_LANES) == (row.meets is not None)
+        assert (row.meets is not None) == (row.lane in TRANSFER_LANES and row.cost is not None)
         if row.meets is not None:
             assert row.meets.row.meets is kind
             assert row.meets.row.direction is row.direction
-            assert {row.lane, row.meets.row.lane} == set(MESSAGE_LANES)
+            assert row.per_stage or {row.lane, row.meets.row.lane} == set(MESSAGE_LANES)
         for message, lane in ((row.takes, Lane.RECV), (row.gives, Lane.SEND)):
             assert message is None or (message.row.lane is lane and message.row.direction is row.direction)
 
@@ -75,9 +79,9 @@ def test_each_way_takes_gives_and_closes_once() -> None:
         assert all(kind.row.needs_set for kind in way)
 
 
-@pytest.mark.parametrize("op", ["0STEP", "0REDUCE_GRAD.1"])
 @pytest.mark.parametrize("lane", [Lane.REDUCE, Lane.COMPUTE])
-def test_what_nobody_runs_yet_is_refused(op: str, lane: Lane) -> None:
+def test_what_nobody_runs_yet_is_refused(lane: Lane) -> None:
+    op = "0STEP"
     schedule = make_schedule(num_stages=2, num_microbatches=2, recompute="never")
     first = {**schedule.lanes[0], lane: (*schedule.lane(0, lane), Op.parse(op))}
     longer = dataclasses.replace(schedule, lanes=(first, *schedule.lanes[1:]))

@@ -14,7 +14,7 @@ from unsent import most_held_for_sends, predecessors
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.check import ScheduleError, check, each_op_is_launched, launched_in_one_order
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.kinds import TRANSFER_LANES
 from pipetrain.schedule.launches import for_device, launch_order
 from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.messages import partner_of
@@ -81,7 +81,7 @@ def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[
                 if op not in ended and ended.issuperset(awaited):
                     may_start.append(op)
         there = set(may_start)
-        moving = {op for op in there if op.kind.row.lane not in MESSAGE_LANES or partner_of(op) in there}
+        moving = {op for op in there if op.kind.row.lane not in TRANSFER_LANES or partner_of(op) in there}
         if not moving:
             return len(ended) < sum(map(len, order))
         ended |= moving

@@ -95,6 +95,7 @@ BROKEN = {
     ),
     "each_message_has_two_ends": (edited(1, Lane.RECV, ("1RECV_F1", "")), "1RECV_F1: is missing"),
     "message": (edited(0, Lane.SEND, ("0SEND_F1", "0SEND_F1 0SEND_B1")), "0SEND_B1: moves a tensor that nobody needs"),
+    "each_shared_gradient": (dataclasses.replace(VALID, tied=((0, 2),)), "0REDUCE_GRAD.0>2: is missing"),
     "each_link_in_one_order": (
         edited(1, Lane.RECV, ("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0")),
         "1RECV_F1: meets 0SEND_F0",

@@ -14,7 +14,7 @@ from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.kinds import MESSAGE_LANES, TRANSFER_LANES
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -73,7 +73,7 @@ def came_before(schedule: Schedule) -> Mapping[Op, frozenset[Op]]:
         if queue in last:
             before[op] = last[queue]
         last[queue] = op
-        if lane in MESSAGE_LANES:
+        if lane in TRANSFER_LANES:
             transfers.add(op)
     known: dict[Op, frozenset[Op]] = {}
 

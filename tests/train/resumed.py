@@ -12,8 +12,9 @@ from typing import Any
 
 from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
 from ranks import PATIENCE_SECONDS
-from safetensors.torch import load_file
 from torch import equal
+
+from pipetrain.snapshot.weights import read_weights
 
 STEPS = 40
 RUN = [
@@ -54,7 +55,7 @@ def assert_same_training(run: pathlib.Path, other: pathlib.Path, *, from_step: i
     assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
     for key in ("loss", "grad_norm", "lr"):
         assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
-    weights, expected = (load_file(folder / "weights" / "model.safetensors") for folder in (run, other))
+    weights, expected = (dict(read_weights(folder / "weights")) for folder in (run, other))
     assert weights.keys() == expected.keys()
     assert [name for name in weights if not equal(weights[name], expected[name])] == []
 

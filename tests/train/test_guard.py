@@ -27,6 +27,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import folder_of, write_incident
 from pipetrain.runtime.cut import Whole
+from pipetrain.snapshot.weights import has_weights, read_weights
 
 STEPS = 24
 RUN = [
@@ -177,9 +178,9 @@ def assert_same_end(run_dir: pathlib.Path, other: pathlib.Path, from_step: int) 
     """Equal losses, norms and decisions from a step on, equal weights at the end, bit for bit."""
     ours, theirs = metrics_of(run_dir), metrics_of(other)
     assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
-    for key in ("loss", "grad_norm", "lr", "skipped"):
+    for key in ("loss", "grad_norm", "lr", "skipped", "tokens_seen"):
         assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
-    weights, expected = (load_file(path / "weights" / "model.safetensors") for path in (run_dir, other))
+    weights, expected = (dict(read_weights(path / "weights")) for path in (run_dir, other))
     assert all(equal(weights[name], expected[name]) for name in expected)
 
 
@@ -214,6 +215,7 @@ def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> N
     assert [path for path in [skipping, *skipping.rglob("*")] if path.stat().st_mode & 0o027] == []  # none for others
     report = json.loads((skipping / "report.json").read_text())
     assert (report["skipped_steps"], report["rollbacks"]) == (len(skipped), 0)
+    assert report["tokens_seen"] == metrics[-1]["tokens_seen"] == (STEPS - len(skipped)) * 2 * 32
     assert f"Steps left out because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
 
 
@@ -267,7 +269,7 @@ def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> 
     assert "no weight was changed; the batch is in" in last
     assert "Traceback" not in stderr
     assert incident["action"] == "stop"
-    assert not (folder / "diverged" / "weights" / "model.safetensors").exists()
+    assert not has_weights(folder / "diverged" / "weights")
 
 
 def test_other_text_is_refused(folder: pathlib.Path, skipping: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -50,10 +50,10 @@ def test_usr1_saves_and_the_run_goes_on_over_three_stages(folder: pathlib.Path) 
     assert json.loads((folder / "gone-on" / "report.json").read_text())["steps"] == STEPS
 
 
-def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, num_ranks: int = 2) -> str:
+def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, num_ranks: int = 2, *more: str) -> str:
     """A run under torchrun of which a rank is killed again and again."""
     launcher = [*TORCHRUN, f"--nproc-per-node={num_ranks}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
-    options = [f"run_dir={name}", "resume=auto", f"pipeline.num_stages={num_ranks}"]
+    options = [f"run_dir={name}", "resume=auto", f"pipeline.num_stages={num_ranks}", *more]
     process = start(folder, [*launcher, "-m", "pipetrain.train"], *options)
     kills = kill_at_random(process, folder / name, num_kills, random.Random(seed))
     ranks = children_of(process.pid)
@@ -80,6 +80,23 @@ def test_three_random_kills_change_nothing(folder: pathlib.Path) -> None:
 def test_ten_random_kills_change_nothing(folder: pathlib.Path, num_ranks: int) -> None:
     with_restarts(folder, f"soak-{num_ranks}", 10, seed=num_ranks, num_ranks=num_ranks)
     assert_same_training(folder / f"soak-{num_ranks}", folder / "whole")
+
+
+@pytest.mark.slow
+def test_bfloat16_weights_and_their_masters_survive_kills_and_other_stages(folder: pathlib.Path) -> None:
+    """The masters hold what the weights have lost: a run that goes on from the weights alone has other losses."""
+    finish(folder, "precision=bf16", "run_dir=masters-whole", "snapshot.every_steps=null")
+    options = ["precision=bf16", "snapshot.keep_last=99"]
+    with_restarts(folder, "masters", 3, 4, 2, *options)
+    assert_same_training(folder / "masters", folder / "masters-whole")
+    middle = folder / "masters" / "snapshots" / "step-00000020"
+    finish(folder, *options, f"resume={middle}", "run_dir=masters-three", "pipeline.num_stages=3")
+    assert_same_training(folder / "masters-three", folder / "masters-whole", from_step=21)
+    seen = [
+        json.loads((folder / name / "report.json").read_text())["tokens_seen"]
+        for name in ("masters-whole", "masters-three")
+    ]
+    assert seen == [STEPS * 8 * 32] * 2
 
 
 @pytest.mark.slow

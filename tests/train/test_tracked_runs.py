@@ -126,6 +126,7 @@ def test_twenty_sigterms_lose_no_row(folder: pathlib.Path) -> None:
 def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Path) -> None:
     """Killed within a second after its last rows, wandb lacks some; what goes on writes them again."""
     options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.evaluate_every_steps=5"]
+    options += ["observe.wandb.name=mine", "observe.wandb.group=ours", "observe.wandb.tags=[small,tried]"]
     process = start(folder, ALONE, "killed", "steps=100000", *options)
     wait_until(lambda: (folder / "killed" / "snapshots" / "step-00000010").is_dir(), process)
     families = family_of(process.pid)
@@ -140,13 +141,13 @@ def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Pa
     rows = wandb_log.rows(wandb_log.newest(folder / "killed"))
     evaluated = {row["_step"] for row in rows if "heldout_loss" in row}
     assert evaluated == {*range(5, steps, 5), steps}
-    ids = [
-        record.run.run_id
+    told = [
+        (record.run.run_id, record.run.display_name, record.run.run_group, *record.run.tags)
         for file in (folder / "killed" / "wandb").glob("*/run-*.wandb")
         for record in wandb_log.records(file)
         if record.WhichOneof("record_type") == "run"
     ]
-    assert set(ids) == {run_id}
+    assert set(told) == {(run_id, "mine", "ours", "small", "tried")}
     seen = EventAccumulator(str(folder / "killed" / "tensorboard"), {"scalars": 0}).Reload()
     assert [event.step for event in seen.Scalars("loss")] == list(range(1, steps + 1))
     assert "timeline" in seen.Tags()["images"]

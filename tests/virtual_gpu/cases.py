@@ -190,10 +190,13 @@ def faults(recording: Recording) -> list[str]:
 
 
 def differences(case: Case, played: Played) -> list[str]:
-    """Where losses or gradients are not those of the plain loop, bit for bit."""
+    """Where losses or gradients are not those of the plain loop: bit for bit, but where stages share parameters, whose gradients
+    each of them adds up first; there the copies' are equal."""
+    same = _close if case.layers is tied else torch.equal
     torch.manual_seed(0)
     layers = list(case.layers(case.ranks * case.stages_per_rank * case.segments))
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters() if p.requires_grad], lr=0.1)
+    parameters = nn.Sequential(*layers).parameters()  # one that is shared once
+    optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
     found = []
     for step in range(STEPS):
         inputs, targets = case.batch(step)
@@ -201,7 +204,7 @@ def differences(case: Case, played: Played) -> list[str]:
         with case.autocast():
             loss = reference_step(layers, case.loss, inputs, targets, num_microbatches=case.microbatches, step=step)
         for rank, losses in enumerate(played.losses):
-            if not torch.equal(losses[step], loss):
+            if not same(losses[step], loss):
                 found.append(f"rank {rank}: the loss of step {step} is {losses[step]} and not {loss}")
         if step < STEPS - 1:
             optimizer.step()
@@ -209,12 +212,21 @@ def differences(case: Case, played: Played) -> list[str]:
     for rank, gradients in enumerate(played.gradients):
         for name, gradient in gradients.items():
             expected = wanted[name].grad
-            same = gradient is expected is None or (
-                gradient is not None and expected is not None and torch.equal(gradient, expected)
+            is_same = gradient is expected is None or (
+                gradient is not None and expected is not None and same(gradient, expected)
             )
-            if not same:
+            if not is_same:
                 found.append(f"rank {rank}: the gradient of {name} differs")
+    if (
+        case.layers is tied
+        and len({gradients[SHARED].sum().item() for gradients in played.gradients if SHARED in gradients}) != 1
+    ):
+        found.append(f"the copies of {SHARED} have other gradients")
     return found
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 # What is called besides step -----------------------------------------------------------------------------------------
@@ -246,6 +258,15 @@ def on_two_streams(pipeline: Pipeline, *calls: Callable[[], object]) -> None:
             call()
     for stream in streams:
         device.follow(before, stream)
+
+
+def accumulates(pipeline: Pipeline, batch: Any) -> None:
+    """A second step adds to the gradients of the first, and a third to nothing but zeros."""
+    inputs, targets = batch
+    given = inputs if pipeline.is_first else None, targets if pipeline.is_last else None
+    pipeline.step(*given)
+    pipeline.zero_grad(set_to_none=False)
+    pipeline.step(*given)
 
 
 def infers(pipeline: Pipeline, batch: Any) -> None:
@@ -355,6 +376,16 @@ def frozen(num_stages: int) -> list[nn.Module]:
     layers = plain(num_stages)
     for layer in layers[1::2]:
         layer.requires_grad_(False)
+    return layers
+
+
+SHARED = "0.0.weight"
+
+
+def tied(num_stages: int) -> list[nn.Module]:
+    """The first and the last stage share a weight."""
+    layers = plain(num_stages)
+    layers[-1][0].weight = layers[0][0].weight  # type: ignore[index]
     return layers
 
 

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from pipetrain.runtime.pipeline import Pipeline
-from virtual_gpu.cases import Case, bridges, evaluates, evaluates_on_two_streams, gaps, on_two_streams, play
+from virtual_gpu.cases import Case, bridges, evaluates, evaluates_on_two_streams, gaps, on_two_streams, play, tied
 from virtual_gpu.crossings import crossings, without
 from virtual_gpu.races import find_races
 from virtual_gpu.recorded import Recording
@@ -34,6 +34,7 @@ CASES = (
     Case("gpipe", ranks=3, also=steps_and_evaluates),
     Case("gpipe", ranks=3, also=evaluates_on_two_streams),
     Case("1f1b", "never", ranks=3, layers=bridges(gaps, 8)),
+    Case("1f1b", ranks=2, layers=tied),
 )
 # What is said of time and of memory, and not of what is read; or is said already by other waits.
 WITHOUT_A_RACE = {
@@ -74,5 +75,6 @@ def test_every_crossing_but_those_listed_is_needed() -> None:
         "SEND_F <- F",
         "RECV_B <- B",
         "F <- SEND_F",
+        "REDUCE_GRAD <- B",
         "end: compute <- caller",
     } <= needed

@@ -8,6 +8,7 @@ import pytest
 
 from virtual_gpu.cases import (
     Case,
+    accumulates,
     batch_norm,
     bfloat16,
     bridges,
@@ -28,6 +29,7 @@ from virtual_gpu.cases import (
     look,
     missing_gradients,
     pairs,
+    tied,
     transposed,
     trees,
 )
@@ -83,6 +85,8 @@ QUICK = [
     Case("interleaved", stages_per_rank=2, communicators="pair"),
     Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, keep="none"),
     Case("1f1b", ranks=3, sets=1, segments=2),
+    Case("1f1b", ranks=3, layers=tied),
+    Case("interleaved", stages_per_rank=2, layers=tied, also=clips, slow=1),
 ]
 MORE = [
     *(
@@ -102,6 +106,13 @@ MORE = [
         for also in (clips, evaluates, evaluates_on_two_streams, infers)
     ),
     *(Case(schedule, saves=True) for schedule in ("gpipe", "1f1b")),
+    *(Case("1f1b", mode, ranks=3, layers=tied, also=also) for mode in MODES for also in (accumulates, evaluates)),
+    *(Case("gpipe", ranks=3, layers=tied, slow=slow, saves=True) for slow in range(3)),
+    *(Case("zb-h1", ranks=3, layers=tied), Case("auto", ranks=3, microbatches=6, layers=tied)),
+    *(
+        Case("zbv", stages_per_rank=2, placement="v", layers=tied),
+        Case("gpipe", ranks=2, stages_per_rank=2, layers=tied),
+    ),
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
     Case("1f1b", ranks=3, communicators="pair"),

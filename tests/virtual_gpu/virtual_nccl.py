@@ -114,7 +114,7 @@ class VirtualGroup:
             self._device.blocks.fill(block, tensor)
             wire.put(number, tensor.detach().clone())
         return self._launch(
-            Message(self._stream.number, (self._number, self._place), number, sends=True, block=block), tensor
+            Message(self._stream.number, (self._number, self._place), number, sends=True, block=block), tensor=tensor
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> VirtualWork:  # noqa: ARG002
@@ -125,13 +125,32 @@ class VirtualGroup:
         what = f"rank {self._device.recording.rank} reads what {self._device.launches} brings"
         self._device.blocks.fill_later(block, tensor, lambda: wire.take(number, what))
         return self._launch(
-            Message(self._stream.number, (self._number, source), number, sends=False, block=block), tensor
+            Message(self._stream.number, (self._number, source), number, sends=False, block=block), tensor=tensor
         )
 
-    def _launch(self, message: Message, tensor: Tensor) -> VirtualWork:
+    def allreduce(self, tensors: list[Tensor], options: Any) -> VirtualWork:  # noqa: ARG002
+        """Of two ranks: what 0 has goes over, then what 1 has; each adds it to its own."""
+        (tensor,) = tensors
+        own, others = (self._wires.of(self._number, place) for place in (self._place, 1 - self._place))
+        sent, own.num_sent = own.num_sent, own.num_sent + 1
+        came, others.num_posted = others.num_posted, others.num_posted + 1
+        block = self._device.block(tensor)
+        what = f"rank {self._device.recording.rank} reads what {self._device.launches} adds up"
+        with self._device.unrecorded():
+            self._device.blocks.fill(block, tensor)
+            given = tensor.detach().clone().flatten()
+            own.put(sent, given)
+        self._device.blocks.fill_later(block, tensor, lambda: given + others.take(came, what))
+        ways = (
+            Message(self._stream.number, (self._number, self._place), sent, sends=True, block=block),
+            Message(self._stream.number, (self._number, 1 - self._place), came, sends=False, block=block),
+        )
+        return self._launch(*(ways if self._place == 0 else reversed(ways)), tensor=tensor)
+
+    def _launch(self, *messages: Message, tensor: Tensor) -> VirtualWork:
         device = self._device
         device.follow(self._stream, device.current())
-        device.recording.entries.append(message)
+        device.recording.entries.extend(messages)
         if not device.blocks.is_lent(tensor):  # torch does so with every tensor of a transfer
             device.keep(tensor, self._stream)
         return VirtualWork(device, device.record(self._stream), [tensor])

@@ -180,7 +180,7 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
         device = ranks.device
         with device.launching(op), on(lanes, lane, waits, op):
             computes = lane in (Lane.COMPUTE, Lane.RECOMPUTE)
-            device.name(device.current(), str(lane) if computes else f"{op.stage}{op.kind}")
+            device.name(device.current(), str(lane) if computes or lane is Lane.REDUCE else f"{op.stage}{op.kind}")
             yield
 
     return marked

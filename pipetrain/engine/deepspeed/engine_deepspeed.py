@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
 from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
+from pipetrain.engine.precision import Precision
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import IGNORED
 from pipetrain.model.spec import ModelSpec
@@ -59,6 +60,7 @@ class DeepSpeedEngine:
         zero: ZeRO stage of the optimizer state, 0 or 1.
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
+        precision: of the layers; weights are float32.
         seed: of weights and dropout.
         timeout_seconds: longest wait for another rank.
     """
@@ -74,6 +76,7 @@ class DeepSpeedEngine:
         zero: int,
         num_steps: int,
         device: torch.device,
+        precision: Precision,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -91,7 +94,7 @@ class DeepSpeedEngine:
         self._step = 0
         timeout = timedelta(seconds=timeout_seconds)
         deepspeed = import_deepspeed(device)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures and weights, on the host
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
@@ -104,7 +107,7 @@ class DeepSpeedEngine:
                 self._engine, *_ = deepspeed.initialize(
                     model=self._module,
                     optimizer=optimizer,
-                    config=_settings(self._rows, plan.num_microbatches, zero, device),
+                    config=_settings(self._rows, plan.num_microbatches, zero, precision),
                 )
         self._optimizer: Optimizer = optimizer
         on_load = None
@@ -155,12 +158,8 @@ class DeepSpeedEngine:
         peaks = self._of_all(device_of(self._device).memory().peak_bytes)
         return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
 
-    def weights(self) -> dict[str, Tensor] | None:
-        own = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
-        gathered: list[dict[str, Tensor]] | None = [{}] * self._num_ranks if self._rank == 0 else None
-        with self._naming_a_loss():
-            dist.gather_object(own, gathered, dst=0, group=self._group)
-        return None if gathered is None else {name: value for part in gathered for name, value in part.items()}
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict()
 
     def close(self) -> None:
         self._engine.destroy()
@@ -196,6 +195,8 @@ class DeepSpeedEngine:
         Raises:
             ValueError: inputs or targets that are no tensor.
         """
+        if self._spec.take_batch is not None:
+            batch = Batch(*self._spec.take_batch(*batch))
         inputs, targets = batch
         for name, tree in batch._asdict().items():
             if not isinstance(tree, Tensor):
@@ -242,7 +243,7 @@ class DeepSpeedEngine:
         )
 
 
-def _settings(rows: int, num_microbatches: int, zero: int, device: torch.device) -> dict[str, Any]:
+def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision) -> dict[str, Any]:
     """DeepSpeed's own configuration."""
     return {
         "train_micro_batch_size_per_gpu": rows,
@@ -256,8 +257,8 @@ def _settings(rows: int, num_microbatches: int, zero: int, device: torch.device)
             "compute_grad_norm": zero == 0,
             "contiguous_gradients": False,  # with a pipeline it would take a buffer of 2 GB for nothing
         },
-        # Weights stay float32 and layers run in bfloat16, as with the native engine. Its `bf16` mode without ZeRO saves what it cannot load.
-        "torch_autocast": {"enabled": device.type == "cuda", "dtype": "bfloat16"},
+        # Weights stay float32: its `bf16` mode without ZeRO saves what it cannot load.
+        "torch_autocast": {"enabled": precision.autocast, "dtype": "bfloat16"},
     }
 
 

@@ -128,7 +128,9 @@ class WandbTracker(Tracker):
             return wandb.init(
                 id=run_id,
                 project=self._config.project,
-                name=self._folder.path.name,
+                name=self._config.name or self._folder.path.name,
+                group=self._config.group,
+                tags=self._config.tags or None,  # None: those of WANDB_TAGS
                 dir=str(self._folder.path),
                 mode=mode,  # type: ignore[arg-type]
                 resume="allow" if mode == "online" else None,  # offline there is nobody who could know the run

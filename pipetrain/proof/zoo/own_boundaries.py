@@ -186,6 +186,11 @@ def _shared() -> list[nn.Module]:
     return [square(), one, square(), one, square()]
 
 
+def _shared_by_three() -> list[nn.Module]:
+    one = square()
+    return [one, square(), one, square(), one]
+
+
 class Tied(nn.Module):
     """One module used twice in one layer."""
 
@@ -388,7 +393,9 @@ ENTRIES: tuple[Entry, ...] = (
     block("nothing but its input", nn.Identity),
     block("one module used twice in a layer", Tied),
     stack("one module used in two layers", _shared, stages=(1,), on_ranks=False),
-    stack("one module used in two stages", _shared, Verdict.REFUSED, "parameter", stages=(2, 3, 4), on_ranks=False),
+    stack(
+        "one module used in three stages", _shared_by_three, Verdict.REFUSED, "parameter", stages=(3, 4), on_ranks=False
+    ),
     stack("one BatchNorm used in two layers", _shared_norm, stages=(1,), on_ranks=False),
     stack(
         "a hidden reference to another stage's weight",

@@ -29,6 +29,7 @@ LOOKS = {
     "backward": Looks("backward", "#1b7f67", "#ffffff", "=", "38;5;16;48;5;36"),
     "input gradient": Looks("backward, input", "#7ccfb0", "#0b3b2f", "<", "38;5;16;48;5;115"),
     "weight gradient": Looks("backward, weights", "#7b3f7d", "#ffffff", "+", "38;5;231;48;5;90"),
+    "reduce": Looks("shared gradients", "#6b7280", "#ffffff", "%", "38;5;231;48;5;242"),
     "recompute": Looks("recompute", "#f0a830", "#3d2600", "~", "38;5;16;48;5;214"),
 }
 
@@ -42,13 +43,13 @@ THEME = """
 
 
 def looks_of(kind: Kind) -> Looks:
-    """How an op of `kind`, one that computes, is drawn."""
+    """How an op of `kind`, one that computes or adds up gradients, is drawn."""
     looks = kind.row.looks
     assert looks is not None
     return LOOKS[looks]
 
 
 def drawn_kinds(kinds: Iterable[Kind]) -> dict[Kind, Looks]:
-    """Those of `kinds` that occupy a rank, each with its looks: what a legend explains, in the order of the table."""
-    found = {kind: looks_of(kind) for kind in set(kinds) if kind.computes}
+    """Those of `kinds` that are drawn, each with its looks: what a legend explains, in the order of the table."""
+    found = {kind: looks_of(kind) for kind in set(kinds) if kind.row.looks is not None}
     return dict(sorted(found.items(), key=lambda entry: list(LOOKS.values()).index(entry[1])))

@@ -16,7 +16,7 @@ _MARGIN = 16
 LEFT, RIGHT = 74, 16  # beside the time axis
 CHARACTER, SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
 
-_ROW, _GAP = 30, 7
+_ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
 _TEXT = """font-family="ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13\""""
 _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
@@ -92,7 +92,10 @@ def margin(y: float, height: float) -> str:
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
-    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row."""
+    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
+    does not occupy the rank, is a line at its foot."""
+    foot = replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
+    reduces = [event for event in one.timeline.of_rank(rank) if event.lane is Lane.REDUCE and event.op.kind.row.looks]
     events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
     rows = dict.fromkeys(Lane, row)
     exposed = row
@@ -102,6 +105,7 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
     return [
         *(_box(event, rows[event.lane], several) for event in events),
+        *(_line(event, foot) for event in reduces),
         *(_hatch(begin, end, exposed) for begin, end in one.exposed(rank)),
         *(_name(event, rows[event.lane], several) for event in events),
     ]
@@ -129,6 +133,14 @@ def _box(event: OpEvent, row: _Row, several: bool) -> str:
         f'<rect class="op" data-microbatch="{event.op.microbatch}" data-name="{_names(event, several)[0]}"'
         f' data-ink="{looks.ink}" x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
         f' rx="3" fill="{looks.fill}">'
+        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
+    )
+
+
+def _line(event: OpEvent, row: _Row) -> str:
+    x, width = row.across(event.start, event.end)
+    return (
+        f'<rect class="reduce" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" fill="{looks_of(event.op.kind).fill}">'
         f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
     )
 

@@ -1,0 +1,128 @@
+"""`pipetrain tokenize`: a corpus becomes tokens ahead of training, on all cores."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipetrain.cli.command import Arguments, Command, Parser, add_overrides
+from pipetrain.launcher.outcome import Exit
+
+if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.data.token_file import TokenSheet
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def _add_arguments(parser: Parser) -> None:
+    parser.add_argument("path", metavar="PATH", help="what to tokenize: data.path of the run to come")
+    add_overrides(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="write the tokens there, for data=memmap data.path=FOLDER; without it into the cache, where `train` finds them",
+    )
+
+
+def _tokenize(arguments: Arguments) -> int:
+    from pipetrain.config.load import load
+
+    path = Path(arguments.path)
+    if not any(override.startswith("data=") for override in arguments.overrides):
+        arguments.overrides.insert(0, f"data={_source_of(path)}")
+    config = load(arguments.overrides)
+    data = replace(config.data, path=arguments.path)
+    from pipetrain.data.cached_tokens import is_cached, tokenized
+    from pipetrain.data.dataset import check_data, make_tokenizer
+    from pipetrain.data.token_file import TOKENS_JSON, read_sheet
+
+    out = None if arguments.out is None else Path(arguments.out).expanduser()
+    check_data(data, config.model.path)
+    tokenizer = make_tokenizer(data, config.model.path)
+    if tokenizer is None or (out is None and not is_cached(data, tokenizer)):
+        raise ValueError(
+            f"{arguments.path}: bytes and token ids are read as they are, and nothing is kept of them; give the tokenizer, "
+            "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
+        )
+    if out is not None and out.exists():
+        what = "tokens" if (out / TOKENS_JSON).is_file() else "something"
+        raise ValueError(f"--out={arguments.out}: there is {what} already; remove it, or give another folder")
+    with shown_progress("tokenizing", shown=config.observe.progress) as tell:
+        folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=tell)
+    sheet = read_sheet(folder)
+    print(_told(sheet), file=sys.stderr)
+    print(f"tokens: {folder}")
+    return Exit.DONE
+
+
+def tokenize_ahead(config: RunConfig) -> None:
+    """The tokens of a run that starts on this machine, before its ranks: once, with a bar, and what is wrong is told by one process.
+
+    Raises:
+        ValueError: there are none, or a document is no sample.
+    """
+    from pipetrain.data.cached_tokens import is_cached
+    from pipetrain.data.dataset import make_data, make_tokenizer
+
+    data, own = config.data, config.model.path
+    tokenizer = make_tokenizer(data, own)
+    if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
+        return
+    with shown_progress("tokenizing", shown=config.observe.progress) as tell:
+        make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
+
+
+@contextlib.contextmanager
+def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None] | None]:
+    """What is to be told how much is done, from 0 to 1: a bar on a terminal, lines elsewhere. Nothing is shown where nothing is told."""
+    if not shown:
+        yield None
+    elif not sys.stderr.isatty():
+        yield _Lines(what)
+    else:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(what, total=1.0, visible=False)
+            yield lambda share: progress.update(task, completed=share, visible=True)
+
+
+class _Lines:
+    """A line every few seconds; none for what takes less."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said_at = time.monotonic()
+
+    def __call__(self, share: float) -> None:
+        if time.monotonic() - self._said_at >= _SECONDS_BETWEEN_LINES:
+            self._said_at = time.monotonic()
+            print(f"pipetrain: {self._what}: {share:.0%}", file=sys.stderr, flush=True)
+
+
+def _source_of(path: Path) -> str:
+    """What reads it, by its name."""
+    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return "hf"
+    folder_has_lines = path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None
+    return "jsonl" if folder_has_lines or ".jsonl" in path.suffixes else "text"
+
+
+def _told(sheet: TokenSheet) -> str:
+    train, heldout = sheet.parts["train"], sheet.parts["heldout"]
+    counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
+    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
+    return (
+        f"pipetrain: {train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
+        f"{heldout.tokens:,}{skipped}"
+    )
+
+
+TOKENIZE = Command("a corpus as token ids on disk, ahead of training", _add_arguments, _tokenize)

@@ -1,0 +1,177 @@
+"""A chat as its template writes it, and which of its tokens count in the loss.
+
+    <|user|> Hi <|assistant|> Hello! <|end|> <|user|> Why? <|assistant|> Because. <|end|>
+                              answers                                    last
+
+A template with `{% generation %}` marks says itself which characters the model writes. Of any other, turn by turn: an answer is what comes between the chat
+up to there with the template's prompt for an answer, and the chat with it. That holds only where both are beginnings of the whole chat,
+token for token; some templates write earlier turns in another way (they drop reasoning), and then it does not. This is looked at for every
+sample, and a template that fails is refused: the loss would be taken on other tokens than were meant.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.config.records import ALL, LAST
+from pipetrain.data.documents import MESSAGES, Row
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ASSISTANT = "assistant"
+
+Span = tuple[int, int]  # characters of a rendered chat
+
+
+class SampleRefused(Exception):
+    """A chat that is no sample; the message says why, after the place where it stands."""
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer `called` so. `counted` is `answers`, `last` (answer) or `all`.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def __init__(
+        self,
+        template: str | None,
+        special_tokens: Mapping[str, Any],
+        called: str,
+        counted: str,
+        date: datetime.date,
+    ) -> None:
+        if template is None:
+            raise ValueError(
+                f"data.tokenizer={called}: it has no chat template, which chats are written with; give the tokenizer of a chat model, "
+                "or records with a text (data.text_field)"
+            )
+        self._template = template
+        self._special_tokens = special_tokens
+        self._called = called
+        self._counted = counted
+        self._date = date
+        self._has_marks = _MARKS.search(template) is not None
+
+    def render(self, row: Row, *, answers: bool = False, first: int | None = None) -> str:
+        """The text of a chat, or of its `first` messages; with `answers` it ends with the prompt for an answer.
+
+        Raises:
+            SampleRefused: the template takes no such chat.
+        """
+        (text,), _ = self._rendered(row, _messages_of(row)[:first], answers, marks=False)
+        return text
+
+    def render_marked(self, row: Row) -> tuple[str, list[Span]]:
+        """The text of a chat, and which characters of it count.
+
+        Raises:
+            SampleRefused: the template takes no such chat.
+            ValueError: it cannot be told what counts.
+        """
+        if self._counted == ALL:
+            text = self.render(row)
+            return text, [(0, len(text))]
+        if not self._has_marks:
+            return self._by_turns(row)
+        (text,), (spans,) = self._rendered(row, _messages_of(row), answers=False, marks=True)
+        return text, spans[-1:] if self._counted == LAST else spans
+
+    def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+        """Which tokens count: those with a character in `spans`. offsets `[tokens, 2]`: the characters of each.
+
+        Raises:
+            ValueError: a token begins before an answer and ends in it, where nothing but the text says what counts.
+        """
+        counted = np.zeros(len(offsets), np.bool_)
+        if not len(offsets):
+            return counted
+        begin, end = offsets[:, 0], offsets[:, 1]
+        for first, last in spans:
+            # some tokenizers leave white space out of a token's characters: a token without any belongs to what it ends
+            counted |= np.where(begin == end, (first < end) & (end <= last), (begin < last) & (end > first))
+            if not self._has_marks and ((begin < first) & (end > first)).any():
+                raise self._refusal("the tokens of a prompt are not those of the chat that goes on from it")
+        return counted
+
+    def _by_turns(self, row: Row) -> tuple[str, list[Span]]:
+        messages = _messages_of(row)
+        turns = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        whole = self.render(row)
+        spans = []
+        for number in turns[-1:] if self._counted == LAST else turns:
+            try:
+                prompt = self.render(row, answers=True, first=number)
+                with_answer = self.render(row, first=number + 1)
+            except SampleRefused as error:
+                raise self._refusal(f"it cannot write the first {number} messages alone ({error})") from None
+            if not (whole.startswith(prompt) and whole.startswith(with_answer) and len(prompt) <= len(with_answer)):
+                raise self._refusal(
+                    "it writes a turn in another way when others come after it, as where reasoning is dropped"
+                )
+            spans.append((len(prompt), len(with_answer)))
+        return whole, spans
+
+    def _refusal(self, why: str) -> ValueError:
+        last = "data.counted=last (the last answer alone), " if self._counted != LAST else ""
+        return ValueError(
+            f"data.tokenizer={self._called}: the chat template of {self._called} does not tell what an answer is: it has no "
+            f"{{% generation %}} marks, and {why}; use {last}data.counted=all, or a template with these marks"
+        )
+
+    def _rendered(
+        self, row: Row, messages: Sequence[Row], answers: bool, *, marks: bool
+    ) -> tuple[list[str], list[list[Span]]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            with _pinned(self._date):
+                rendered: tuple[list[str], list[list[Span]]] = render_jinja_template(
+                    [given],
+                    tools=row.get("tools"),
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=answers,
+                    **self._special_tokens,
+                )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise SampleRefused(f"the chat template of {self._called} does not take it ({error})") from None
+        return rendered
+
+
+def _messages_of(row: Row) -> Sequence[Row]:
+    messages: Sequence[Row] = row[MESSAGES]
+    return messages
+
+
+_clock = threading.Lock()
+
+
+@contextmanager
+def _pinned(date: datetime.date) -> Iterator[None]:
+    """Templates are told `date` as today. transformers gives them a function that asks the clock, and takes no other: so the clock that
+    it asks is another one meanwhile."""
+    from transformers.utils import chat_template_utils
+
+    class Clock:
+        @staticmethod
+        def now() -> datetime.datetime:
+            return datetime.datetime.combine(date, datetime.time())
+
+    with _clock:
+        asked = chat_template_utils.datetime
+        chat_template_utils.datetime = Clock
+        try:
+            yield
+        finally:
+            chat_template_utils.datetime = asked

@@ -1,0 +1,235 @@
+"""Documents: what a corpus is read as, one by one, each with the place where it stands.
+
+A corpus of files is never in memory. A long text is read in pieces that end with a line, of which only the first begins the document and
+only the last ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipetrain.data.corpus import opened
+from pipetrain.data.scan import Scanned, digest_of
+from pipetrain.data.split import Piece, Split, changed
+
+MESSAGES = "messages"  # the field of a chat
+PIECE_BYTES = 2**18  # of a long text
+_LONGEST_LINE = 2**24
+
+Row = Mapping[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a document stands: in which of the corpus' sources, and on which line (or row); 0 is the whole source."""
+
+    source: int
+    line: int
+
+
+class Document(NamedTuple):
+    """A text, or a chat (a row with `messages`); or, with a `problem`, what is neither. `size` bytes of the corpus are read with it.
+
+    A text is bytes where it is a file, or a piece of one, which must be UTF-8 for all tokenizers but `byte`.
+    """
+
+    content: bytes | str | Row
+    place: Place
+    size: int
+    is_heldout: bool
+    begins: bool = True
+    ends: bool = True
+    problem: str | None = None
+
+
+class Corpus(Protocol):
+    """What may be tokenized. `sources` are the names that places speak of; `digest` changes with what `documents` gives."""
+
+    @property
+    def sources(self) -> Sequence[str]: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def documents(self) -> Iterator[Document]: ...
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """Files of text, each a document, in the order of their `split`."""
+
+    split: Split
+    digest: str
+
+    @property
+    def sources(self) -> list[str]:
+        return [str(piece.path) for piece in self._pieces]
+
+    @property
+    def _pieces(self) -> tuple[Piece, ...]:
+        return self.split.train + self.split.heldout
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.last - piece.first for piece in self._pieces)
+
+    def documents(self) -> Iterator[Document]:
+        for number, piece in enumerate(self._pieces):
+            yield from _documents_of(piece, Place(number, 0), number >= len(self.split.train))
+
+
+@dataclass(frozen=True)
+class JsonCorpus:
+    """Files with a JSON object on each line (empty lines are passed over); `heldout` files are held out as a whole."""
+
+    train: Sequence[Scanned]
+    heldout: Sequence[Scanned]
+    heldout_fraction: float  # of the documents in `train`, where there are no `heldout` files
+    text_field: str
+
+    @property
+    def sources(self) -> list[str]:
+        return [str(file.path) for file in (*self.train, *self.heldout)]
+
+    @property
+    def digest(self) -> str:
+        return digest_of([*self.train, *self.heldout])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in (*self.train, *self.heldout))
+
+    def documents(self) -> Iterator[Document]:
+        is_heldout = None if self.heldout else choose_heldout(self._lines_of_train, self.heldout_fraction)
+        one_kind = OneKind(self.text_field)
+        for number, file in enumerate((*self.train, *self.heldout)):
+            for line_number, line in _lines(file.path):
+                held = number >= len(self.train) if is_heldout is None else is_heldout(line)
+                yield _document_of(line, Place(number, line_number), held, one_kind)
+
+    def _lines_of_train(self) -> Iterator[bytes]:
+        for file in self.train:
+            for _, line in _lines(file.path):
+                yield line
+
+
+class OneKind:
+    """Tells a chat from a text, and refuses a corpus that has both."""
+
+    def __init__(self, text_field: str) -> None:
+        self._text_field = text_field
+        self._seen: str | None = None
+
+    def content_of(self, row: Any) -> str | Row:
+        """The text of a row, or the row itself where it is a chat.
+
+        Raises:
+            ValueError: it is neither, or not what the rows before were.
+        """
+        if not isinstance(row, Mapping):
+            raise ValueError(f"it is no object but a {type(row).__name__}")
+        field = MESSAGES if row.get(MESSAGES) is not None else self._text_field
+        if row.get(field) is None:
+            fields = ", ".join(map(str, row)) or "none"
+            raise ValueError(
+                f"it has neither `{MESSAGES}` nor `{self._text_field}` (data.text_field), its fields are: {fields}"
+            )
+        if self._seen is None:
+            self._seen = field
+        if field != self._seen:
+            raise ValueError(f"it has `{field}`, those before have `{self._seen}`: a corpus is of texts or of chats")
+        if field == MESSAGES:
+            _check_messages(row[MESSAGES])
+            return row
+        if not isinstance(row[field], str):
+            raise ValueError(f"`{field}` is no text but a {type(row[field]).__name__}")
+        text: str = row[field]
+        return text
+
+
+def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> Callable[[bytes], bool]:
+    """Which documents are held out: `fraction` of all that differ (at least one, where it is not 0 and two differ).
+
+    They are those with the smallest hashes, so it depends on what the documents hold alone, and copies are on one side.
+    """
+    if fraction == 0.0:
+        return lambda _: False
+    hashes = np.unique(np.fromiter(map(_hash, contents()), np.uint64))
+    if len(hashes) < 2:
+        return lambda _: False
+    bound = hashes[max(1, int(fraction * len(hashes)))]
+    return lambda content: _hash(content) < bound
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers, from 1 on."""
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if stripped := line.strip():
+                yield number, stripped
+
+
+def _document_of(line: bytes, place: Place, is_heldout: bool, one_kind: OneKind) -> Document:
+    try:
+        return Document(one_kind.content_of(json.loads(line)), place, len(line), is_heldout)
+    except json.JSONDecodeError as error:
+        problem = f"it is no JSON ({error.msg}, column {error.colno})"
+    except UnicodeDecodeError as error:
+        problem = f"it is not UTF-8 (byte {error.start} of the line)"
+    except RecursionError:
+        problem = "it is no JSON that can be read (nested too deeply)"
+    except ValueError as error:
+        problem = str(error)
+    return Document("", place, len(line), is_heldout, problem=problem)
+
+
+def _documents_of(piece: Piece, place: Place, is_heldout: bool) -> Iterator[Document]:
+    """One file, in pieces where it is long."""
+    left, rest, begins = piece.last - piece.first, b"", True
+    with opened(piece.path) as file:
+        file.seek(piece.first)
+        while left:
+            block = file.read(min(PIECE_BYTES, left))
+            if not block:
+                raise changed(piece.path)
+            left -= len(block)
+            text, rest = _cut_after_a_line(rest + block) if left else (rest + block, b"")
+            if text:
+                yield Document(text, place, len(text), is_heldout, begins, ends=not left)
+                begins = False
+
+
+def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
+    """What is certain to end with a line, and the rest: a new line follows only where the next byte is no space of any kind.
+
+    Tokenizers take white space together, so that tokens would differ if it were torn apart. A line that is too long is cut where a
+    character ends.
+    """
+    end = len(block) - 1
+    while (end := block.rfind(b"\n", 0, end)) >= 0:
+        if not block[end + 1 : end + 2].isspace():
+            return block[: end + 1], block[end + 1 :]
+    if len(block) < _LONGEST_LINE:
+        return b"", block
+    end = len(block) - 1
+    while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+        end -= 1
+    return block[:end], block[end:]

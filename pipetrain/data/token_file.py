@@ -1,0 +1,207 @@
+"""Tokens on disk, as memory maps: a corpus may be larger than memory.
+
+FOLDER/
+  tokens.json              what it is: tokenizer, numbers, digests; written last
+  train/tokens.bin         all token ids, one after the other (uint8, uint16 or uint32)
+  train/ends.bin           int64 per document: where its tokens end
+  train/places.bin         int64 [documents, 2]: in which source it stands, and on which line
+  train/counted.bin        uint8 per token, of chats: whether it counts in the loss
+  heldout/                 the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.data.documents import Document
+
+TOKENS_JSON = "tokens.json"
+PARTS = TRAIN, HELDOUT = "train", "heldout"
+FORMAT = 1  # of such a folder: another number makes all caches anew
+_TYPES = (np.uint8, np.uint16, np.uint32)
+
+Ids = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PartNumbers:
+    """What a part of a folder holds. `digest` is a SHA-256 of all its files but the places."""
+
+    tokens: int
+    documents: int
+    counted: int  # tokens that count in the loss; of text all
+    largest: int  # token id; -1 without tokens
+    digest: str
+
+
+@dataclass(frozen=True)
+class TokenSheet:
+    """tokens.json: what was tokenized, and by what."""
+
+    format: int
+    item_type: str
+    vocabulary_size: int
+    pad_token: int
+    tokenizer: str  # what it was called
+    tokenizer_digest: str
+    is_chat: bool
+    sources: list[str]
+    parts: dict[str, PartNumbers]
+    num_skipped: int  # documents that were no samples
+    first_problem: str | None  # of these
+
+    @property
+    def fingerprint(self) -> str:
+        """What makes the tokens these: equal for the same corpus and tokenizer, wherever they lie."""
+        parts = [self.parts[part].digest for part in PARTS]
+        return hashlib.sha256(json.dumps([*parts, self.tokenizer_digest]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The documents of one part, mapped: document i has the tokens `ends[i - 1]` to `ends[i] - 1`."""
+
+    tokens: Ids
+    ends: NDArray[np.int64]
+    counted: NDArray[np.uint8] | None
+    places: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+
+def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
+    """The smallest type on disk that holds every token id."""
+    return np.dtype(next(kind for kind in _TYPES if vocabulary_size <= np.iinfo(kind).max + 1))
+
+
+def read_sheet(folder: Path) -> TokenSheet:
+    """Raises:
+    ValueError: it cannot be read, or is of another version.
+    """
+    try:
+        found = json.loads((folder / TOKENS_JSON).read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"it is of format {found['format']}, this version reads {FORMAT}")
+        return TokenSheet(**{**found, "parts": {name: PartNumbers(**part) for name, part in found["parts"].items()}})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / TOKENS_JSON} cannot be read ({error}); make it again: pipetrain tokenize"
+        ) from None
+
+
+def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
+    """Raises:
+    ValueError: a file is missing, or has another size than it had.
+    """
+    numbers = sheet.parts[part]
+    counted = mapped(folder / part / "counted.bin", np.dtype(np.uint8), numbers.tokens) if sheet.is_chat else None
+    return TokenPart(
+        tokens=mapped(folder / part / "tokens.bin", np.dtype(sheet.item_type), numbers.tokens),
+        ends=mapped(folder / part / "ends.bin", np.dtype(np.int64), numbers.documents),
+        counted=counted,
+        places=mapped(folder / part / "places.bin", np.dtype(np.int64), 2 * numbers.documents).reshape(-1, 2),
+    )
+
+
+def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
+    """`count` numbers of a file, mapped and read-only.
+
+    Raises:
+        ValueError: it is not there, or holds another number of them.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); make it again: pipetrain tokenize") from None
+    if size != count * kind.itemsize:
+        raise ValueError(f"{path} has {size} bytes, not {count * kind.itemsize}; make it again: pipetrain tokenize")
+    return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
+
+
+def write_sheet(folder: Path, sheet: TokenSheet) -> None:
+    (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
+
+
+class PartWriter:
+    """Appends documents to the files of one part."""
+
+    def __init__(self, folder: Path, kind: np.dtype[Any], *, is_chat: bool) -> None:
+        self._kind = kind
+        self._stack = ExitStack()
+        self._tokens, self._ends, self._places = (
+            _File(folder / f"{name}.bin") for name in ("tokens", "ends", "places")
+        )
+        self._counted = _File(folder / "counted.bin") if is_chat else None
+        folder.mkdir()
+        self._num_tokens = self._num_documents = self._num_counted = 0
+        self._largest = -1
+
+    def __enter__(self) -> Self:
+        for file in filter(None, (self._tokens, self._ends, self._places, self._counted)):
+            self._stack.enter_context(file)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def add(self, ids: Ids, counted: NDArray[np.bool_] | None, lengths: Ids, documents: Sequence[Document]) -> None:
+        """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
+        ends = np.array([document.ends for document in documents])
+        self._tokens.add(ids.astype(self._kind))
+        self._ends.add((np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
+        self._places.add(np.array([document.place for document in documents if document.ends], np.int64))
+        if self._counted is not None:
+            assert counted is not None, "a chat says what counts"
+            self._counted.add(counted.astype(np.uint8))
+        self._num_tokens += len(ids)
+        self._num_documents += int(ends.sum())
+        self._num_counted += len(ids) if counted is None else int(counted.sum())
+        if len(ids):
+            self._largest = max(self._largest, int(ids.max()))
+
+    @property
+    def numbers(self) -> PartNumbers:
+        files = filter(None, (self._tokens, self._ends, self._counted))
+        digest = hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest()
+        return PartNumbers(self._num_tokens, self._num_documents, self._num_counted, self._largest, digest)
+
+
+class _File:
+    """A file that grows, and the SHA-256 of what it holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._file: IO[bytes]
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, values: NDArray[Any]) -> None:
+        raw = values.tobytes()
+        self._hash.update(raw)
+        self._file.write(raw)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()

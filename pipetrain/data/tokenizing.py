@@ -1,0 +1,150 @@
+"""From documents to a folder of tokens: read, encode and write beside each other, in batches.
+
+A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipetrain.data.documents import Corpus, Document, Row
+from pipetrain.data.token_cache import Tell
+from pipetrain.data.token_file import (
+    FORMAT,
+    HELDOUT,
+    PARTS,
+    TRAIN,
+    PartWriter,
+    TokenSheet,
+    smallest_type,
+    write_sheet,
+)
+from pipetrain.data.tokenizer import Encoded, Tokenizer
+
+_BATCH_BYTES = 2**22
+BATCH_DOCUMENTS = 4096
+
+
+def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell) -> None:
+    """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
+
+    Raises:
+        ValueError: a document is no sample; with its file and line.
+        OSError: it cannot be written.
+    """
+    item_type = smallest_type(tokenizer.vocabulary_size)
+    problems = _Problems(corpus, skips)
+    batches = _batches(corpus.documents(), problems)
+    first = next(batches, [])
+    is_chat = bool(first) and not isinstance(first[0].content, (str, bytes))
+    with ExitStack() as stack:
+        writers = {part: stack.enter_context(PartWriter(folder / part, item_type, is_chat=is_chat)) for part in PARTS}
+        thread = stack.enter_context(ThreadPoolExecutor(1, "pipetrain-tokenize"))
+        done = 0
+        for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
+            done += _write(batch, encoded, writers, problems)
+            tell(min(done / max(corpus.num_bytes, 1), 1.0))
+    sheet = TokenSheet(
+        format=FORMAT,
+        item_type=item_type.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        pad_token=tokenizer.pad_token,
+        tokenizer=tokenizer.called,
+        tokenizer_digest=tokenizer.digest,
+        is_chat=is_chat,
+        sources=list(corpus.sources),
+        parts={part: writers[part].numbers for part in PARTS},
+        num_skipped=problems.num_skipped,
+        first_problem=problems.first,
+    )
+    write_sheet(folder, sheet)
+    tell(1.0)
+
+
+@dataclass
+class _Problems:
+    """Documents that are no samples: the first one is the end, or all are counted."""
+
+    corpus: Corpus
+    skips: bool
+    num_skipped: int = 0
+    first: str | None = field(default=None)
+
+    def add(self, document: Document, problem: str) -> None:
+        said = f"{place_named(self.corpus.sources, *document.place)}: {problem}"
+        if not self.skips:
+            raise ValueError(refusal_of(said))
+        self.num_skipped += 1
+        if self.first is None:
+            self.first = said
+
+
+def place_named(sources: Sequence[str], source: int, line: int) -> str:
+    """`chat.jsonl:17`, or the file alone where the document is all of it."""
+    return f"{sources[source]}:{line}" if line else sources[source]
+
+
+def refusal_of(problem: str) -> str:
+    """What is said where data.on_error=stop meets a document that is no sample."""
+    return f"{problem}; mend it, or pass over all such: data.on_error=skip"
+
+
+def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[list[Document]]:
+    """Those without a problem, some megabytes at once."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if document.problem is not None:
+            problems.add(document, document.problem)
+            continue
+        batch.append(document)
+        size += _size_of(document.content)
+        if size >= _BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _size_of(content: bytes | str | Row) -> int:
+    return len(content) if isinstance(content, (bytes, str)) else 0
+
+
+def _ahead(
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor
+) -> Iterator[tuple[list[Document], Encoded]]:
+    """Each batch with its tokens, while the next one is encoded."""
+    waiting: tuple[list[Document], Future[Encoded]] | None = None
+    for batch in batches:
+        started = batch, thread.submit(tokenizer.encode_documents, batch)
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+        waiting = started
+    if waiting is not None:
+        yield waiting[0], waiting[1].result()
+
+
+def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:
+    """Writes what became of a batch, each document to its part; returns how many bytes of the corpus that was."""
+    for number in sorted(encoded.problems):
+        problems.add(batch[number], encoded.problems[number])
+    held = np.array([document.is_heldout for document in batch])
+    # of a long text a piece is left out, and what is around it is one document
+    kept = [number not in encoded.problems or not (it.begins and it.ends) for number, it in enumerate(batch)]
+    for part, wanted in ((TRAIN, ~held & kept), (HELDOUT, held & kept)):
+        if wanted.any():
+            tokens = slice(None) if wanted.all() else np.repeat(wanted, encoded.lengths)
+            writers[part].add(
+                encoded.ids[tokens],
+                None if encoded.counted is None else encoded.counted[tokens],
+                encoded.lengths[wanted],
+                list(itertools.compress(batch, wanted)),
+            )
+    return sum(document.size for document in batch)

@@ -1,0 +1,146 @@
+"""The loss that balances the experts of a mixture, over stages: its sums travel with the hidden state.
+
+    loss = coefficient x E x sum over experts e of (T_e / rows) (P_e / rows)
+
+T_e are the tokens sent to expert e and P_e the sum of their router probabilities, over all tokens and layers: Fedus et al., "Switch
+Transformers", 2021, equations (4) to (6), as transformers adds them up. So three small tensors are all that a later stage needs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_KEY = "router_logits"  # under which transformers records what routers say
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Over the layers so far: tokens `[E]` and probabilities `[E]` of each expert, rows `[1]` (token times layer), float32."""
+
+    tokens: Tensor | None = None
+    probabilities: Tensor | None = None
+    rows: Tensor | None = None
+
+    @staticmethod
+    def of(tree: Mapping[str, Any]) -> RouterSums:
+        return RouterSums(*tree.get("router", ()))
+
+    def as_tree(self) -> dict[str, Any]:
+        return {} if self.tokens is None else {"router": (self.tokens, self.probabilities, self.rows)}
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Modules whose output, or a part of it, are the logits of a router."""
+
+    kind: type[nn.Module] | None
+    class_name: str | None
+    index: int
+    layer_name: str | None
+
+    @staticmethod
+    def of(said: Any) -> _Watched:
+        """From what a transformers class says that it can record."""
+        if isinstance(said, str):
+            return _Watched(None, said, 1, None)
+        if isinstance(said, type):
+            return _Watched(said, None, 1, None)
+        return _Watched(said.target_class, said.class_name, said.index, said.layer_name)
+
+    def is_it(self, name: str, module: nn.Module) -> bool:
+        if self.layer_name is not None and f".{self.layer_name.strip('.')}." not in f".{name}.":
+            return False
+        by_kind = self.kind is not None and isinstance(module, self.kind)
+        return by_kind or (self.class_name is not None and name.endswith(self.class_name))
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a model weighs the use of its experts: the coefficient, and how many experts each token is sent to."""
+
+    coefficient: float
+    top_k: int
+    watched: tuple[_Watched, ...]
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Router | None:
+        """None where the model has no experts, or `output_router_logits` of its config, which asks for the loss, is not set.
+
+        Raises:
+            ValueError: the loss is asked for, and is another one than is computed here.
+        """
+        if not getattr(model.config, "output_router_logits", False):
+            return None
+        said = getattr(model, "_can_record_outputs", None) or {}
+        coefficient = getattr(model, "router_aux_loss_coef", None)
+        top_k = getattr(model, "num_experts_per_tok", None)
+        if _KEY not in said or coefficient is None or top_k is None:
+            raise ValueError(
+                f"output_router_logits is set, and {type(model).__name__} has no router loss that is known here: set it to false in the "
+                "model's config.json (or model.config.output_router_logits = False)"
+            )
+        specs = said[_KEY] if isinstance(said[_KEY], list) else [said[_KEY]]
+        return Router(float(coefficient), int(top_k), tuple(map(_Watched.of, specs)))
+
+    @contextmanager
+    def watching(self, layer: nn.Module) -> Iterator[list[Tensor]]:
+        """What the routers in a decoder layer say in the block: logits `[rows, E]` each."""
+        logits: list[Tensor] = []
+
+        def listening(watched: _Watched) -> Any:
+            def listen(_module: nn.Module, _args: Any, output: Any) -> None:
+                logits.append(output[watched.index] if isinstance(output, tuple) else output)
+
+            return listen
+
+        handles = [
+            module.register_forward_hook(listening(watched))
+            for name, module in layer.named_modules()
+            for watched in self.watched
+            if watched.is_it(name, module)
+        ]
+        try:
+            yield logits
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def added(self, sums: RouterSums, logits: list[Tensor], mask: Tensor | None) -> RouterSums:
+        """The sums with those of one more layer; `mask [batch, sequence]`: tokens that are padding count nothing."""
+        for each in logits:
+            sums = self._with_one(sums, each, mask)
+        return sums
+
+    def _with_one(self, sums: RouterSums, logits: Tensor, mask: Tensor | None) -> RouterSums:
+        probabilities = torch.softmax(logits, dim=-1)
+        rows, experts = probabilities.shape
+        chosen = probabilities.topk(self.top_k, dim=-1).indices.flatten()
+        zeros = torch.zeros(experts, dtype=torch.float32, device=logits.device)
+        weights = torch.ones(rows, device=logits.device) if mask is None else mask.reshape(-1).float()
+        tokens = zeros.scatter_add(0, chosen, weights.repeat_interleave(self.top_k))
+        ours = probabilities.float()
+        added = (ours if mask is None else ours * weights.unsqueeze(-1)).sum(dim=0)
+        count = weights.sum().reshape(1)
+        if sums.tokens is None:
+            return RouterSums(tokens, zeros + added, count)
+        assert sums.probabilities is not None
+        assert sums.rows is not None
+        return RouterSums(sums.tokens + tokens, sums.probabilities + added, sums.rows + count)
+
+    def loss(self, sums: RouterSums) -> Tensor:
+        """0-dim, float32; 0 where no layer has had experts."""
+        if sums.tokens is None:
+            return torch.zeros(())
+        assert sums.probabilities is not None
+        assert sums.rows is not None
+        tokens, probabilities = sums.tokens / sums.rows, sums.probabilities / sums.rows
+        return self.coefficient * (torch.sum(tokens * probabilities.unsqueeze(0)) * len(tokens))

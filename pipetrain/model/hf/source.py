@@ -1,0 +1,215 @@
+"""A Hugging Face model as it lies on this machine: its folder, its config, and which file holds which weight.
+
+With the standard library alone: a login node plans a run with it, and no process has to start to hear that a shard is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What else belongs to a model and is small: the tokenizer in its many files, the chat template, how to generate.
+_BESIDE = re.compile(
+    r"tokenizer.*|.*\.jinja|.*\.model|.*\.tiktoken|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
+    r"|generation_config\.json|chat_template\.json|LICENSE.*|NOTICE.*"
+)
+_MAIN = "main"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HEADER_BYTES = 100_000_000  # more than that is no header: the format's own limit
+
+
+@dataclass(frozen=True)
+class HfSource:
+    """A model that is here: `name` is what the user called it, `folder` holds its files, `config` is its config.json."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model of the hub; None for a folder of the user's."""
+        return self.folder.name if _COMMIT.fullmatch(self.folder.name) else None
+
+    @property
+    def quantization(self) -> str | None:
+        """How the weights are quantised (`gptq`, `fp8`, ...); None: they are not."""
+        for config in (self.config, self.config.get("text_config") or {}):
+            found = config.get("quantization_config")
+            if found:
+                return str(found.get("quant_method") or "quantised") if isinstance(found, Mapping) else "quantised"
+        return None
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are stored in, as the config has it, else the first of them: `bfloat16`."""
+        for config in (self.config, self.config.get("text_config") or {}):
+            named = config.get("dtype") or config.get("torch_dtype")
+            if named:
+                return str(named).removeprefix("torch.")
+        for file in dict.fromkeys(self.weight_map.values()):
+            for entry in _header(file).values():
+                if entry["dtype"] in _FLOATS:
+                    return _FLOATS[entry["dtype"]]
+        return "float32"
+
+    @cached_property
+    def weight_map(self) -> Mapping[str, Path]:
+        """Which file holds each weight, by the weight's name in the files; no file is opened where there is an index.
+
+        Raises:
+            ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
+        """
+        index, single = self.folder / INDEX, self.folder / WEIGHTS
+        if single.is_file():
+            return dict.fromkeys(_header(single), single)
+        if not index.is_file():
+            raise ValueError(f"model.path={self.name}: {self._no_weights()}")
+        names = _read_json(index, self.name).get("weight_map")
+        if not isinstance(names, Mapping) or not names:
+            raise ValueError(f"model.path={self.name}: {index} has no weight_map: it is no index of weights")
+        missing = [file for file in dict.fromkeys(names.values()) if not self._inside(file).is_file()]
+        if missing:
+            raise ValueError(
+                f"model.path={self.name}: {missing[0]} is missing in {self.folder} (and {len(missing) - 1} more that "
+                f"{INDEX} names): bring the whole model there"
+            )
+        return {name: self.folder / file for name, file in names.items()}
+
+    @property
+    def beside_weights(self) -> tuple[Path, ...]:
+        """Tokenizer, chat template, generation config and licence: what a saved model needs besides config and weights."""
+        return tuple(path for path in sorted(self.folder.iterdir()) if path.is_file() and _BESIDE.fullmatch(path.name))
+
+    def _inside(self, file: str) -> Path:
+        """A file that the index names, which must not lead out of the folder."""
+        if Path(file).name != file:
+            raise ValueError(f"model.path={self.name}: {INDEX} names {file!r}, which is not in its folder")
+        return self.folder / file
+
+    def _no_weights(self) -> str:
+        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth")):
+            return (
+                f"{self.folder} has its weights as pickles (*.bin), which may run code when they are read: only safetensors are; "
+                "save it once more with save_pretrained of transformers"
+            )
+        return f"{self.folder} has neither {WEIGHTS} nor {INDEX}; model.weights=random starts without"
+
+
+def find_source(path: str, revision: str | None = None) -> HfSource:
+    """The model that `model.path` names, a folder or a name of the hub that is in its cache on this machine.
+
+    Raises:
+        ValueError: it is not here, or its config.json cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        cached = cached_folder(path, revision)
+        if cached is None:
+            raise ValueError(
+                f"model.path={path}: there is no such folder{_unless_name(path)}; "
+                "save_pretrained of transformers makes such a folder"
+            )
+        folder = cached
+    elif revision is not None:
+        raise ValueError(
+            f"model.revision={revision}: model.path={path} is a folder, which has one version; leave it out"
+        )
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"model.path={path}: {folder} has no {CONFIG}, so it is no model that transformers has saved; name the folder that "
+            "save_pretrained wrote"
+        )
+    return HfSource(path, folder.absolute(), _read_json(folder / CONFIG, path))
+
+
+def check_loadable(source: HfSource) -> None:
+    """Whether the weights are here and such that they can be trained.
+
+    Raises:
+        ValueError: quantised, pickled, or a file is missing.
+    """
+    if source.quantization is not None:
+        raise ValueError(
+            f"model.path={source.name}: its weights are quantised ({source.quantization}), and no gradient moves such; name the "
+            "model that they were made from"
+        )
+    assert source.weight_map
+
+
+def is_name(path: str) -> bool:
+    """Whether `path` can be a name of the hub: `Qwen/Qwen2.5-7B-Instruct`."""
+    return bool(_NAME.fullmatch(path)) and not path.startswith((".", "/", "~"))
+
+
+def cached_folder(name: str, revision: str | None = None) -> Path | None:
+    """Where the hub's cache of this user has a version of a model; None: it has not.
+
+    A branch or tag is a file that holds the commit (`refs/main`), a commit a folder (`snapshots/<commit>`).
+    """
+    if not is_name(name):
+        return None
+    home = hub_cache() / f"models--{name.replace('/', '--')}"
+    wanted = _MAIN if revision is None else revision
+    reference = home / "refs" / wanted
+    commit = reference.read_text().strip() if reference.is_file() else wanted
+    folder = home / "snapshots" / commit
+    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def hub_cache() -> Path:
+    """The folder in which huggingface_hub keeps what it downloads, from the variables that it reads itself."""
+    if direct := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(direct).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "huggingface" / "hub"
+
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The entries of a safetensors file: its length in 8 bytes, then JSON (https://huggingface.co/docs/safetensors)."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if not 2 <= size <= _HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes")
+            entries: dict[str, Any] = json.loads(opened.read(size))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no safetensors file ({error})") from error
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={name}: {path} cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"model.path={name}: {path} holds no JSON object")
+    return value
+
+
+def _unless_name(path: str) -> str:
+    return f", and no model of that name in {hub_cache()}" if is_name(path) else ""
+
+
+def missing_files(source: HfSource) -> Iterable[str]:
+    """The names of weight files that a cache of the hub does not have yet."""
+    index = source.folder / INDEX
+    if index.is_file():
+        files = dict.fromkeys(_read_json(index, source.name).get("weight_map", {}).values())
+        return [file for file in files if not (source.folder / file).is_file()]
+    return [] if (source.folder / WEIGHTS).is_file() else [WEIGHTS]

@@ -1,0 +1,32 @@
+"""A leaf that stays in its stage: what the first layer of a stage makes for all others of it, and no other stage may be sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class StageLocal:
+    """Holds anything, as one leaf of the tree that goes from layer to layer. Where the layers of a stage end it becomes None.
+
+    Nobody looks into it: what it holds is neither sent, nor stashed, nor does it get a gradient. What of it autograd saves is
+    part of the set like any other tensor, once for all layers that save it, so it lives as long as the set does: to the end of F
+    where an R will come, else to B. A layer that gets None in its place makes it anew.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def without_local(tree: Any) -> Any:
+    """What leaves a stage: the tree with None in place of each `StageLocal`; the very tree where there is none."""
+    if isinstance(tree, Tensor):
+        return tree
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(type(leaf) is StageLocal for leaf in leaves):
+        return tree
+    return pytree.tree_unflatten([None if type(leaf) is StageLocal else leaf for leaf in leaves], spec)

@@ -1,0 +1,136 @@
+"""What the layers of a rank keep of the tokens before, where text is made token by token.
+
+A layer that looks at other positions than its own can go on from them:
+
+    def forward_cached(self, value, past):        # of the new positions alone; without gradients, in eval mode
+        keys, values = past.extend(self, keys, values)      # those before, and the new ones
+
+Where a position stands and how many came before is told by the runtime, and never read from what a layer keeps: a stage does not
+have the first layer of its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_T = TypeVar("_T")
+
+# They do the same at each position, so that they need to keep nothing.
+_BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
+# Room for so many more positions is made at once, so that a token does not copy all keys and values before it.
+_FIRST_ROOM = 64
+
+
+class CachedLayer(Protocol):
+    """A layer that can go on from the tokens before."""
+
+    def forward_cached(self, value: Any, past: Past, /) -> Any:
+        """What `forward` would give for the new positions, had it been given all; a last layer may give the last position alone."""
+
+
+def goes_on(layer: nn.Module) -> bool:
+    """Whether a layer can go on from the tokens before, or need not know them."""
+    return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
+
+
+def run_cached(layer: Any, value: Any, past: Past) -> Any:
+    """What a layer that `goes_on` gives for the new positions."""
+    return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)
+
+
+class Past:
+    """The tokens that some samples had so far, as one rank knows them, and the `new` positions of this call.
+
+    Samples of different lengths are padded in front: `padding` is how many positions of each are none. `length` counts the positions
+    before this call, padding too.
+    """
+
+    def __init__(self, padding: Sequence[int], device: torch.device) -> None:
+        self.length = 0
+        self.new = 0
+        self.device = device
+        self._padding = tuple(padding)
+        self._kept: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {}  # in this call
+
+    def begin(self, new: int) -> None:
+        """A call begins, of so many positions."""
+        self.new = new
+        self._made.clear()
+
+    def end(self) -> None:
+        """Every layer of the rank has had them: they are of the past."""
+        self.length += self.new
+        self.new = 0
+        self._made.clear()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._padding)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, those of this call too, padding not counted."""
+        return self.length + self.new - min(self._padding)
+
+    @property
+    def positions(self) -> Tensor:
+        """Where each new token stands in its sample, `[rows, new]`, int64; 0 for padding."""
+        return self.once("positions", self._positions)
+
+    def _positions(self) -> Tensor:
+        columns = torch.arange(self.length, self.length + self.new, device=self.device)
+        return (columns - self._pads()).clamp_(min=0)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which positions are tokens and not padding, `[rows, length + new]`, bool; None where all are."""
+        return self.once("mask", self._mask) if any(self._padding) else None
+
+    def _mask(self) -> Tensor:
+        return torch.arange(self.length + self.new, device=self.device) >= self._pads()
+
+    def _pads(self) -> Tensor:
+        """`[rows, 1]`, int64."""
+        return self.kept("padding", lambda: torch.tensor(self._padding, device=self.device)[:, None])
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What layers share in one call, such as their mask: made by the first that asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _T = self._made[key]
+        return made
+
+    def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What stays from call to call, under a key that nobody else has: made by who asks first."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: _T = self._kept[key]
+        return kept
+
+    def extend(self, key: Hashable, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values, `[rows, heads, new, size]`; gives those of all positions, `[rows, heads, length + new, size]`."""
+        rooms = self.kept(key, lambda: (_Room(), _Room()))
+        return rooms[0].extend(self.length, keys), rooms[1].extend(self.length, values)
+
+
+class _Room:
+    """Memory for tensors that grow along dimension 2: doubled where it is full."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def extend(self, start: int, new: Tensor) -> Tensor:
+        end = start + new.shape[2]
+        if self._memory is None or end > self._memory.shape[2]:
+            rows, heads, _, size = new.shape
+            wider = new.new_empty(rows, heads, max(2 * start, end + _FIRST_ROOM), size)
+            if self._memory is not None:
+                wider[:, :, :start] = self._memory[:, :, :start]
+            self._memory = wider
+        self._memory[:, :, start:end] = new
+        return self._memory[:, :, :end]

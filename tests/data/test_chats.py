@@ -1,0 +1,161 @@
+"""Which tokens of a chat count: tables made by hand, for templates with marks and without, with a date, and that drop reasoning."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from tiny_tokenizer import DATED, DROPS, MARKED, PLAIN, save_tokenizer
+
+from pipetrain.config.records import DataConfig
+from pipetrain.data.dataset import make_data, make_tokenizer
+from pipetrain.data.documents import Document, Place
+from pipetrain.data.hf_tokenizer import HfTokenizer
+
+MESSAGES = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Paris", "reasoning_content": "hm"},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "It is", "reasoning_content": "so", "tool_calls": None},
+]
+# What is in brackets counts.
+FIRST, SECOND = "<s><|user|>Hi\n<|assistant|>", "<|user|>Why?\n<|assistant|>"
+TABLE = {
+    "marks": (MARKED, "answers", f"{FIRST}[Paris</s>]\n{SECOND}[It is</s>]\n"),
+    "marks, last": (MARKED, "last", f"{FIRST}Paris</s>\n{SECOND}[It is</s>]\n"),
+    "all": (MARKED, "all", f"[{FIRST}Paris</s>\n{SECOND}It is</s>\n]"),
+    "turn by turn": (PLAIN, "answers", f"{FIRST}[Paris</s>\n]{SECOND}[It is</s>\n]"),
+    "last turn": (PLAIN, "last", f"{FIRST}Paris</s>\n{SECOND}[It is</s>\n]"),
+    "a date": (DATED, "answers", f"<|system|>31 May 2024\n{FIRST}[Paris</s>\n]{SECOND}[It is</s>\n]"),
+    "reasoning dropped, last": (DROPS, "last", f"{FIRST}Paris</s>\n{SECOND}[(so)It is</s>\n]"),
+}
+
+
+def tokenizer_of(folder: pathlib.Path, template: str | None, counted: str = "answers") -> HfTokenizer:
+    config = DataConfig(tokenizer=str(save_tokenizer(folder, template)), counted=counted, template_date="2024-05-31")
+    made = make_tokenizer(config)
+    assert isinstance(made, HfTokenizer)
+    return made
+
+
+def chat(messages: Any = MESSAGES) -> Document:
+    return Document({"messages": messages}, Place(0, 1), 1, False)
+
+
+def bracketed(tokenizer: HfTokenizer, document: Document) -> str:
+    """The text of a document, with brackets around the tokens that count."""
+    encoded = tokenizer.encode_documents([document])
+    assert encoded.problems == {}
+    assert encoded.counted is not None
+    text, inside = "", False
+    for token, counts in zip(encoded.ids.tolist(), encoded.counted.tolist(), strict=True):
+        text += ("[" if counts else "]") if counts != inside else ""
+        inside = counts
+        text += tokenizer._loaded.decode([token], skip_special_tokens=False)
+    return text + ("]" if inside else "")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_counts(name: str, tmp_path: pathlib.Path) -> None:
+    template, counted, expected = TABLE[name]
+    assert bracketed(tokenizer_of(tmp_path, template, counted), chat()) == expected
+
+
+def test_reasoning_that_is_dropped_is_refused_by_the_template_s_name(tmp_path: pathlib.Path) -> None:
+    """A prompt is another one then, in training and in use. Where nothing is dropped the same template is taken: sample by sample."""
+    tokenizer = tokenizer_of(tmp_path / "dropping", DROPS)
+    with pytest.raises(
+        ValueError, match=r"chat template of .*dropping .* reasoning is dropped; use data\.counted=last"
+    ):
+        tokenizer.encode_documents([chat()])
+    without = [{"role": it["role"], "content": it["content"]} for it in MESSAGES]
+    assert bracketed(tokenizer, chat(without)) == f"{FIRST}[Paris</s>\n]{SECOND}[It is</s>\n]"
+
+
+def test_a_token_of_prompt_and_answer_is_refused(tmp_path: pathlib.Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = tokenizer_of(tmp_path, template)
+    fox = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "fox"}]
+    assert "Ġfox" in tokenizer._loaded.get_vocab()
+    with pytest.raises(ValueError, match="the tokens of a prompt are not those of the chat that goes on from it"):
+        tokenizer.encode_documents([chat(fox)])
+
+
+def test_marks_count_what_transformers_counts(tmp_path: pathlib.Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, MARKED)
+    encoded = tokenizer.encode_documents([chat()])
+    theirs = tokenizer._loaded.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoded.ids.tolist() == theirs["input_ids"]
+    assert encoded.counted is not None
+    assert encoded.counted.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_a_chat_begins_once(tmp_path: pathlib.Path) -> None:
+    """The template writes <s>, and the tokenizer would put another before it."""
+    tokenizer = tokenizer_of(tmp_path, PLAIN)
+    assert tokenizer.encode_documents([chat()]).ids.tolist().count(0) == 1
+    assert tokenizer.encode_prompt(tokenizer.render(MESSAGES[:1])).count(0) == 1
+    assert tokenizer.encode(b"Hi").tolist()[0] == 0
+    text = Document("<s>Hi</s>", Place(0, 1), 1, False)
+    assert tokenizer.encode_documents([text]).ids.tolist() == [0, *tokenizer.encode_prompt("Hi"), 1]
+
+
+def test_a_chat_without_an_answer_is_told(tmp_path: pathlib.Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer", MARKED)
+    rows = [
+        {"messages": MESSAGES},
+        {"messages": MESSAGES[:1]},
+        {"messages": MESSAGES},
+        {"messages": [{"role": "user"}]},
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(
+        name="jsonl",
+        path=str(tmp_path / "chat.jsonl"),
+        tokenizer=str(tmp_path / "tokenizer"),
+        cache_dir=str(tmp_path / "cache"),
+        sequence_length=64,
+        heldout_fraction=0.0,
+    )
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: it has no token that counts .*data\.on_error=skip"):
+        make_data(config, 0)
+    skipping = DataConfig(**{**vars(config), "on_error": "skip"})
+    data = make_data(skipping, 0)
+    assert data.num_skipped == 2
+    assert data.first_skipped is not None
+    assert "chat.jsonl:2" in data.first_skipped
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: it has no token that counts"):
+        make_data(config, 0)  # of the cache, where it is left out
+
+
+def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -> None:
+    """The token that fills up is the one that ends an answer, and answers learn to end."""
+    save_tokenizer(tmp_path / "tokenizer", MARKED)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    config = DataConfig(
+        name="jsonl",
+        path=str(tmp_path / "chat.jsonl"),
+        tokenizer=str(tmp_path / "tokenizer"),
+        cache_dir=str(tmp_path / "cache"),
+        layout="padded",
+        batch_size=1,
+        sequence_length=32,
+        heldout_fraction=0.0,
+    )
+    data = make_data(config, 0)
+    assert data.tokenizer is not None
+    assert data.tokenizer.pad_token == 1
+    inputs, targets = data.train.batch(0)
+    assert inputs["input_ids"][0, 21:].tolist() == [1] * 11
+    assert inputs["attention_mask"][0].tolist() == [1] * 21 + [0] * 11
+    assert (targets == 1).sum() == 2
+    assert torch.equal(targets >= 0, torch.tensor([[5 <= at <= 7 or 15 <= at <= 18 for at in range(32)]]))
+
+
+def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="it has no chat template, which chats are written with"):
+        tokenizer_of(tmp_path, None).encode_documents([chat()])

@@ -1,0 +1,159 @@
+"""Tiny Hugging Face models by family, from a config: nothing is downloaded. `tiny("llama")`, `saved("mixtral", tmp_path)`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 61
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# What differs from _SMALL, by the family's `model_type`. None takes a key away.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"attn_implementation": "eager", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": None},
+    "gpt_neox": {"num_key_value_heads": None},
+    "phi3": {"attention_dropout": 0.0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"head_dim": 8, **_EXPERTS},
+    "gpt2": {
+        "num_key_value_heads": None,
+        "n_positions": 64,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "olmo2": {},
+    "glm4": {"head_dim": 8},
+    "smollm3": {"sliding_window": None},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "cohere2": {"sliding_window": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
+    "qwen3_next": {
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 24,
+        **_EXPERTS,
+    },
+    "opt": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 24,
+        "dropout": 0.0,
+        "pad_token_id": 0,
+    },
+    "falcon": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
+    "bloom": {
+        "attn_implementation": "eager",
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+    },
+    "llama4_text": {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+    },
+}
+
+
+def tiny_config(family: str, **changed: Any) -> PreTrainedConfig:
+    """The config of a model with four decoder layers, 32 numbers per token and no dropout; `changed` are keys of its config.json."""
+    from transformers import AutoConfig
+
+    keys = {**_SMALL, **FAMILIES[family], **changed}
+    attention = keys.pop("attn_implementation", "sdpa")
+    config = AutoConfig.for_model(family, **{key: value for key, value in keys.items() if not _is_left_out(key, value)})
+    config._attn_implementation = attention
+    return config
+
+
+def _is_left_out(key: str, value: Any) -> bool:
+    return value is None and key != "pad_token_id"
+
+
+def tiny(family: str, **changed: Any) -> PreTrainedModel:
+    """A causal language model of the family in float32 and training mode, its own copy; equal for equal arguments."""
+    return copy.deepcopy(_made(family, tuple(sorted(changed.items()))))
+
+
+@functools.cache
+def _made(family: str, changed: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **dict(changed)))
+        # Weights of a fresh model are so small that a wrong mask hardly shows.
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3 if "embed" in name or "wte" in name else 0.15)
+    return model.train()
+
+
+def saved(family: str, folder: Path, **changed: Any) -> Path:
+    """A folder as `save_pretrained` leaves it, in files of at most 40 kB."""
+    path = folder / family
+    tiny(family, **changed).save_pretrained(path, max_shard_size="40KB")
+    return path
+
+
+def token_ids(rows: int, length: int, *, seed: int = 5) -> torch.Tensor:
+    """`[rows, length]`, int64, none of them the padding token 0."""
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(rows: int, length: int) -> torch.Tensor:
+    """`[rows, length]`, int64: row i has its last `i % 4` places padded; so one row in four has none."""
+    ends = length - torch.arange(rows) % 4
+    return (torch.arange(length) < ends[:, None]).long()

@@ -1,0 +1,317 @@
+"""Text token by token over stages equals the whole model on the whole text, whatever the prompts, the groups and the ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from ranks import NEVER_SECONDS, run_outcomes, run_ranks
+from torch import Tensor, nn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.model.transformer import transformer_spec
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.sampling import Sampling
+from pipetrain.stage.past import Past
+
+ONE = [[3, 1, 4, 1, 5]]
+SEVERAL = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
+VOCABULARY = 1000
+
+
+@functools.cache
+def model_of(name: str) -> nn.Sequential:
+    """Four blocks whose next token depends on more than the last one: of small weights it would soon be always the same."""
+    config = ModelConfig(
+        name=name, num_blocks=4, hidden_size=32, num_heads=4, num_kv_heads=2 if name == "llama" else None, dropout=0.3
+    )
+    spec = transformer_spec(config, VOCABULARY)
+    layers = spec.build(0, spec.num_layers, seed=1)
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.mul_(7.0 if parameter.dim() > 1 else 1.0)
+    return nn.Sequential(*layers)
+
+
+class Recorded:
+    """Takes the likeliest tokens, and keeps the logits `[tokens][rows, vocabulary]`."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits.clone())
+        return logits.argmax(-1)
+
+
+def whole_model(name: str, prompt: list[int], made: Tensor) -> Tensor:
+    """The logits that each of the tokens `made` was chosen by, with all tokens in one forward on one process."""
+    model = model_of(name).eval()
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([prompt + made.tolist()]))[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("prompts", [ONE, SEVERAL], ids=["one prompt", "several, padded"])
+def test_each_step_is_that_of_the_whole_model(name: str, prompts: list[list[int]]) -> None:
+    recorded = Recorded()
+    with Pipeline(model_of(name), stages_per_rank=3) as pipeline:
+        made = pipeline.generate(prompts, max_new_tokens=200, choose=recorded)
+    for row, (prompt, tokens) in enumerate(zip(prompts, made, strict=True)):
+        logits = torch.stack([step[row] for step in recorded.logits])
+        torch.testing.assert_close(logits, whole_model(name, prompt, tokens), atol=1e-5, rtol=0)
+        assert len(tokens) == 200
+        assert tokens.unique().numel() >= 50, "a model that repeats itself shows nothing"
+
+
+def _length_until(ends: list[int], tokens: Tensor, most: int) -> int:
+    """How many tokens there are up to the first that is an end."""
+    return next((place + 1 for place, token in enumerate(tokens[:most].tolist()) if token in ends), most)
+
+
+def greedy(name: str, num_tokens: int) -> list[Tensor]:
+    with Pipeline(model_of(name), stages_per_rank=2) as pipeline:
+        return pipeline.generate(SEVERAL, max_new_tokens=num_tokens)
+
+
+def _on_a_rank(name: str, num_groups: int, placement: str) -> tuple[list[Tensor], list[tuple[int, int]], list[Tensor]]:
+    told: list[tuple[int, int]] = []
+    recorded = Recorded()
+    num_ranks = torch.distributed.get_world_size()
+    plan = make_plan(6, num_ranks=num_ranks, stages_per_rank=2 if placement == "v" else 1, placement=placement)
+    with Pipeline(model_of(name), plan=plan) as pipeline:
+        made = pipeline.generate(
+            SEVERAL if pipeline.is_first else None,
+            max_new_tokens=30,
+            num_groups=num_groups,
+            on_token=lambda *token: told.append(token),
+            choose=recorded,
+        )
+        ends = [int(made[0][2]), int(made[1][9])]  # so groups end at different turns
+        again = pipeline.generate(
+            SEVERAL if pipeline.is_first else None, max_new_tokens=20, num_groups=num_groups, eos=ends
+        )
+        assert list(map(len, again)) == [_length_until(ends, tokens, 20) for tokens in made]
+        assert all(torch.equal(short, long[: len(short)]) for short, long in zip(again, made))
+        return made, told, recorded.logits if pipeline.is_last else []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "num_groups", "placement"),
+    [(3, "llama", 3, "loop"), (3, "gpt2", 2, "loop"), (2, "llama", 2, "v")],
+)
+def test_ranks_make_the_same_text(num_ranks: int, name: str, num_groups: int, placement: str) -> None:
+    """Each rank knows all tokens, in one order; the logits are those of the whole model."""
+    outcomes = run_ranks(num_ranks, _on_a_rank, name, num_groups, placement)
+    logits = next(logits for _, _, logits in outcomes if logits)
+    for made, told, _ in outcomes:
+        assert all(map(torch.equal, made, greedy(name, 30)))
+        assert told == outcomes[0][1]
+        for number, tokens in enumerate(made):
+            assert [token for sample, token in told if sample == number] == tokens.tolist()
+    steps: list[list[Tensor]] = [[] for _ in SEVERAL]
+    samples = {1: [[0, 1, 2]], 2: [[0, 1], [2]], 3: [[0], [1], [2]]}[num_groups]
+    for turn, rows in enumerate(logits):
+        for sample, row in zip(samples[turn % num_groups], rows, strict=True):
+            steps[sample].append(row)
+    for prompt, tokens, own in zip(SEVERAL, outcomes[0][0], steps, strict=True):
+        torch.testing.assert_close(torch.stack(own), whole_model(name, prompt, tokens), atol=1e-5, rtol=0)
+
+
+def _killed(at_rank: int) -> None:
+    with Pipeline(model_of("llama"), timeout_seconds=NEVER_SECONDS) as pipeline:
+
+        def on_token(_: int, token: int) -> None:
+            seen.append(token)
+            if len(seen) == 7 and pipeline.rank == at_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        seen: list[int] = []
+        pipeline.generate(SEVERAL, max_new_tokens=1000, num_groups=3, on_token=on_token)
+
+
+@pytest.mark.parametrize("at_rank", [0, 1, 2])
+def test_a_rank_that_is_killed_is_named(at_rank: int) -> None:
+    for outcome in run_outcomes(3, _killed, at_rank):
+        if outcome.rank == at_rank:
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            assert f"rank {at_rank} is gone" in (outcome.error or ""), outcome
+
+
+def test_a_prompt_ends_where_its_end_token_comes() -> None:
+    free = greedy("llama", 12)
+    ends = [int(free[0][4]), int(free[2][2])]
+    with Pipeline(model_of("llama"), stages_per_rank=2) as pipeline:
+        made = pipeline.generate(SEVERAL, max_new_tokens=12, eos=ends)
+    for tokens, all_of_them in zip(made, free, strict=True):
+        assert tokens.tolist() == all_of_them[: _length_until(ends, all_of_them, 12)].tolist()
+    assert len(made[0]) < 12
+
+
+def test_what_is_longer_than_the_context_goes_on_from_its_latter_half() -> None:
+    recorded = Recorded()
+    with Pipeline(model_of("gpt2"), stages_per_rank=2) as pipeline:
+        (made,) = pipeline.generate(ONE, max_new_tokens=20, context=8, choose=recorded)
+    text, length, checked = ONE[0] + made.tolist(), 5, 0
+    for number in range(20):
+        if length > 8:
+            length = 4  # of the 8 that were looked at
+        given = text[: 5 + number][-length:]
+        torch.testing.assert_close(
+            recorded.logits[number][0], model_of("gpt2").eval()(torch.tensor([given]))[0, -1], atol=1e-5, rtol=0
+        )
+        length, checked = length + 1, checked + 1
+    assert checked == 20
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_cut_in_front() -> None:
+    with Pipeline(model_of("gpt2")) as pipeline:
+        (long,) = pipeline.generate([list(range(50))], max_new_tokens=1, context=8)
+        (short,) = pipeline.generate([list(range(42, 50))], max_new_tokens=1)
+    assert torch.equal(long, short)
+
+
+def test_training_does_not_notice() -> None:
+    """Layers are as they were, dropout draws what it would have drawn."""
+
+    def losses(*, generating: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = transformer_spec(ModelConfig(num_blocks=2, hidden_size=16, dropout=0.4), 50).build(0, 4)
+        drawn = []
+        with Pipeline(layers, _loss, num_microbatches=2, stages_per_rank=2) as pipeline:
+            for _ in range(2):
+                batch = torch.arange(24).reshape(4, 6)
+                drawn.append(pipeline.step(batch, batch))
+                if generating:
+                    pipeline.generate([[1, 2, 3], [4]], max_new_tokens=3, temperature=1.0)
+                    assert all(layer.training for layer in layers)
+        return [*drawn, torch.rand(1)]
+
+    assert all(map(torch.equal, losses(generating=True), losses(generating=False)))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_drawn_tokens_depend_on_the_seed_alone() -> None:
+    with Pipeline(model_of("llama"), stages_per_rank=2) as pipeline:
+        draw = functools.partial(pipeline.generate, max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9)
+        together = draw(SEVERAL, seed=3)
+        assert all(map(torch.equal, together, draw(SEVERAL, seed=3, num_groups=3)))
+        assert torch.equal(together[0], draw(SEVERAL[:1], seed=3)[0])
+        assert not torch.equal(together[0], draw(SEVERAL[:1], seed=4)[0])
+
+
+def test_what_a_tokenizer_gives_is_a_prompt_too() -> None:
+    ids = torch.tensor([[0, 0, 9, 2], [3, 1, 4, 1]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with Pipeline(model_of("llama")) as pipeline:
+        padded = pipeline.generate({"input_ids": ids, "attention_mask": mask}, max_new_tokens=6)
+        assert all(map(torch.equal, padded, pipeline.generate([[9, 2], [3, 1, 4, 1]], max_new_tokens=6)))
+        assert torch.equal(padded[1], pipeline.generate(ids[1], max_new_tokens=6)[0])
+
+
+def _of_layers(*layers: nn.Module, **options: Any) -> list[Tensor]:
+    with Pipeline(list(layers)) as pipeline:
+        return pipeline.generate(options.pop("prompts", [[1]]), **{"max_new_tokens": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompts": None}, "no prompts"),
+        ({"prompts": []}, "prompts is empty"),
+        ({"prompts": [[1], []]}, r"prompts\[1\] is empty"),
+        ({"prompts": "text"}, "prompts is a str"),
+        ({"prompts": [[1, -1]]}, r"prompts\[0\] has -1"),
+        ({"prompts": [torch.tensor([0.5])]}, r"prompts\[0\] is a tensor \[1\] of torch.float32"),
+        ({"prompts": {"ids": 1}}, "a dict needs input_ids"),
+        ({"prompts": {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 3)}}, "the same shape"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"num_groups": 2}, "num_groups=2: there are 1 prompts"),
+        ({"context": 1}, "context=1: at least 2"),
+        ({"eos": [-1]}, "eos has -1"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": 5}, "temperature=0 takes the likeliest"),
+        ({"temperature": 1.0, "seed": 0.5}, "seed=0.5"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _of_layers(nn.Embedding(8, 8), nn.Linear(8, 8), **options)
+
+
+def test_layers_that_keep_nothing_are_named() -> None:
+    assert len(_of_layers(nn.Embedding(8, 8), nn.Linear(8, 8))[0]) == 2
+    with pytest.raises(
+        ValueError, match=r"layer 1 \(LSTM\) cannot go on from the tokens before: give it forward_cached"
+    ):
+        _of_layers(nn.Embedding(8, 8), nn.LSTM(8, 8))
+
+
+def _mistaken() -> str:
+    first = torch.distributed.get_rank() == 0
+    layers: list[nn.Module] = [nn.Embedding(8, 8), nn.LSTM(8, 8)]
+    with Pipeline(layers) as pipeline, pytest.raises(ValueError, match="layer 1") as found:
+        pipeline.generate([[1]] if first else None, max_new_tokens=1)
+    return str(found.value)
+
+
+def test_a_mistake_of_one_rank_is_told_by_all() -> None:
+    first, second = run_ranks(2, _mistaken)
+    assert first == second
+    assert "layer 1 (LSTM)" in first
+
+
+def test_positions_and_masks_of_padded_samples() -> None:
+    past = Past([2, 0], torch.device("cpu"))
+    past.begin(3)
+    assert past.positions.tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert past.mask is not None
+    assert past.mask.tolist() == [[False, False, True], [True, True, True]]
+    keys, _ = past.extend("layer", torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
+    past.end()
+    past.begin(1)
+    assert past.positions.tolist() == [[1], [3]]
+    assert past.mask.tolist() == [[False, False, True, True], [True] * 4]
+    assert past.longest == 4
+    for number in range(200):  # beyond the room that there was at first
+        keys, values = past.extend("layer", torch.full((2, 1, 1, 4), number), torch.full((2, 1, 1, 4), -number))
+        past.end()
+        past.begin(1)
+    assert keys[0, 0, :, 0].tolist() == [1.0] * 3 + list(range(200))
+    assert values[1, 0, 3:, 3].tolist() == [-number for number in range(200)]
+
+
+def test_the_chances_of_tokens() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()  # the softmax of which is this again
+    assert Sampling(1.0).chances(logits).tolist() == [pytest.approx([0.1, 0.4, 0.2, 0.3])]
+    assert Sampling(1.0, top_k=2).chances(logits).tolist() == [pytest.approx([0, 4 / 7, 0, 3 / 7])]
+    assert Sampling(1.0, top_k=9).chances(logits).tolist() == [pytest.approx([0.1, 0.4, 0.2, 0.3])]
+    assert Sampling(1.0, top_p=0.65).chances(logits).tolist() == [pytest.approx([0, 4 / 7, 0, 3 / 7])]
+    assert Sampling(1.0, top_p=0.75).chances(logits).tolist() == [pytest.approx([0, 4 / 9, 2 / 9, 3 / 9])]
+    assert Sampling(1.0, top_p=0.01).chances(logits).tolist() == [[0, 1, 0, 0]]
+    squares = [0.01, 0.16, 0.04, 0.09]
+    assert Sampling(0.5).chances(logits).tolist() == [pytest.approx([square / 0.3 for square in squares])]
+
+
+def test_tokens_are_drawn_by_their_chances() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(4000, 4)
+    drawn = Sampling(1.0, seed=7).choose(logits, range(4000), 0)
+    counts = drawn.bincount(minlength=4) / 4000
+    torch.testing.assert_close(
+        counts, torch.tensor([0.1, 0.4, 0.2, 0.3]), atol=0.04, rtol=0
+    )  # five standard deviations

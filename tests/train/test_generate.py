@@ -1,0 +1,166 @@
+"""`pipetrain generate` as a user types it: what it prints, on how many ranks, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import runpy
+import shutil
+import signal
+import sys
+from dataclasses import asdict
+
+import pytest
+from commands import begin, children_of, complete, end
+
+from pipetrain.cli.main import main
+from pipetrain.config.load import as_yaml, load
+from pipetrain.data.tokenizer import ByteTokenizer
+from pipetrain.loop.generate import TextStream
+from pipetrain.model.spec import make_spec
+from pipetrain.observe.folder import RunFolder
+from pipetrain.plan.plan import make_plan
+from pipetrain.snapshot.weights import write_shard
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GENERATE = [sys.executable, "-m", "pipetrain.cli", "generate"]
+
+
+def a_run(folder: pathlib.Path, options: list[str], num_layers: int) -> RunFolder:
+    """What a run over two ranks leaves behind, but for its weights."""
+    run = RunFolder(folder)
+    run.create()
+    run.config.write_text(as_yaml(load(options)))
+    run.plan.write_text(json.dumps(asdict(make_plan(num_layers, num_ranks=2))))
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A tiny model of the quickstart's kind that has learnt nothing."""
+    folder = a_run(tmp_path_factory.mktemp("runs") / "run", ["experiment=smoke"], 4)
+    spec = make_spec(load(["experiment=smoke"]).model, 256)
+    tensors = {
+        f"{number}.{name}": tensor
+        for number, layer in enumerate(spec.build(0, 4, seed=3))
+        for name, tensor in layer.state_dict().items()
+    }
+    write_shard(folder.weights / "model.safetensors", spec.to_file(tensors))
+    return folder.path
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A small Llama with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    llama, chats = folder / "small-llama", folder / "chats.jsonl"
+    runpy.run_path(str(ROOT / "docs" / "small_llama.py"))["main"](str(llama), str(chats), 20, 2, 32)
+    options = ["experiment=finetune", "precision=fp32", f"model.path={llama}", f"data.path={chats}"]
+    run = a_run(folder / "run", options, 4)
+    shutil.copytree(llama, run.model)
+    (run.model / "model.safetensors").rename(run.weights / "model.safetensors")
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | pathlib.Path) -> str:
+    assert main(["generate", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_two_ranks_say_what_one_says(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt=the ", "--tokens=40", "--temperature=0.9", "--top-k=30", "--top-p=0.95", "--seed=4"]
+    over_two = complete(run, [*GENERATE, str(run), *options])
+    assert over_two.returncode == 0, over_two.stderr
+    assert over_two.stdout == said(capsys, run, *options, "--ranks=1")
+    assert over_two.stdout.startswith("the ")
+    assert over_two.stderr == ""
+
+
+def test_several_prompts_are_told_one_after_the_other(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = [
+        said(capsys, run, f"--prompt={text}", "--ranks=1", "--temperature=0", "--tokens=9") for text in ("a", "def ")
+    ]
+    both = said(capsys, run, "--prompt=a", "--prompt=def ", "--ranks=1", "--temperature=0", "--tokens=9")
+    assert both == "\n".join(alone)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    started = begin(tmp_path, [*GENERATE, str(run), "--tokens=1000000"])
+    assert started.stdout is not None
+    started.stdout.read(200)  # both ranks are at work
+    ranks = [child for child in children_of(started.pid) if rank_of(child) == "1"]
+    os.kill(ranks[0], signal.SIGKILL)
+    code, stderr = end(started)
+    assert code == 1
+    assert "rank 1 is gone" in stderr
+
+
+def rank_of(pid: int) -> str | None:
+    words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((word[5:].decode() for word in words if word.startswith(b"RANK=")), None)
+
+
+def test_a_question_is_answered_as_transformers_does(
+    chat_run: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    question = "What is abc.abstractmethod for?"
+    tokenizer = AutoTokenizer.from_pretrained(chat_run / "small-llama")
+    model = AutoModelForCausalLM.from_pretrained(chat_run / "small-llama", dtype="float32").eval()
+    options = ["--temperature=0", "--tokens=12", "--ranks=1", f"--prompt={question}"]
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        given = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+
+    user = {"role": "user", "content": question}
+    assert said(capsys, chat_run / "run", *options) == answer([user])
+    with_system = said(capsys, chat_run / "run", *options, "--system=Be brief.")
+    assert with_system == answer([{"role": "system", "content": "Be brief."}, user])
+    raw = tokenizer("abc", return_tensors="pt")
+    text = model.generate(**raw, max_new_tokens=5, do_sample=False)[0, raw["input_ids"].shape[1] :]
+    assert said(capsys, chat_run / "run", "--raw", "--temperature=0", "--tokens=5", "--ranks=1", "--prompt=abc") == (
+        "abc" + tokenizer.decode(text, skip_special_tokens=True) + "\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt="], "--prompt is empty"),
+        (["--tokens=0"], "--tokens=0: at least 1"),
+        (["--temperature=-1"], "temperature=-1"),
+        (["--temperature=0", "--top-k=3"], "temperature=0 takes the likeliest"),
+        (["--top-p=2"], "top_p=2"),
+        (["--ranks=0"], "--ranks=0: at least 1"),
+        (["--ranks=9"], "4 layers cannot fill 9 stages"),
+        (["--ranks=1", "--system=x"], "--system=x: byte has no chat template"),
+    ],
+)
+def test_mistakes(run: pathlib.Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_character_is_told_when_it_is_whole() -> None:
+    stream, text = TextStream(ByteTokenizer()), "a\nö€𝄞z"
+    parts = [stream.add(token) for token in text.encode()]
+    assert parts == ["a", "\n", "", "ö", "", "", "€", "", "", "", "𝄞", "z"]
+    assert stream.rest() == ""
+
+
+def test_what_is_no_character_is_told_at_last() -> None:
+    stream = TextStream(ByteTokenizer())
+    assert "".join(stream.add(token) for token in b"\xf0\x9f") == ""
+    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+    stream = TextStream(ByteTokenizer())
+    told = "".join(stream.add(token) for token in b"\xff" * 9 + b"a")
+    assert told + stream.rest() == "\N{REPLACEMENT CHARACTER}" * 9 + "a"
