@@ -54,7 +54,8 @@ SIGNATURES = {
         "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=()"
     ),
     "RecomputePolicy": (
-        "mode=<Mode.OVERLAP: 'overlap'> sets=1 keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> verify='first' ahead=None"
+        "mode=<Mode.OVERLAP: 'overlap'> sets=None keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> selective=() segments=1 "
+        "parts=() verify='first' ahead=None"
     ),
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",

@@ -17,6 +17,7 @@ from pipetrain.config.records import (
     WEIGHTS_IN,
     GuardConfig,
     PipelineConfig,
+    RecomputeConfig,
     RunConfig,
     SnapshotConfig,
     TransportConfig,
@@ -138,24 +139,10 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    recompute, data = config.recompute, config.data
+    data = config.data
     yield from _schedule_of_deepspeed(config.pipeline)
     yield from _of_transport(config.transport)
-    if recompute.mode not in ("never", "inline"):
-        yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
-    if recompute.segments != 1:
-        yield _refused(
-            "recompute.segments", recompute.segments, "recomputes a stage as a whole; use recompute.segments=1"
-        )
-    if recompute.sets not in (None, 1):
-        yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
-    if recompute.keep == "auto":
-        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
-    if recompute.selective is not None:
-        shown = recompute.selective
-        yield _refused("recompute.selective", shown, "recomputes a stage as a whole; use recompute.selective=null")
-    if recompute.stash is not None:
-        yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
+    yield from _recompute_of_deepspeed(config.recompute)
     if config.parallel.zero > 1:
         yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
     if config.optim.name != ADAMW:
@@ -173,6 +160,24 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
     if data.batch_size % config.pipeline.num_microbatches:
         multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
         yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+
+
+def _recompute_of_deepspeed(recompute: RecomputeConfig) -> Iterator[str]:
+    if recompute.mode not in ("never", "inline"):
+        yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
+    if recompute.segments != 1:
+        yield _refused(
+            "recompute.segments", recompute.segments, "recomputes a stage as a whole; use recompute.segments=1"
+        )
+    if recompute.sets not in (None, 1):
+        yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
+    if recompute.keep == "auto":
+        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
+    if recompute.selective is not None:
+        shown = recompute.selective
+        yield _refused("recompute.selective", shown, "recomputes a stage as a whole; use recompute.selective=null")
+    if recompute.stash is not None:
+        yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
 
 
 def _schedule_of_deepspeed(pipeline: PipelineConfig) -> Iterator[str]:

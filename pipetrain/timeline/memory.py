@@ -49,15 +49,14 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
         op, stage = event.op, event.op.stage
         stash, whole = costs.input_bytes[stage], costs.set_bytes[stage]
         kept = costs.kept_bytes[stage] if costs.kept_bytes else 0.0
-        share = schedule.policy.share_of(stage, op.part)
-        own = whole * share
         if op.kind in OPENS_STASH and stage >= schedule.first_backward:
             inputs = stash * schedule.policy.num_parts(stage) + kept
             changes.append((event.start, whole if brings_set(schedule, op) else inputs))
         elif places_taken(schedule, op):
-            changes.append((event.start, own - stash - kept * share))
+            share = schedule.policy.share_of(stage, op.part)
+            changes.append((event.start, (whole - kept) * share - stash))
         elif places_freed(schedule, op):
-            changes.append((event.end, -own))
+            changes.append((event.end, -whole * schedule.policy.share_of(stage, op.part)))
     held, curve = 0.0, []
     for time, change in sorted(changes):
         held += change

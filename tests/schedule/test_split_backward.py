@@ -171,7 +171,10 @@ COMPUTE = lane(SOUND, 1, Lane.COMPUTE)
 BROKEN = {
     "w without i": (("1I2", ""), "1I2: is missing: 1W2 needs it"),
     "i without w": (("1W2", ""), "1W2: is missing: 1I2 needs it"),
-    "both": (("1I2", "1I2 1B2"), "1B2: stands beside 1I2 and 1W2: a microbatch goes back once, as B or as I and W"),
+    "both": (
+        ("1I2", "1I2 1B2"),
+        "1B2: stands beside 1I2 and 1W2: a microbatch goes back once, as B, as B of each part or as I and W",
+    ),
     "w first": (("1I2 1W1 1I3 1W2", "1W2 1W1 1I3 1I2"), "1W2: does not wait for 1I2"),
     "twice": (("1W2", "1W2 1W2"), "1W2: stands there 2 times"),
 }
