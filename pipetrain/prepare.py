@@ -32,6 +32,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
 
+_NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
 _DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
 
 
@@ -145,11 +146,12 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
     """What times and bytes of layers depend on, by its key: they hold for a run that has the same."""
-    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "path"}
+    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key not in _NO_WORK_OF_LAYERS}
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
     samples = -(-config.data.batch_size // config.pipeline.num_microbatches)
     return {
         **model,
+        "precision": config.precision,
         "data.sequence_length": config.data.sequence_length,
         "data.batch_size / pipeline.num_microbatches": samples,
         "threads_per_rank": config.threads_per_rank,

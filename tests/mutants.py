@@ -432,7 +432,7 @@ MUTANTS = (
     Mutant(
         "communicators stay open",
         "pipetrain/transport/nccl.py",
-        "            self._data.shutdown()  # type: ignore[attr-defined]\n",
+        "    data.shutdown()  # type: ignore[attr-defined]\n",
         "",
         ("tests/transport/test_nccl.py",),
     ),
@@ -803,8 +803,8 @@ MUTANTS = (
     Mutant(
         "check takes ops of microbatches that are left out",
         "pipetrain/schedule/check.py",
-        "        elif op.microbatch in schedule.skipped:",
-        "        elif False:",
+        "    if op.microbatch in schedule.skipped:",
+        "    if False:",
         (WITHOUT, "-k", "cannot_be_left_out"),
     ),
     Mutant(

@@ -46,27 +46,50 @@ def _profile(arguments: Arguments) -> int:
 
 
 def _measured(config: Any, rounds: int) -> Profile:
-    import torch
+    from dataclasses import replace
 
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from pipetrain.config.records import WEIGHTS_IN
     from pipetrain.config.together import check_run
     from pipetrain.data.dataset import make_data
+    from pipetrain.engine.precision import precision_of
     from pipetrain.group.own_device import choose_device
+    from pipetrain.model.hf.download import bring_model
     from pipetrain.model.spec import make_spec
+    from pipetrain.model.weights_dtype import with_weights_in
     from pipetrain.plan.profile import Profile
     from pipetrain.prepare import conditions_of
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 
     check_run(config)
+    if config.model.compile:
+        raise ValueError("model.compile=true: layers are measured as they are; use model.compile=false")
     torch.set_num_threads(config.threads_per_rank)
-    data = make_data(config.data, config.seed)
+    device, wait = choose_device(None), config.timeout_seconds
+    precision = precision_of(config.precision, device)
+    bring_model(config.model, timeout_seconds=wait)
+    data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
+    model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
+    spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)
     batch = data.train.batch(0)
+    inputs, targets = batch if spec.take_batch is None else spec.take_batch(*batch)
     m = config.pipeline.num_microbatches
-    spec = make_spec(config.model, data.vocabulary_size)
     # The first microbatch is the largest.
-    inputs, targets = cut(batch.inputs, m)[0], cut(batch.targets, m, "targets")[0]
-    device = choose_device(None)
-    layers = profile_layers(spec, inputs, targets.to(device), device=device, rounds=rounds, seed=config.seed, say=_say)
+    inputs, targets = cut(inputs, m)[0], cut(targets, m, "targets")[0]
+    targets = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), targets)
+    layers = profile_layers(
+        spec,
+        inputs,
+        targets,
+        device=device,
+        rounds=rounds,
+        seed=config.seed,
+        autocast=lambda: precision.context(device),
+        say=_say,
+    )
     return Profile(conditions=conditions_of(config), layers=layers)
 
 

@@ -258,7 +258,7 @@ def check_conditions(given: str, profile: Profile, conditions: Mapping[str, Any]
     """Raises:
     ValueError: layers were measured with something else than `conditions`; names the first that differs.
     """
-    for key, wanted in conditions.items():
+    for key, wanted in json.loads(json.dumps(dict(conditions))).items():  # as a file has them: lists, no tuples
         there = profile.conditions.get(key)
         if profile.layers and there != wanted:
             raise ValueError(
