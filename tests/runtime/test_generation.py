@@ -17,6 +17,7 @@ from pipetrain.model.transformer import transformer_spec
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.sampling import Sampling
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import Past
 
 ONE = [[3, 1, 4, 1, 5]]
@@ -79,6 +80,13 @@ def _length_until(ends: list[int], tokens: Tensor, most: int) -> int:
 def greedy(name: str, num_tokens: int) -> list[Tensor]:
     with Pipeline(model_of(name), stages_per_rank=2) as pipeline:
         return pipeline.generate(SEVERAL, max_new_tokens=num_tokens)
+
+
+def test_stages_in_parts_make_the_same_text() -> None:
+    """Each part keeps its own of the tokens before; what is recomputed has no part in it."""
+    with Pipeline(model_of("llama"), stages_per_rank=2, recompute=RecomputePolicy(segments=3)) as pipeline:
+        made = pipeline.generate(SEVERAL, max_new_tokens=30)
+    assert all(map(torch.equal, made, greedy("llama", 30)))
 
 
 def _on_a_rank(name: str, num_groups: int, placement: str) -> tuple[list[Tensor], list[tuple[int, int]], list[Tensor]]:

@@ -109,6 +109,7 @@ MORE = [
     *(Case("1f1b", mode, ranks=3, layers=tied, also=also) for mode in MODES for also in (accumulates, evaluates)),
     *(Case("gpipe", ranks=3, layers=tied, slow=slow, saves=True) for slow in range(3)),
     *(Case("zb-h1", ranks=3, layers=tied), Case("auto", ranks=3, microbatches=6, layers=tied)),
+    *(Case("1f1b", mode, ranks=3, layers=tied, segments=2) for mode in ("inline", "overlap")),
     *(
         Case("zbv", stages_per_rank=2, placement="v", layers=tied),
         Case("gpipe", ranks=2, stages_per_rank=2, layers=tied),
