@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_tokenizer import MARKED, save_tokenizer
 
 from pipetrain.config.load import load
@@ -70,5 +71,9 @@ def test_a_corpus_that_changed_is_refused(read: dict[str, list[str]], tmp_path: 
     snapshot = tmp_path / "whole" / "snapshots" / "step-00000002"
     path = tmp_path / "text.jsonl"
     path.write_text(pathlib.Path(read["texts"][1].removeprefix("data.path=")).read_text().replace("Hello", "Hullo"))
-    with pytest.raises(ValueError, match=r"the text is not that of .*step-00000002"):
-        run(tmp_path / "later", *read["texts"], f"data.path={path}", f"resume={snapshot}")
+    try:
+        with pytest.raises(ValueError, match=r"the text is not that of .*step-00000002"):
+            run(tmp_path / "later", *read["texts"], f"data.path={path}", f"resume={snapshot}")
+    finally:
+        if dist.is_initialized():  # a process that fails ends, and leaves it to the others to see that
+            dist.destroy_process_group()

@@ -373,3 +373,12 @@ def test_a_model_is_left_as_it_was() -> None:
     assert list(model.state_dict()) == names
     assert torch.equal(model(ids, use_cache=False).logits, untouched(ids, use_cache=False).logits)
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_size_says_what_is_tied_as_the_model_does(family: str, tied: bool) -> None:
+    model = tiny(family, tie_word_embeddings=tied)
+    size = hf_size_of(model.config.to_dict(), 16)
+    assert size.tied == (((0, size.num_layers - 1),) if tied else ())
+    assert bool(model.all_tied_weights_keys) is tied

@@ -16,6 +16,7 @@ from resumed import num_steps_of, start
 from pipetrain.cli.main import main
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
+from pipetrain.model.spec import spec_of
 
 CASES = [(zero, mode) for zero in (0, 1) for mode in ("never", "inline")]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
@@ -56,6 +57,7 @@ def test_numbers_are_those_of_the_native_engine() -> None:
 
 def test_a_batch_of_more_than_two_tensors_is_refused() -> None:
     engine, ids = object.__new__(DeepSpeedEngine), torch.zeros(4, 3, dtype=torch.int64)
+    engine._spec = spec_of([torch.nn.Linear(1, 1)])
     with pytest.raises(ValueError, match=r"engine=deepspeed: the inputs of a batch are a dict, .* use engine=native"):
         engine._cut(Batch({"ids": ids}, ids))
     with pytest.raises(ValueError, match=r"engine=deepspeed: the targets of a batch are a tuple"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipetrain.config.records import ModelConfig
@@ -142,6 +142,8 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
             2.0 * logits,
         ),
         parameters_per_layer=(logits, *(each + all_ for each, (all_, _) in zip(mixing, feeding)), logits),
+        # Older versions of transformers left out of the file what was true.
+        tied=((0, len(numbers) + 1),) if config.get("tie_word_embeddings", True) else (),
     )
 
 
@@ -176,7 +178,9 @@ def check_hf(config: ModelConfig) -> None:
 
 def hf_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:  # noqa: ARG001
     """The layers of the model that `model.path` names, in samples of `sequence_length` tokens; its vocabulary is its own."""
-    return hf_size_of(_source(config).config, sequence_length)
+    size = hf_size_of(_source(config).config, sequence_length)
+    frozen = config.lora.rank is not None  # embedding and head are, so there is no gradient to exchange
+    return replace(size, tied=()) if frozen else size
 
 
 def longest_hf_sample(config: ModelConfig) -> int | None:
