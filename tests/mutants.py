@@ -357,7 +357,7 @@ MUTANTS = (
         "pipetrain/schedule/waits.py",
         "            yield op, full  # [3]\n",
         "            pass\n",
-        ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_check.py"),
+        ("tests/schedule/test_schedule_waits.py",),
     ),
     Mutant(
         "check does not look at the order of a link",

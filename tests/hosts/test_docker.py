@@ -76,6 +76,6 @@ def test_the_cpu_image_is_built_and_verifies_itself() -> None:
     before = set(pathlib.Path("/tmp").glob("pipetrain-image-*"))
     done = subprocess.run([DOCKER / "try.sh"], capture_output=True, text=True, check=False, timeout=1780)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "24 cases, all equal bit for bit" in done.stdout
+    assert "48 cases, all equal bit for bit" in done.stdout
     assert done.stdout.splitlines()[-1] == "runs as pipetrain"
     assert set(pathlib.Path("/tmp").glob("pipetrain-image-*")) == before

@@ -102,7 +102,7 @@ def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.C
     assert not (run / "timeline.html").exists()
     assert main(["report", str(run)]) == 0
     assert "| recompute hidden      |      - |      - |" in capsys.readouterr().out
-    assert main(["generate", str(run), "--prompt=the ", "--tokens=5"]) == 0
+    assert main(["generate", str(run), "--prompt=the ", "--tokens=5", "--ranks=1"]) == 0
 
 
 @pytest.mark.slow
