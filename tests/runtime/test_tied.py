@@ -111,7 +111,7 @@ ORDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpipe, two stages per rank": ({"stages_per_rank": 2}, {"recompute": "early"}),
     "gpipe there and back": (V, {"recompute": "inline"}),
     "1f1b inline": ({}, {"schedule": "1f1b", "recompute": "inline"}),
-    "1f1b in parts": ({}, {"schedule": "1f1b", "recompute": RecomputePolicy(segments=2)}),
+    "1f1b in parts": ({}, {"schedule": "1f1b", "recompute": RecomputePolicy(segments="layers")}),
     "1f1b split": ({"split_backward": True}, {"schedule": "1f1b"}),
     "interleaved": ({"stages_per_rank": 2}, {"schedule": "interleaved", "recompute": "early"}),
     "zb-h1": ({}, {"schedule": "zb-h1", "recompute": "never"}),

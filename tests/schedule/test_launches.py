@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 from unsent import most_held_for_sends, predecessors
 
-from pipetrain.schedule.alive import peak_sets, peak_stash
+from pipetrain.schedule.alive import ends_stash, peak_sets, peak_stash, places_freed, places_taken
 from pipetrain.schedule.check import ScheduleError, check, each_op_is_launched, launched_in_one_order
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import TRANSFER_LANES
@@ -168,18 +168,17 @@ def memory_is_free(schedule: Schedule) -> None:
 
 def bounds_hold_as_launched(schedule: Schedule) -> None:
     """The sets and stashes that a host holds which launches all at once are within what `alive` says of any timing."""
-    sets, stashes = [0] * schedule.num_stages, [0] * schedule.num_stages
-    backwards = {kind for way in (Kind.B, Kind.W) for kind in (way,)}
+    places, stashes = [0] * schedule.num_stages, [0] * schedule.num_stages
     peaks, most = peak_sets(schedule), peak_stash(schedule)
     for launched in schedule.launch_order:
         for op in launched:
-            stage, place = op.stage, (op.stage, op.microbatch)
+            stage = op.stage
             stashes[stage] += op.kind is Kind.F and stage >= schedule.first_backward
-            sets[stage] += op.kind is Kind.R or (op.kind is Kind.F and place in schedule.kept)
-            assert sets[stage] <= peaks[stage].sets
+            places[stage] += places_taken(schedule, op)  # a place is for a set, or for a part of one
+            assert places[stage] <= peaks[stage].places
             assert stashes[stage] <= most[stage]
-            sets[stage] -= op.kind in backwards
-            stashes[stage] -= op.kind in backwards
+            places[stage] -= places_freed(schedule, op)
+            stashes[stage] -= ends_stash(op)
 
 
 def receives_delay_nothing(schedule: Schedule, device: Schedule, costs: Costs) -> None:
