@@ -153,14 +153,14 @@ def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Argumen
 
     from pipetrain.group.failure import PipelineError
     from pipetrain.group.own_device import set_variables_of_gpus
-    from pipetrain.launcher.stop import ending_with_the_launcher
+    from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
 
     try:
         asked = _asked(arguments)
         _check(folder, asked)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
-        with ending_with_the_launcher():
+        with ending_with_the_launcher(), telling_first():
             _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), folder, asked)
     except ValueError as error:
         return Outcome(rank, Exit.WRONG_INPUT, str(error))
