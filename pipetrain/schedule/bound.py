@@ -78,6 +78,9 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
+    if not schedule.microbatches:  # all are left out, and the reduces of a rank are what is left
+        own = [(schedule.stage_ranks[stage], ends[0][1]) for stage, ends in links.reduces.items()]
+        return max((sum(seconds for rank, seconds in own if rank == one) for one, _ in own), default=0.0)
     kept = Counter(stage for stage, _ in schedule.kept)
     return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
 
@@ -100,7 +103,9 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     return found
 
 
-def _reduces_by_stage(costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]) -> dict[int, list[tuple[float, float]]]:
+def _reduces_by_stage(
+    costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]
+) -> dict[int, list[tuple[float, float]]]:
     """`_Links.reduces`, by the parts of each stage from the last to the first; what it adds up with other stages comes at the end."""
     found: dict[int, list[tuple[float, float]]] = {}
     for stage in sorted({op.stage for op in reduces}):

@@ -101,7 +101,9 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
 def _fault_of_form(schedule: Schedule, op: Op) -> str | None:
     if op.kind.row.per_stage:
         named = op.microbatch is None and op.part is not None
-        return None if named else "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
+        return (
+            None if named else "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
+        )
     if op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
         return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
     if op.microbatch in schedule.skipped:
