@@ -231,7 +231,7 @@ class OursRunner:
             tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
             tuple(rank.other_seconds for rank in report.breakdown),
             report.step_seconds,
-            measure_costs(report.schedule.num_stages, [report.timeline]),
+            measure_costs(report.schedule.num_stages, [report.timelines]),
             report.peak_stage_bytes,
         )
 
