@@ -6,13 +6,14 @@ import difflib
 import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
 
 PerStage = int | tuple[int, ...]  # a number for all stages, or one for each
+CutStage = Callable[[int, int], Sequence[int]]  # a stage and in how many parts it is cut -> the layers of each part
 Sets = float | tuple[float, ...]  # likewise; with segments parts of a set, too
 
 
@@ -157,15 +158,20 @@ class RecomputePolicy:
         """Whether stages are recomputed in parts."""
         return self.segments != 1 and self.mode is not Mode.NEVER
 
-    def of_layers(self, balance: Sequence[int]) -> RecomputePolicy:
-        """The policy for stages of so many layers: their parts, as equal as whole layers allow.
+    def of_layers(self, balance: Sequence[int], cut: CutStage | None = None) -> RecomputePolicy:
+        """The policy for stages of so many layers: with the parts that it has already, where they are of such stages, else with
+        those of `cut`, and where that is None of equal numbers of layers.
 
         Raises:
             ValueError: a stage has fewer layers than segments are wanted, or `sets` is no multiple of a part.
         """
-        if not self.in_parts:
+        if not self.in_parts or [sum(parts) for parts in self.parts] == list(balance):
             return self
-        parts = tuple(_cut(layers, self._segments_of(stage, layers)) for stage, layers in enumerate(balance))
+        segments = [self._segments_of(stage, layers) for stage, layers in enumerate(balance)]
+        parts = tuple(
+            tuple(cut(stage, count)) if cut is not None else _cut(layers, count)
+            for stage, (layers, count) in enumerate(zip(balance, segments))
+        )
         known = replace(self, parts=parts)
         known.check_stages(len(balance))
         return known

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
     LOSS,
     PROFILE,
@@ -14,6 +15,7 @@ from pipetrain.plan.profile import (
     Profile,
     SavedTensor,
     advice_of,
+    bytes_of_layers,
     check_conditions,
     costs_of_layers,
     read_profile,
@@ -81,6 +83,14 @@ def test_stages_are_the_sums_of_their_layers() -> None:
     assert costs.set_bytes == (4 + 0 + 10 + 90, 10 + 90 + 10 + 90 + 10 + 7)  # a border is held once
     assert costs.kept_bytes == ()
     assert costs.hop_forward == (0.0,)
+
+
+def test_parts_of_a_stage_have_about_equal_bytes() -> None:
+    assert bytes_of_layers(PROFILE_OF_FOUR) == (0 + 10, 90 + 10, 90 + 10, 90 + 10 + 7)  # the last with the loss
+    unlike = dataclasses.replace(PROFILE_OF_FOUR, layers=(FIRST, BLOCK, dataclasses.replace(END, inner_bytes=400)))
+    policy = RecomputePolicy("inline", segments=2)  # type: ignore[arg-type]
+    for profile, parts in ((PROFILE_OF_FOUR, (2, 2)), (unlike, (3, 1))):
+        assert policy.of_layers([4], cut_by_work(bytes_of_layers(profile), [4])).parts == (parts,)
 
 
 def test_what_is_kept_is_held_and_not_computed() -> None:
