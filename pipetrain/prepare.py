@@ -8,7 +8,6 @@ Without torch: the command line refuses a run that cannot be before a process st
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,7 +20,14 @@ from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.climb import Effort
 from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
-from pipetrain.plan.profile import bytes_of_layers, check_conditions, check_profile, costs_of_layers, read_profile
+from pipetrain.plan.profile import (
+    bytes_of_layers,
+    check_conditions,
+    check_profile,
+    costs_of_layers,
+    read_profile,
+    seconds_of_layers,
+)
 from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -79,6 +85,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     tied, found = plan.tied_stages(size.tied), None
     check_ties(config, tied)
     _policy(config).check_layers(plan.num_layers)
+    _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
     spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
     if order is None and pipeline.schedule == AUTO:
@@ -128,12 +135,13 @@ def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> R
     policy, given = _policy(config), config.plan.profile
     if not policy.in_parts:
         return policy
-    sizes: Sequence[float] | None = size.flops_per_layer
-    profile = None if given is None else read_profile(given)
-    if given is not None and profile is not None and profile.layers:
-        check_conditions(given, profile, conditions_of(config))
-        sizes = bytes_of_layers(profile)
-    return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance))
+    work = sizes = size.flops_per_layer
+    if given is not None:
+        profile = read_profile(given)
+        if profile.layers:
+            check_conditions(given, profile, conditions_of(config))
+            work, sizes = seconds_of_layers(profile), bytes_of_layers(profile)
+    return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
 
 
 def _costs(config: RunConfig, num_stages: int) -> Costs:
@@ -208,6 +216,15 @@ def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
     schedule = make(spec)
     check(schedule)
     return schedule
+
+
+def _refuse_profile_without_layers(config: RunConfig) -> None:
+    given, segments = config.plan.profile, config.recompute.segments
+    if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
+        raise ValueError(
+            f"plan.profile={given}: a run's ops do not say what each layer holds, by which recompute.segments={segments} cuts a stage; "
+            "measure the layers with `pipetrain profile`, or leave plan.profile out"
+        )
 
 
 def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:

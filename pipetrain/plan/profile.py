@@ -151,6 +151,14 @@ def bytes_of_layers(profile: Profile) -> tuple[float, ...]:
     return tuple(map(float, own))
 
 
+def seconds_of_layers(profile: Profile) -> tuple[float, ...]:
+    """What R of each layer of the model takes; of the last one with the loss."""
+    own = [profile.layer(number).recompute_seconds for number in range(profile.num_layers + profile.has_loss)]
+    if profile.has_loss:
+        own[-2:] = [own[-2] + own[-1]]
+    return tuple(own)
+
+
 class _Stage:
     """The layers of one stage, and of the last one the loss."""
 

@@ -63,13 +63,13 @@ class Programs:
         cut = None if work is None else cut_by_work(work, plan.balance)
         if isinstance(given, Schedule):
             _check_fits(given, plan)
-            in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance, cut))
+            in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance, cut, work))
             self._given = with_ties(in_parts, tied)
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
-            policy=policy.of_layers(plan.balance, cut),
+            policy=policy.of_layers(plan.balance, cut, work),
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,

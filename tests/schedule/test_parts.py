@@ -72,6 +72,12 @@ def test_a_part_takes_its_share_of_a_stage() -> None:
     assert taken == {"0F0": 3, "0R0.1": 2, "0B0.1": 4, "0R0.0": 1, "0B0.0": 2}
 
 
+def test_a_part_takes_its_share_of_the_work() -> None:
+    policy = RecomputePolicy("inline", segments=2).of_layers([4, 2], work=[0, 1, 1, 6, 0, 0])  # type: ignore[arg-type]
+    assert [policy.share_of(0, part) for part in (0, 1, None)] == [1 / 8, 7 / 8, 1]
+    assert policy.share_of(1, 0) == 1 / 2  # of the layers, where nothing is known
+
+
 def test_what_is_held_counts_the_inputs_of_parts() -> None:
     shown = show(
         "1f1b", num_stages=4, num_microbatches=16, recompute=RecomputePolicy("inline", segments=4), costs=COSTS
