@@ -34,7 +34,8 @@ class Engine(Protocol):
         ...
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a whole batch."""
+        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a batch, of which each replica is given
+        its share. The result is that of the whole batch, on every rank; `accepts` is asked about it by all."""
         ...
 
     def diagnose(self, batch: Batch) -> Diagnosis | None:
@@ -43,6 +44,14 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         """The mean loss over `batches` in nats per token, each token counted once; None where there are none."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Compares the weights of the replicas, which are to be the same.
+
+        Raises:
+            PipelineError: they are not; with the ranks that differ.
+        """
         ...
 
     def gather_report(self) -> StepFigures | None:

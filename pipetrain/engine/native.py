@@ -121,6 +121,9 @@ class NativeEngine:
             num_counted += count
         return total / num_counted if num_counted else None
 
+    def check_replicas(self) -> None:
+        self._pipeline.check_replicas()  # type: ignore[attr-defined]
+
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()
         return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)

@@ -20,6 +20,7 @@ from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
+from pipetrain.loop.over_replicas import OverReplicas
 from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
@@ -50,6 +51,7 @@ class Steps:
     seen: TokensSeen
     watch: StragglerWatch
     inspect: Path
+    replicas: OverReplicas
 
     def run(self, asked_to_stop: Callable[[], int]) -> int:
         """All steps from the snapshots' first on, or until `asked_to_stop` tells all ranks of a signal; returns it, or 0.
@@ -61,16 +63,18 @@ class Steps:
         self.engine.start_at(step)
         while step <= self.num_steps:
             started = time.perf_counter()
-            batch = self.data.train.batch(self.guard.batch_of(step))
+            batch = self.data.train.batch(self.guard.batch_of(step), self.replicas.share)
             result = self.engine.step(step, batch, self._accepts)
             figures = self.engine.gather_report()
             seconds = time.perf_counter() - started
             if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
                 step = back_at
                 continue
-            tokens = tokens_of(batch, self.spec)
+            tokens = self.replicas.add_up(tokens_of(batch, self.spec))
             if result.is_accepted:
                 self.seen.add(tokens)
+            if self.replicas.are_compared_after(step):
+                self.engine.check_replicas()
             self._record(step, result, figures, tokens, seconds)
             signum = asked_to_stop()
             self.snapshots.after_step(step, stopping=bool(signum))
@@ -109,10 +113,10 @@ class Steps:
         self.recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
 
     def finish(self, folder: Path, ranks: Ranks) -> None:
-        """Each rank writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a snapshot on its way.
-        Collective.
+        """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
+        snapshot on its way. Collective.
         """
-        save_weights(folder, self.engine.weights(), self.spec, ranks)
+        save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
 
     def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
@@ -138,7 +142,7 @@ class Steps:
             self.recorder.evaluated(step, self.engine.evaluate(self.data.heldout))
 
     def _respond(self, incident: Incident, batch: Batch) -> int | None:
-        """A step was refused: say where it went wrong, keep its batch, and do what the guard decided.
+        """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.
 
         Returns:
             The step to go on with after a rollback; None: with the next one.
@@ -153,7 +157,7 @@ class Steps:
         folder = folder_of(self.inspect, incident)
         if self.recorder.is_first:
             try:
-                write_incident(folder, incident, diagnosis, batch, self.seed)
+                write_incident(folder, incident, diagnosis, self.data.train.batch(incident.batch), self.seed)
             except OSError as error:
                 self.recorder.say(f"{folder} could not be written ({error.strerror})")
         if incident.action is Action.STOP:

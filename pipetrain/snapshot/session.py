@@ -44,14 +44,24 @@ class Carried(Protocol):
 
 
 class Snapshots:
-    """Every rank has one and calls the same methods. `data` is the fingerprint of the text.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in.
 
     Raises:
         ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, run_dir: Path, ranks: Ranks, *, data: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        run_dir: Path,
+        ranks: Ranks,
+        *,
+        data: str | None = None,
+        replica: int = 0,
+    ) -> None:
         self._config = config
+        self._replica = replica
         self._plan = plan
         self._ranks = ranks
         self._data = data
@@ -104,7 +114,14 @@ class Snapshots:
             guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
             config, plan = _plain(self._config), _plain(self._plan)
             state = RunState(step, self._ranks.size, config, plan, self._data, guard, tokens)
-            self._saver.save(state, tensors_of(self._model, self._optimizer, self._ranks.device))
+            tensors = tensors_of(
+                self._model,
+                self._optimizer,
+                self._ranks.device,
+                replica=self._replica,
+                num_replicas=self._plan.num_replicas,
+            )
+            self._saver.save(state, tensors)
         if stopping:
             self._saver.wait()
 
