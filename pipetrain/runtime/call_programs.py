@@ -18,7 +18,7 @@ from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.reduce import with_ties
+from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.without import without_microbatches
@@ -59,7 +59,7 @@ class Programs:
         if isinstance(given, Schedule):
             _check_fits(given, plan)
             in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance))
-            self._given = with_ties(in_parts, tied)
+            self._given = with_reduces(in_parts, tied)
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,

@@ -34,8 +34,9 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first F, R or B of any rank started."""
-        return min((event.start for event in self.events if event.op.kind.computes), default=0.0)
+        """When the first F, R or B of any rank started; of a step without any, the first REDUCE_GRAD."""
+        starts = (event.start for event in self.events if event.op.kind.computes)
+        return min(starts, default=min((event.start for event in self.events), default=0.0))
 
     @property
     def last_op_end(self) -> float:
