@@ -79,7 +79,7 @@ def measured_and_predicted(
     """The last step, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
         return None, None
-    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+    costs = measure_costs(schedule.num_stages, [(one,) for one in early] or [(last.timeline,)])
     # In the last step microbatches that count nothing may have been skipped.
     measured = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
     return measured, show_schedule(schedule, costs) if early else None
