@@ -23,6 +23,8 @@ NAMES = {
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",
+    "trade": "time against bytes: whole sets, segments, selective recomputation of a transformer",
+    "foreseen": "what layers alone say of stages, and the meter of the process",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",
     "replay": "one stage at real size on one GPU, its neighbours replayed",

@@ -120,8 +120,9 @@ class Ours:
     search_seconds: float = 0.0  # of `auto`; 0: its rule alone
     order: str | None = None  # what `sought` has found for `auto`, as a schedule's file
     label: str | None = None
-    segments: int = 1
+    segments: int | str = 1
     stash: int | None = None
+    selective: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -145,6 +146,7 @@ class Ours:
             stash=self.stash,
             last_stage=self.last_stage,
             segments=self.segments,
+            selective=self.selective,  # type: ignore[arg-type]
             verify=OFF,
         )
 
@@ -231,7 +233,7 @@ class OursRunner:
             tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
             tuple(rank.other_seconds for rank in report.breakdown),
             report.step_seconds,
-            measure_costs(report.schedule.num_stages, [report.timeline]),
+            measure_costs(report.schedule.num_stages, [report.timelines]),
             report.peak_stage_bytes,
         )
 

@@ -19,10 +19,18 @@ from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
 from pipetrain.config.together import check_run, check_schedule, check_ties
 from pipetrain.model.size import ModelSize, size_of
+from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.climb import Effort
 from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
-from pipetrain.plan.profile import check_conditions, check_profile, costs_of_layers, read_profile
+from pipetrain.plan.profile import (
+    bytes_of_layers,
+    check_conditions,
+    check_profile,
+    costs_of_layers,
+    read_profile,
+    seconds_of_layers,
+)
 from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -80,7 +88,9 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     tied, found = plan.tied_stages(size.tied), None
     check_ties(config, tied)
     _policy(config).check_layers(plan.num_layers)
-    spec = replace(_spec(config, plan.stage_ranks, plan.balance), tied=tied)
+    _refuse_profile_without_layers(config)
+    policy = _in_parts(config, plan.balance, size)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
@@ -135,19 +145,38 @@ def predict(config: RunConfig) -> Shown:
         stages_per_rank=pipeline.stages_per_rank,
     )
     costs = _costs(config, len(stage_ranks))
-    spec = replace(_spec(config, stage_ranks, _balance_shown(config, len(stage_ranks))), costs=costs)
+    spec = replace(_spec(config, stage_ranks, _policy_shown(config, len(stage_ranks))), costs=costs)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
     return show_schedule(_schedule(spec), costs)
 
 
-def _balance_shown(config: RunConfig, num_stages: int) -> tuple[int, ...] | None:
-    """The layers of each stage, where the number of parts depends on them."""
-    if not isinstance(config.recompute.segments, str):
-        return None
+def _policy_shown(config: RunConfig, num_stages: int) -> RecomputePolicy:
+    """With the layers of each part, where their number depends on the layers of stages or a profile knows them."""
+    policy, given = _policy(config), config.plan.profile
+    if not policy.in_parts:
+        return policy
+    profile = None if given is None else read_profile(given)
+    if not isinstance(policy.segments, str) and (profile is None or not profile.layers):
+        return policy
     size = size_of(config.model, sequence_length=config.data.sequence_length)
-    return make_plan(size.num_layers, num_stages=num_stages, balance=config.pipeline.balance).balance
+    plan = make_plan(size.num_layers, num_stages=num_stages, num_ranks=num_stages, balance=config.pipeline.balance)
+    return _in_parts(config, plan.balance, size)
+
+
+def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> RecomputePolicy:
+    """The policy for stages of so many layers: their parts have about equal bytes by the profile, and without one equal work."""
+    policy, given = _policy(config), config.plan.profile
+    if not policy.in_parts:
+        return policy
+    work = sizes = size.flops_per_layer
+    if given is not None:
+        profile = read_profile(given)
+        if profile.layers:
+            check_conditions(given, profile, conditions_of(config))
+            work, sizes = seconds_of_layers(profile), bytes_of_layers(profile)
+    return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
 
 
 def _costs(config: RunConfig, num_stages: int) -> Costs:
@@ -224,14 +253,21 @@ def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
     return schedule
 
 
-def _spec(config: RunConfig, stage_ranks: tuple[int, ...], balance: tuple[int, ...] | None) -> ScheduleSpec:
-    """`balance`: the layers of each stage; None: they are not known."""
-    policy = _policy(config)
+def _refuse_profile_without_layers(config: RunConfig) -> None:
+    given, segments = config.plan.profile, config.recompute.segments
+    if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
+        raise ValueError(
+            f"plan.profile={given}: a run's ops do not say what each layer holds, by which recompute.segments={segments} cuts a stage; "
+            "measure the layers with `pipetrain profile`, or leave plan.profile out"
+        )
+
+
+def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
     return ScheduleSpec(
         family=config.pipeline.schedule,
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
-        policy=policy if balance is None else policy.of_layers(balance),
+        policy=policy,
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.ahead,

@@ -410,6 +410,7 @@ class PlanConfig:
     """What is known before a run is planned."""
 
     # A run that ended: its folder, `latest`, or its profile.json. `auto` seeks the order for what its ops took, and `show` draws with it.
+    # Or what `pipetrain profile` wrote: by its layers' bytes `recompute.segments` cuts stages into parts, too.
     profile: str | None = None
 
 

@@ -55,7 +55,8 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
-    if config.plan.profile is not None and config.pipeline.schedule != "auto":
+    in_parts = config.recompute.segments != 1  # which layers make a part depends on their bytes
+    if config.plan.profile is not None and config.pipeline.schedule != "auto" and not in_parts:
         raise ConfigError(
             f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take; use "
             "pipeline.schedule=auto, or leave plan.profile out (`pipetrain show` draws any schedule with it)"

@@ -157,6 +157,7 @@ class Pipeline:
                     self._group.rank,
                     runs_ahead=self._lanes.device.runs_ahead,
                     tied=self.plan.tied_stages(tie.layers for tie in ties),
+                    work=spec.size.flops_per_layer,
                 )
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.trained import Model, Optimizer, Sharded
 
 
 class Part(StrEnum):
@@ -73,11 +73,13 @@ def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Te
     for entry in saved:
         name, _, key = entry.rpartition("/")
         keys_of.setdefault(name, []).append(key)
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    wanted = filter(optimizer.holds, order) if isinstance(optimizer, Sharded) else order
+    restored = {names[id(parameter)] for parameter in wanted} & keys_of.keys()
     state = {
         number: {key: saved[f"{name}/{key}"] for key in keys_of[name]}
-        for number, name in enumerate(order)
-        if name in keys_of
+        for number, parameter in enumerate(order)
+        if (name := names[id(parameter)]) in restored
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

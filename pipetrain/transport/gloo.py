@@ -32,6 +32,7 @@ class GlooEdges:
         self._store = store
         self._lanes = lanes
         self._monitor = monitor
+        self._reduce_with: list[str] = []  # who adds up with this rank
         self._reduces: Courier | None = None  # one thread, so that what this rank adds up ends in the order of its lane
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooInbound:
@@ -42,10 +43,9 @@ class GlooEdges:
 
     def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> GlooReducer:
         pair = make_pair(self._store, f"reduce/{ranks[0]}/{ranks[1]}", place, self._monitor.timeout_seconds)
+        self._reduce_with.append(peer)
         if self._reduces is None:
-            self._reduces = Courier(f"reduce with {peer}", peer, self._monitor)
-        else:
-            self._reduces.peer += f" or {peer}"
+            self._reduces = Courier("reduce", lambda: " or ".join(self._reduce_with), self._monitor)
         return GlooReducer(pair, 1 - place, peer, self._reduces, self._lanes)
 
     def _meet(self, edge: int, direction: str, place: int) -> Pair:

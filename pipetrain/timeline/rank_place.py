@@ -1,0 +1,38 @@
+"""Who a rank is, in words and in numbers, where a run has several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """`rank` counts all ranks of the run, `place` those of its replica; `stages` are those that live there."""
+
+    rank: int
+    replica: int = 0
+    place: int = 0
+    stages: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """For example `rank 3 (replica 1, stage 1)`."""
+        return f"rank {self.rank} (replica {self.replica}, {_counted('stage', self.stages)})"
+
+
+def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
+    """`rank 3`; where `ranks`, in their order, are those of several replicas, with its place among them."""
+    return str(ranks[rank]) if num_replicas_of(ranks) > 1 else f"rank {rank}"
+
+
+def num_replicas_of(ranks: Iterable[RankPlace]) -> int:
+    return len({where.replica for where in ranks})
+
+
+def ranks_of(replica: int, ranks: Iterable[RankPlace]) -> tuple[int, ...]:
+    """The ranks of a replica, by their places."""
+    return tuple(where.rank for where in sorted(ranks, key=lambda one: one.place) if where.replica == replica)
+
+
+def _counted(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {' '.join(map(str, numbers))}"
