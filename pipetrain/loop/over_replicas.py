@@ -42,6 +42,7 @@ class OverReplicas:
         parts = [json.loads(part) for part in self.replicas.concatenate(json.dumps(own).encode(), "tokens of a step")]
         return Tokens(sum(part[0] for part in parts), sum(part[1] for part in parts))
 
-    def are_compared_after(self, step: int) -> bool:
-        """Whether it is time to see that all replicas have the same weights."""
-        return self.check_every_steps is not None and step % self.check_every_steps == 0
+    def are_compared(self, step: int, *, saving: bool) -> bool:
+        """Whether it is time to see that all replicas have the same weights after `step`; it is before each save."""
+        every = self.check_every_steps
+        return every is not None and (saving or step % every == 0)

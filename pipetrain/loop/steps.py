@@ -75,10 +75,9 @@ class Steps:
             tokens = self.replicas.add_up(tokens_of(batch, self.spec))
             if result.is_accepted:
                 self.seen.add(tokens)
-            if self.replicas.are_compared_after(step):
-                self.engine.check_replicas()
             self._record(step, result, figures, tokens, seconds)
             signum = asked_to_stop()
+            self._compare_replicas(step, stopping=bool(signum))
             self.snapshots.after_step(step, stopping=bool(signum))
             if signum:
                 return signum
@@ -121,6 +120,18 @@ class Steps:
         """
         save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
+
+    def _compare_replicas(self, step: int, *, stopping: bool) -> None:
+        """Where it is time to, and before each snapshot: what differs must not be saved."""
+        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, stopping=stopping)):
+            return
+        try:
+            self.engine.check_replicas()
+        except PipelineError as error:
+            raise PipelineError(
+                f"{error} (seen after step {step}, nothing was saved since; resume=auto goes on from the newest snapshot, in which they "
+                "were the same)"
+            ) from error
 
     def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
         is_accepted = self.guard.accepts(step, loss, grad_norm)

@@ -20,7 +20,7 @@ from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run
+from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run, told_of_replicas
 from pipetrain.snapshot.state import Part, RunState, tensors_of
 from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
@@ -104,11 +104,15 @@ class Snapshots:
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
+    def is_due(self, step: int, *, stopping: bool) -> bool:
+        """Whether `after_step` saves."""
+        every = self._config.snapshot.every_steps
+        return stopping or (every is not None and step % every == 0)
+
     def after_step(self, step: int, *, stopping: bool) -> None:
         """Save where it is time to, or where the run stops; then this waits until that is done. Collective."""
         self._saver.poll()
-        every = self._config.snapshot.every_steps
-        if stopping or (every is not None and step % every == 0):
+        if self.is_due(step, stopping=stopping):
             assert self._model is not None
             assert self._optimizer is not None
             guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
@@ -176,6 +180,8 @@ class Snapshots:
         check_same_run(path, state, _plain(self._config))
         check_same_data(path, state, self._data)
         _say(f"going on from {path}")
+        for told in told_of_replicas(state, self._plan, self._config.data.batch_size):
+            _say(told)
         return {"path": str(path.resolve())}
 
     def _look_for_newest(self) -> dict[str, str]:
