@@ -77,6 +77,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         num_replicas=world.num_replicas,
+        order=config.parallel.order,
         balance=pipeline.balance,
         work=size.flops_per_layer,
         placement=pipeline.placement,

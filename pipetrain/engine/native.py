@@ -126,7 +126,7 @@ class NativeEngine:
         return total / num_counted if num_counted else None
 
     def check_replicas(self) -> None:
-        self._pipeline.check_replicas()  # type: ignore[attr-defined]
+        self._pipeline.check_replicas()
 
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()
