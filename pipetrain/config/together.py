@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipetrain.config.phases import phases_of, steps_of_phases
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import (
     ADAMW,
@@ -74,6 +75,7 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(
             f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
         )
+    phases_of(config)
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
         raise ConfigError(
             f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
@@ -123,12 +125,26 @@ def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def with_steps(config: RunConfig, samples_per_epoch: int) -> RunConfig:
-    """The configuration with its number of steps, now that the data is known: `epochs` times `samples_per_epoch`, rounded up to steps."""
+def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
+    """The configuration with its number of steps, now that the data is known: `epochs` times through it, rounded up to steps.
+
+    `samples_per_epoch` are those of each phase. Of a phase that ends before, its share of an epoch counts.
+
+    Raises:
+        ConfigError: a phase would not begin.
+    """
     if config.epochs is None:
         return replace(config, steps=config.num_steps)
-    steps = math.ceil(config.epochs * samples_per_epoch / config.data.batch_size)
-    return replace(config, steps=max(steps, 1), epochs=None)
+    left, phases = config.epochs, phases_of(config)
+    for (phase, num_steps), samples in zip(steps_of_phases(phases, phases[-1].first_step - 1), samples_per_epoch):
+        batch_size = phase.config.data.batch_size
+        if phase is phases[-1] or left * samples <= num_steps * batch_size:
+            steps = phase.first_step - 1 + max(math.ceil(left * samples / batch_size), 1)
+            break
+        left -= num_steps * batch_size / samples
+    known = replace(config, steps=steps, epochs=None)
+    phases_of(known)
+    return known
 
 
 def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
@@ -179,6 +195,8 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         )
     if config.model.name == "hf":
         yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
+    if config.phases:
+        yield _refused("phases", "[...]", "trains the whole run by one plan; use phases=[]")
     if config.model.compile:
         yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
     replicas = config.parallel.num_replicas
