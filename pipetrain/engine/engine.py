@@ -61,14 +61,6 @@ class Engine(Protocol):
         """What the last step did on all ranks; on rank 0."""
         ...
 
-    def check_replicas(self) -> None:
-        """Whether all replicas have the same weights. Collective.
-
-        Raises:
-            PipelineError: they do not; it names the ranks.
-        """
-        ...
-
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's tensors of the model, under the whole model's names."""
         ...
