@@ -12,6 +12,7 @@ from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
+    from pipetrain.config.records import RunConfig
     from pipetrain.timeline.shown import Shown
 
 
@@ -21,6 +22,9 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
     )
+    parser.add_argument(
+        "--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)"
+    )
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 
@@ -28,9 +32,9 @@ def _add_arguments(parser: Parser) -> None:
 def _show(arguments: Arguments) -> int:
     from pipetrain.observe.drawing import draw, write_drawing
 
-    shown = [_predicted(arguments.overrides)]
+    shown = [_predicted(arguments.overrides, arguments.phase)]
     if arguments.against is not None:
-        shown.append(_predicted([*arguments.overrides, *shlex.split(arguments.against)]))
+        shown.append(_predicted([*arguments.overrides, *shlex.split(arguments.against)], arguments.phase))
     if arguments.json is not None:
         values = [one.as_json() for one in shown]
         write_json(values[0] if len(values) == 1 else values, arguments.json)
@@ -41,7 +45,7 @@ def _show(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _predicted(overrides: Sequence[str]) -> Shown:
+def _predicted(overrides: Sequence[str], phase: int | None) -> Shown:
     from pipetrain.config.load import load
     from pipetrain.plan.profile import read_profile
     from pipetrain.prepare import predict
@@ -54,7 +58,22 @@ def _predicted(overrides: Sequence[str]) -> Shown:
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
             config = load(overrides)
-    return predict(config)
+    return predict(_in_phase(config, phase))
+
+
+def _in_phase(config: RunConfig, number: int | None) -> RunConfig:
+    """The configuration in force in a phase.
+
+    Raises:
+        ValueError: there is no such phase.
+    """
+    from pipetrain.config.phases import phases_of
+
+    phases = phases_of(config)
+    if number is not None and not 0 <= number < len(phases):
+        there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"
+        raise ValueError(f"--phase={number}: {there}")
+    return phases[number or 0].config
 
 
 SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)
