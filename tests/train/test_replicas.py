@@ -1,16 +1,24 @@
 """Runs of several replicas: what is trained, saved and gone on with."""
 
 import json
+import math
 import os
 import pathlib
+import signal
+from collections.abc import Callable
 
 import pytest
 import torch
 from commands import make_text
-from ranks import run_ranks
+from ranks import run_outcomes, run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
 
+from pipetrain.config.load import load
+from pipetrain.loop.steps import Steps
 from pipetrain.snapshot.weights import read_weights
 from pipetrain.train import main
+from pipetrain.train import train as train_as_rank
 
 STEPS = 8
 RUN = (
@@ -99,7 +107,7 @@ def test_other_replicas_and_stages_begin_with_the_same_weights(folder: pathlib.P
         assert json.loads((folder / run / "plan.json").read_text())["num_replicas"] == {"deep": 1, "wide": 4}[run]
     assert_same_weights(folder / "deep", folder / "wide")
     snapshot = folder / "whole" / "snapshots" / "step-00000004" / "weights"
-    saved = {name: value for path in sorted(snapshot.iterdir()) for name, value in _read(path).items()}
+    saved = {name: value for path in sorted(snapshot.iterdir()) for name, value in load_file(path).items()}
     ours = weights_of(folder / "deep")
     assert {name for name in ours if torch.equal(ours[name], saved[name])} == saved.keys()
 
@@ -110,7 +118,98 @@ def test_slices_of_a_batch_are_the_same_whoever_takes_them(folder: pathlib.Path)
     assert [row[0] for row in ours] == pytest.approx([row[0] for row in theirs], abs=1e-5)
 
 
-def _read(path: pathlib.Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
+# A step that cannot be right ------------------------------------------------------------------------------------------
 
-    return load_file(path)
+
+def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[str, Tensor]]:
+    """Rank 2, the first of the second replica, has one in step 3; returns its weights after each step of the run."""
+    rank, after, run = torch.distributed.get_rank(), list[dict[str, Tensor]](), Steps.run
+
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+        def look() -> int:
+            after.append({name: value.detach().clone() for name, value in steps.engine.model.named_parameters()})
+            return asked_to_stop()
+
+        if rank == 2:
+            count = [0]
+
+            def spoil(gradient: Tensor) -> Tensor:
+                count[0] += 1
+                return (
+                    gradient * math.inf if 4 < count[0] <= 8 else gradient
+                )  # microbatches of step 3, and of its repetition
+
+            next(iter(steps.engine.model.named_parameters()))[1].register_hook(spoil)
+        return run(steps, look)
+
+    Steps.run = run_watched  # type: ignore[method-assign]
+    assert train(folder, ("run_dir=refused", *TWO_BY_TWO, "guard=skip", "steps=4", "parallel.check_every_steps=1")) == [
+        0
+    ]
+    return after
+
+
+def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> None:
+    ranks = run_ranks(4, with_a_gradient_of_one_replica_that_is_not_finite, str(folder))
+    assert [line["skipped"] for line in lines_of(folder / "refused")] == [False, False, True, False]
+    for after in ranks:
+        assert all(torch.equal(before, after[2][name]) for name, before in after[1].items())
+        assert not all(torch.equal(before, after[3][name]) for name, before in after[2].items())
+    for first, second in ((0, 2), (1, 3)):
+        assert all(torch.equal(value, ranks[second][-1][name]) for name, value in ranks[first][-1].items())
+    incident = json.loads((folder / "refused" / "inspect" / "step-00000003" / "incident.json").read_text())
+    assert (incident["rank"], incident["stage"]) == (2, 0)
+    assert 2 <= incident["microbatch"] < 4  # those of the second replica
+    assert len(incident["microbatch_losses"]) == 4
+    batch = load_file(folder / "refused" / "inspect" / "step-00000003" / "batch.safetensors")
+    assert batch["inputs"].shape == (8, 32)
+
+
+# Ranks that are gone --------------------------------------------------------------------------------------------------
+
+LONG = 25
+PLAIN = (*TWO_BY_TWO, "model.dropout=0", f"steps={LONG}")
+
+
+def killed(folder: str, rank: int, *words: str) -> None:
+    os.environ["PIPETRAIN_FAULTS"] = f"kill rank={rank} op={rank % 2}F1 step=7"
+    os.chdir(folder)
+    train_as_rank(load([*RUN, *words]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """An undisturbed run without dropout."""
+    folder = tmp_path_factory.mktemp("gone")
+    make_text(folder / "text")
+    assert run_ranks(4, train, str(folder), ("run_dir=plain", *PLAIN)) == [[0]] * 4
+    return folder
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [pytest.param(0, marks=pytest.mark.slow), 3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))],
+)
+def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(plain: pathlib.Path, rank: int) -> None:
+    run = f"killed-{rank}"
+    outcomes = run_outcomes(4, killed, str(plain), rank, f"run_dir={run}", *PLAIN)
+    assert outcomes[rank].exit_code == -signal.SIGKILL
+    others = [outcome for outcome in outcomes if outcome.rank != rank]
+    assert all(outcome.error for outcome in others)
+    assert any(f"rank {rank} (replica {rank // 2}, stage {rank % 2})" in str(outcome.error) for outcome in others)
+    assert run_ranks(4, train, str(plain), (f"run_dir={run}", "resume=auto", *PLAIN)) == [[0]] * 4
+    assert figures(plain / run, "step", "loss", "grad_norm") == figures(plain / "plain", "step", "loss", "grad_norm")
+    assert_same_weights(plain / run, plain / "plain")
+
+
+def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) -> None:
+    """Two ranks are left of four, and `auto` is what the user typed: the batches are the same, and so are the losses."""
+    words = ("run_dir=less", *PLAIN, "parallel.num_replicas=auto")
+    run_outcomes(4, killed, str(plain), 2, *words)
+    assert run_ranks(2, train, str(plain), ("resume=auto", *words)) == [[0]] * 2
+    lines = lines_of(plain / "less")
+    assert [line["step"] for line in lines] == list(range(1, LONG + 1))
+    assert [line["tokens_seen"] for line in lines] == [line["tokens_seen"] for line in lines_of(plain / "plain")]
+    ours, theirs = ([row[0] for row in figures(plain / run, "loss")][4:24] for run in ("less", "plain"))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert json.loads((plain / "less" / "plan.json").read_text())["num_replicas"] == 1
