@@ -8,11 +8,14 @@ Without torch: the command line refuses a run that cannot be before a process st
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 
+from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
 from pipetrain.group.coordinates import Grid
@@ -98,6 +101,38 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     schedule = _schedule(spec, order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
+
+
+@dataclass(frozen=True)
+class PreparedPhase:
+    """What a phase asks for: steps from `first_step` (from 1) on are those of `run`. A run without phases is one."""
+
+    number: int  # from 0
+    first_step: int
+    config: RunConfig
+    run: Run
+
+
+def prepare_phases(
+    config: RunConfig, num_ranks: int | None = None, orders: Sequence[str | None] = ()
+) -> tuple[PreparedPhase, ...]:
+    """The run of each phase of `config`, as `prepare` makes it. All have the stages of the first: no layer moves in mid-run.
+
+    `orders` are those of pipeline.schedule=auto, one for each phase, where they are known.
+
+    Raises:
+        ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
+    """
+    check_run(config)
+    prepared: list[PreparedPhase] = []
+    for phase, order in zip_longest(phases_of(config), orders):
+        own = phase.config
+        if prepared:
+            own = replace(own, pipeline=replace(own.pipeline, balance=prepared[0].run.plan.balance))
+        with naming_phase(phase, config):
+            run = prepare(own, num_ranks, order)
+        prepared.append(PreparedPhase(phase.number, phase.first_step, phase.config, run))
+    return tuple(prepared)
 
 
 def predict(config: RunConfig) -> Shown:

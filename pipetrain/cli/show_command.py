@@ -22,6 +22,9 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
     )
+    parser.add_argument(
+        "--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)"
+    )
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
     parser.add_argument(
         "--mesh",
@@ -39,7 +42,7 @@ def _show(arguments: Arguments) -> int:
     both = [arguments.overrides]
     if arguments.against is not None:
         both.append([*arguments.overrides, *shlex.split(arguments.against)])
-    configs, shown = zip(*map(_predicted, both))
+    configs, shown = zip(*(_predicted(overrides, arguments.phase) for overrides in both))
     meshes = []
     if arguments.mesh:
         meshes = [MeshShown(*predict_mesh(config, one.schedule)) for config, one in zip(configs, shown)]
@@ -55,7 +58,7 @@ def _show(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _predicted(overrides: Sequence[str]) -> tuple[RunConfig, Shown]:
+def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
     from pipetrain.config.load import load
     from pipetrain.plan.profile import read_profile
     from pipetrain.prepare import predict
@@ -68,7 +71,23 @@ def _predicted(overrides: Sequence[str]) -> tuple[RunConfig, Shown]:
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
             config = load(overrides)
+    config = _in_phase(config, phase)
     return config, predict(config)
+
+
+def _in_phase(config: RunConfig, number: int | None) -> RunConfig:
+    """The configuration in force in a phase.
+
+    Raises:
+        ValueError: there is no such phase.
+    """
+    from pipetrain.config.phases import phases_of
+
+    phases = phases_of(config)
+    if number is not None and not 0 <= number < len(phases):
+        there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"
+        raise ValueError(f"--phase={number}: {there}")
+    return phases[number or 0].config
 
 
 SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)

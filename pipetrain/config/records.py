@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pipetrain.config.limits import (
     Limit,
     MayChange,
+    PerPhase,
     at_least,
     choice_of,
     each,
@@ -151,8 +153,8 @@ class DataConfig:
     cache_dir: MayChange[str | None] = (
         None  # where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache
     )
-    batch_size: Size = 16  # samples of a whole step, over all replicas
-    sequence_length: Size = 256  # tokens per sample that are predicted
+    batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
+    sequence_length: PerPhase[Size] = 256  # tokens per sample that are predicted
     heldout_path: MayChange[str | None] = (
         None  # what is held out, where it is kept apart; null: heldout_fraction of data.path
     )
@@ -174,7 +176,7 @@ class PipelineConfig:
     # Which rank holds which stage: `loop` (round the ranks of a replica), `v` (to the last rank and back), or a list, a rank per
     # stage.
     placement: str | tuple[int, ...] = "loop"
-    num_microbatches: Count = 8  # slices of a batch
+    num_microbatches: PerPhase[Count] = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
     # Make I (the gradient of the input) and W (those of the weights, where the stage would wait) of each B.
     split_backward: bool = False
@@ -454,7 +456,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
-    recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
+    recompute: PerPhase[MayChange[RecomputeConfig]] = field(default_factory=RecomputeConfig)
     transport: MayChange[TransportConfig] = field(default_factory=TransportConfig)
     plan: MayChange[PlanConfig] = field(default_factory=PlanConfig)
     parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
@@ -465,6 +467,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+    # What changes over the run: a list of phases, each with `from` (the steps done before it begins) and the keys that have another value
+    # in it, as in [{from: 0}, {from: 5000, recompute: {sets: 3}}]; none: nothing does.
+    phases: MayChange[tuple[Mapping[str, Any], ...]] = ()
 
     @property
     def num_steps(self) -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipetrain.config.phases import phases_of, steps_of_phases
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import (
     ADAMW,
@@ -74,6 +75,7 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(
             f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
         )
+    phases_of(config)
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
         raise ConfigError(
             f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
@@ -91,7 +93,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_samples(config: RunConfig, num_replicas: int) -> None:
-    """Whether each microbatch of each replica gets a sample.
+    """Whether each microbatch of each replica gets a sample, and with engine=deepspeed as many as each other.
 
     Raises:
         ConfigError: it does not.
@@ -105,6 +107,8 @@ def check_samples(config: RunConfig, num_replicas: int) -> None:
             f"pipeline.num_microbatches={num_microbatches} = {num_replicas * num_microbatches}: each microbatch of each replica needs "
             f"a sample; use {fewer}, or data.batch_size={num_replicas * num_microbatches} or more"
         )
+    for problem in _uneven(config, num_replicas) if config.engine.name == DEEPSPEED else ():
+        raise ConfigError(problem)
 
 
 def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
@@ -121,12 +125,26 @@ def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def with_steps(config: RunConfig, samples_per_epoch: int) -> RunConfig:
-    """The configuration with its number of steps, now that the data is known: `epochs` times `samples_per_epoch`, rounded up to steps."""
+def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
+    """The configuration with its number of steps, now that the data is known: `epochs` times through it, rounded up to steps.
+
+    `samples_per_epoch` are those of each phase. Of a phase that ends before, its share of an epoch counts.
+
+    Raises:
+        ConfigError: a phase would not begin.
+    """
     if config.epochs is None:
         return replace(config, steps=config.num_steps)
-    steps = math.ceil(config.epochs * samples_per_epoch / config.data.batch_size)
-    return replace(config, steps=max(steps, 1), epochs=None)
+    left, phases = config.epochs, phases_of(config)
+    for (phase, num_steps), samples in zip(steps_of_phases(phases, phases[-1].first_step - 1), samples_per_epoch):
+        batch_size = phase.config.data.batch_size
+        if phase is phases[-1] or left * samples <= num_steps * batch_size:
+            steps = phase.first_step - 1 + max(math.ceil(left * samples / batch_size), 1)
+            break
+        left -= num_steps * batch_size / samples
+    known = replace(config, steps=steps, epochs=None)
+    phases_of(known)
+    return known
 
 
 def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
@@ -162,7 +180,6 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    data = config.data
     yield from _schedule_of_deepspeed(config.pipeline)
     yield from _of_transport(config.transport)
     yield from _recompute_of_deepspeed(config.recompute)
@@ -178,11 +195,21 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         )
     if config.model.name == "hf":
         yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
+    if config.phases:
+        yield _refused("phases", "[...]", "trains the whole run by one plan; use phases=[]")
     if config.model.compile:
         yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
-    if data.batch_size % config.pipeline.num_microbatches:
-        multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
-        yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+    replicas = config.parallel.num_replicas
+    yield from _uneven(config, replicas if isinstance(replicas, int) else 1)
+
+
+def _uneven(config: RunConfig, num_replicas: int) -> Iterator[str]:
+    """What DeepSpeed says to microbatches that differ in size."""
+    num_microbatches = config.pipeline.num_microbatches
+    if config.data.batch_size % (num_replicas * num_microbatches):
+        replicas = f"parallel.num_replicas={num_replicas} x " if num_replicas > 1 else ""
+        multiple = f"use a multiple of {replicas}pipeline.num_microbatches={num_microbatches}"
+        yield _refused("data.batch_size", config.data.batch_size, f"wants microbatches of equal size; {multiple}")
 
 
 def _recompute_of_deepspeed(recompute: RecomputeConfig) -> Iterator[str]:

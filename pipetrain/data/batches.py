@@ -36,11 +36,21 @@ class Batches:
 
     def batch(self, step: int) -> Batch:
         """The batch of step 0, 1, ..., of `batch_size` samples."""
-        return self._samples.take(self.sample_indices(step))
+        return self.batch_from(step * self.batch_size)
+
+    def batch_from(self, first: int) -> Batch:
+        """`batch_size` samples, where `first` came before them."""
+        return self._samples.take(self._indices_from(first))
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """Which samples make the batch of `step`, `[batch_size]`."""
-        first = step * self.batch_size
+        return self._indices_from(step * self.batch_size)
+
+    def are_of(self, other: Batches) -> bool:
+        """Whether both take the very same samples, in one order."""
+        return self._samples is other._samples and self._seed == other._seed
+
+    def _indices_from(self, first: int) -> NDArray[np.int64]:
         parts, missing = [], self.batch_size
         while missing:
             epoch, position = divmod(first + self.batch_size - missing, len(self._samples))

@@ -34,7 +34,10 @@ class Engine(Protocol):
         ...
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a whole batch."""
+        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1).
+
+        `batch` has this replica's rows: what `torch.tensor_split` of a whole batch into replicas x microbatches gives it.
+        """
         ...
 
     def diagnose(self, batch: Batch) -> Diagnosis | None:
@@ -42,11 +45,19 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
-        """The mean loss over `batches` in nats per token, each token counted once; None where there are none."""
+        """The mean loss over `batches`, the same in each replica, in nats per token, each token counted once; None where there are none."""
         ...
 
     def gather_report(self) -> StepFigures | None:
         """What the last step did on all ranks; on rank 0."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Whether all replicas have the same weights. Collective.
+
+        Raises:
+            PipelineError: they do not; it names the ranks.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

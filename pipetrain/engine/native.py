@@ -32,6 +32,7 @@ class NativeEngine:
         plan: where its layers are.
         schedule: the order of all ops of that plan.
         optim: the optimizer, the learning rate and the clip.
+        zero: ZeRO stage of the optimizer state: 0, or 1 (over the replicas of the plan).
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
         precision: of the layers; the weights are in their dtype already.
@@ -47,6 +48,7 @@ class NativeEngine:
         schedule: Schedule,
         optim: OptimConfig,
         *,
+        zero: int,
         num_steps: int,
         device: torch.device,
         precision: Precision,
@@ -70,7 +72,8 @@ class NativeEngine:
             on_event=on_event,
         )
         inject(self._pipeline, faults_of_environment())
-        self._optimizer = make_optimizer(optim, self._pipeline.parameters())
+        replicas = self._pipeline.replica_process_group() if zero else None
+        self._optimizer = make_optimizer(optim, self._pipeline.parameters(), replicas)
 
     @property
     def model(self) -> Pipeline:
@@ -124,6 +127,9 @@ class NativeEngine:
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()
         return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
+
+    def check_replicas(self) -> None:
+        self._pipeline.check_replicas()
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._pipeline.state_dict()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipetrain.config.phases import batches_before
 from pipetrain.config.schema import guarded_keys
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
                 f"{key}={wanted}: the run of {path} had {was}, and goes on with the same data and model only; "
                 f"set {key}={was}, or start a new run with init_from={path}"
             )
+    was_given, is_given = batches_before(state.config, state.step), batches_before(now, state.step)
+    if was_given != is_given:
+        raise ValueError(
+            f"phases: the first {state.step} steps of the run of {path} had batches of {_told(was_given)}, here it is {_told(is_given)}; "
+            f"let what is new begin with from={state.step} or later, or start a new run with init_from={path}"
+        )
     if state.step > now["steps"]:
         raise ValueError(
             f"steps={now['steps']}: {path} has {state.step} steps behind it; set steps to {state.step} or more"
@@ -61,6 +68,12 @@ def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> Non
             "file was added, removed or changed, or data=stdlib is read by another Python; bring the old text back, or start "
             f"a new run with init_from={path}"
         )
+
+
+def _told(batches: Sequence[tuple[int, Any, Any]]) -> str:
+    return ", ".join(
+        f"data.batch_size={size} data.sequence_length={length} after {done} steps" for done, size, length in batches
+    )
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
