@@ -2019,6 +2019,41 @@ MUTANTS = (
         "before = ordered.softmax(-1).cumsum(-1)",
         (GENERATION,),
     ),
+    Mutant(
+        "what layers kept of inference mode stays so",
+        "pipetrain/runtime/pipeline.py",
+        "                set_trainable(self._layers().values())\n",
+        "                pass\n",
+        (f"{GENERATION}::test_what_layers_keep_while_generating_can_be_trained_with",),
+    ),
+    Mutant(
+        "who chooses gets tensors of inference mode",
+        "pipetrain/runtime/generation.py",
+        "self._choose(logits.clone())",
+        "self._choose(logits)",
+        (f"{GENERATION}::test_what_layers_keep_while_generating_can_be_trained_with",),
+    ),
+    Mutant(
+        "the first stage prepares what it makes anyway",
+        "pipetrain/runtime/executor.py",
+        "        if 0 not in self._stages:\n            for stage",
+        "        if True:\n            for stage",
+        (f"{GENERATION}::test_a_stage_that_waits_prepares_what_it_can",),
+    ),
+    Mutant(
+        "a short message overtakes a long one",
+        "pipetrain/group/courier.py",
+        "if self._num_given != self._num_ended:",
+        "if False:",
+        ("tests/runtime/test_group.py", "-k", "keep_their_order or begins_at_once"),
+    ),
+    Mutant(
+        "a transfer that fails at once is told by nobody",
+        "pipetrain/group/courier.py",
+        "return functools.partial(_raise, error)",
+        "return lambda: None",
+        ("tests/runtime/test_group.py", "-k", "begins_at_once"),
+    ),
 )
 
 

@@ -36,7 +36,8 @@ class Engine(Protocol):
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         """Forward, backward and, if that is accepted, optimizer step number `step` (from 1).
 
-        `batch` has this replica's rows: what `torch.tensor_split` of a whole batch into replicas x microbatches gives it.
+        `batch` has this replica's rows: what `torch.tensor_split` of a whole batch into replicas x microbatches gives it. The result is
+        that of the whole batch, on every rank; `accepts` is asked about it by all.
         """
         ...
 
@@ -45,7 +46,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
-        """The mean loss over `batches`, the same in each replica, in nats per token, each token counted once; None where there are none."""
+        """The mean loss over `batches`, which are whole, in nats per token, each token counted once; None where there are none."""
         ...
 
     def gather_report(self) -> StepFigures | None:
