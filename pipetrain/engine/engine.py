@@ -49,16 +49,16 @@ class Engine(Protocol):
         """The mean loss over `batches`, which are whole, in nats per token, each token counted once; None where there are none."""
         ...
 
-    def gather_report(self) -> StepFigures | None:
-        """What the last step did on all ranks; on rank 0."""
-        ...
-
     def check_replicas(self) -> None:
-        """Whether all replicas have the same weights. Collective.
+        """Compares the weights of the replicas, which are to be the same.
 
         Raises:
-            PipelineError: they do not; it names the ranks.
+            PipelineError: they are not; with the ranks that differ.
         """
+        ...
+
+    def gather_report(self) -> StepFigures | None:
+        """What the last step did on all ranks; on rank 0."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
