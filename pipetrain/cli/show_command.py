@@ -22,7 +22,9 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
     )
-    parser.add_argument("--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)")
+    parser.add_argument(
+        "--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)"
+    )
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 

@@ -56,15 +56,12 @@ class CallRunner:
         copies: Mapping[str, nn.Parameter] | None,
     ) -> None:
         self._group = group
-        self._plan = plan
-        self._programs = programs
-        self._stages = stages
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
-        self._proving = Proving(stages, verify)
+        self._copies = copies
+        self._adopt(plan, programs, stages, verify)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        self._calls = Calls(group.chain, plan, stages, copies)
         before = lanes.device.memory().other_bytes
         edges = None
         if group.store is not None:
@@ -89,6 +86,25 @@ class CallRunner:
         self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
         self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
+
+    def _adopt(self, plan: Plan, programs: Programs, stages: Mapping[int, AnyStage], verify: str | int) -> None:
+        self._plan = plan
+        self._programs = programs
+        self._stages = stages
+        self._proving = Proving(stages, verify)
+        self._calls = Calls(self._group.chain, plan, stages, self._copies)
+
+    def change(
+        self,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, AnyStage],
+        verify: str | int,
+        shared_gradients: SharedGradients,
+    ) -> None:
+        """What the next calls run by; the connections stay. On every rank, between the same two calls."""
+        self._adopt(plan, programs, stages, verify)
+        self.executor.change(stages, shared_gradients)
 
     def run(
         self,

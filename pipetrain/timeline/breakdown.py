@@ -66,9 +66,7 @@ def break_down_replicas(schedule: Schedule, replicas: Sequence[Timeline]) -> tup
     return tuple(_of_replica(schedule, timeline, step, computed) for timeline in replicas)
 
 
-def _of_replica(
-    schedule: Schedule, timeline: Timeline, step: Interval, computed: float
-) -> tuple[RankBreakdown, ...]:
+def _of_replica(schedule: Schedule, timeline: Timeline, step: Interval, computed: float) -> tuple[RankBreakdown, ...]:
     of_rank: list[list[OpEvent]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         of_rank[event.rank].append(event)
