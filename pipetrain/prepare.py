@@ -16,8 +16,8 @@ from itertools import zip_longest
 from typing import Any
 
 from pipetrain.config.phases import naming_phase, phases_of
-from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
-from pipetrain.config.together import check_run, check_schedule, check_ties
+from pipetrain.config.records import RunConfig
+from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.climb import Effort
@@ -32,19 +32,18 @@ from pipetrain.plan.profile import (
     seconds_of_layers,
 )
 from pipetrain.plan.search import FoundSchedule, best_schedule
+from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.csv_file import order_of_csv, size_of_csv
+from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
-from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
 
 _NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
-_DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Run:
 
 
 def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
-    """The run of `config` on `num_ranks` ranks; None: on as many as it asks for. The schedule is proven to end.
+    """The run of `config` on `num_ranks` ranks, those of all replicas; None: on as many as it asks for. The schedule is proven to end.
 
     `order` is that of pipeline.schedule=auto, as `write_csv` spells it, where it is known; else it is sought.
 
@@ -68,14 +67,16 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     """
     check_run(config)
     pipeline = config.pipeline
-    ranks = _num_ranks(pipeline, config.cluster) if num_ranks is None else num_ranks
+    world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
+    check_samples(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
-        num_ranks=ranks,
+        num_ranks=world.ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
+        num_replicas=world.num_replicas,
         balance=pipeline.balance,
         work=size.flops_per_layer,
         placement=pipeline.placement,
@@ -140,7 +141,7 @@ def predict(config: RunConfig) -> Shown:
     pipeline = config.pipeline
     stage_ranks = place_stages(
         pipeline.placement,
-        num_ranks=_num_ranks(pipeline, config.cluster),
+        num_ranks=world_of(pipeline, config.parallel, config.cluster).ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
@@ -221,19 +222,6 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
         "threads_per_rank": config.threads_per_rank,
         **installed,
     }
-
-
-def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
-    """As many as the placement names, as the stages need, as the schedule's file has, as the machines have, or two."""
-    if not isinstance(pipeline.placement, str):
-        return ranks_named_in(pipeline.placement)
-    if pipeline.num_stages is not None:
-        return pipeline.num_stages // pipeline.stages_per_rank
-    if pipeline.schedule.endswith(".csv"):
-        return size_of_csv(pipeline.schedule)[1]
-    if cluster.gpus_per_node is not None:
-        return cluster.num_nodes * cluster.gpus_per_node
-    return max(cluster.num_nodes, _DEFAULT_RANKS)
 
 
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:

@@ -36,6 +36,7 @@ from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
 from pipetrain.observe.trackers.chosen import check_trackers
+from pipetrain.plan.mesh import rank_places
 from pipetrain.prepare import Run, prepare
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import AUTO
@@ -180,6 +181,7 @@ def _steps(
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
     seen = TokensSeen()
+    ranks = rank_places(run.plan, group.grid)
     snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
         num_steps=config.num_steps,
@@ -193,7 +195,8 @@ def _steps(
         snapshots=snapshots,
         guard=guard,
         seen=seen,
-        watch=StragglerWatch(equal_work(run.plan, run.size)),
+        watch=StragglerWatch(equal_work(run.plan, run.size), ranks),
+        ranks=ranks,
         inspect=folder.inspect,
     )
 

@@ -91,7 +91,7 @@ def check_train(config: RunConfig) -> Run:
 def _ranks_per_node(config: RunConfig, run: Run) -> int:
     from pipetrain.launcher.nodes import choose_ranks_per_node
 
-    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks)
+    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks, run.plan.num_replicas)
 
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:

@@ -30,6 +30,8 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 HUGGING_FACE = "hf"  # the model.name of what transformers has
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
+ORDERS = ("replica-stage", "stage-replica")
+AUTO_REPLICAS = "auto"
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
 # Of `precision`: the dtype of the weights.
 WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
@@ -171,7 +173,8 @@ class PipelineConfig:
     )
     num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
-    # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
+    # Which rank holds which stage: `loop` (round the ranks of a replica), `v` (to the last rank and back), or a list, a rank per
+    # stage.
     placement: str | tuple[int, ...] = "loop"
     num_microbatches: PerPhase[Count] = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
@@ -230,17 +233,33 @@ class RecomputeConfig:
 
 
 _MORE_STAGES = "use more stages (pipeline.num_stages)"
-_OneReplica = Annotated[int, only(1, f"{_MORE_STAGES} for more ranks")]
 _NotSharded = Annotated[bool, only(False, f"parameters are not sharded; {_MORE_STAGES} to save memory")]
 _NotSplit = Annotated[int, only(1, f"layers are not split; {_MORE_STAGES} for more ranks")]
+
+
+_Replicas = Annotated[
+    int | str,
+    Limit(
+        lambda value: value == AUTO_REPLICAS or (isinstance(value, int) and value >= 1),
+        f": allowed is 1 or more, or {AUTO_REPLICAS} (as many as the ranks allow)",
+        most=_MOST_STAGES,
+    ),
+]
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Copies of the pipeline and what they share."""
 
-    num_replicas: _OneReplica = 1  # whole copies of the pipeline
-    zero: Annotated[int, within(0, 3)] = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
+    # Whole copies of the pipeline, each of which takes its share of a batch: a number, or `auto` (as many as the ranks allow).
+    num_replicas: _Replicas = 1
+    # Which ranks are neighbours, and so share a machine: the stages of a replica (`replica-stage`), or the replicas of a
+    # stage (`stage-replica`).
+    order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
+    # Steps between two comparisons of the replicas' weights; None: they are never compared.
+    check_every_steps: Count | None = 100
+    # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
+    zero: Annotated[int, within(0, 3)] = 0
     fsdp: _NotSharded = False  # whether parameters are sharded over replicas
     tensor: _NotSplit = 1  # ranks that share one layer
 

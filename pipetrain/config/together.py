@@ -92,6 +92,23 @@ def check_run(config: RunConfig) -> None:
         )
 
 
+def check_samples(config: RunConfig, num_replicas: int) -> None:
+    """Whether each microbatch of each replica gets a sample.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    batch_size, num_microbatches = config.data.batch_size, config.pipeline.num_microbatches
+    if batch_size < num_replicas * num_microbatches:
+        fitting = batch_size // num_replicas
+        fewer = f"pipeline.num_microbatches={fitting} or less" if fitting else f"{batch_size} replicas or less"
+        raise ConfigError(
+            f"data.batch_size={batch_size} is less than parallel.num_replicas={num_replicas} x "
+            f"pipeline.num_microbatches={num_microbatches} = {num_replicas * num_microbatches}: each microbatch of each replica needs "
+            f"a sample; use {fewer}, or data.batch_size={num_replicas * num_microbatches} or more"
+        )
+
+
 def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
     """What an engine can do where pairs of stages share a parameter, as a head its embedding's.
 
@@ -148,10 +165,15 @@ def _of_native(config: RunConfig) -> Iterator[str]:
             f"optim.masters=off: optim={config.optim.name} updates float32 alone; use optim.masters=auto, or optim=adamw, which "
             "updates bfloat16 weights in place"
         )
-    if config.parallel.zero != 0:
+    if config.parallel.zero > 1:
         yield (
-            f"parallel.zero={config.parallel.zero}: not supported by engine=native, which does not shard optimizer state; "
-            "use parallel.zero=0, or engine=deepspeed with parallel.zero=1"
+            f"parallel.zero={config.parallel.zero}: not supported by engine=native, which shards optimizer state alone; use "
+            "parallel.zero=1"
+        )
+    if config.parallel.zero and config.parallel.num_replicas == 1:
+        yield (
+            f"parallel.zero={config.parallel.zero} with parallel.num_replicas=1: there is no other replica to hold a share of the "
+            "optimizer state; use parallel.zero=0, or more replicas, as in parallel.num_replicas=2"
         )
 
 

@@ -32,6 +32,8 @@ class NativeEngine:
         plan: where its layers are.
         schedule: the order of all ops of that plan.
         optim: the optimizer, the learning rate and the clip.
+        order: which ranks are neighbours, the stages of a replica or the replicas of a stage.
+        zero: ZeRO stage of the optimizer state, 0 or 1.
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
         precision: of the layers; the weights are in their dtype already.
@@ -47,6 +49,8 @@ class NativeEngine:
         schedule: Schedule,
         optim: OptimConfig,
         *,
+        order: str,
+        zero: int,
         num_steps: int,
         device: torch.device,
         precision: Precision,

@@ -78,13 +78,13 @@ class Chain:
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, in rank order, on every rank."""
-        parts = self.down(lambda received: pack([*unpack(received), own]), what)
-        return unpack(self.up(lambda received: parts if received is None else received, what))
+        parts = self.down(lambda received: bundle([*unbundle(received), own]), what)
+        return unbundle(self.up(lambda received: parts if received is None else received, what))
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, in rank order, on rank 0; None elsewhere."""
-        parts = self.up(lambda received: pack([own, *unpack(received)]), what)
-        return unpack(parts) if self.rank == 0 else None
+        parts = self.up(lambda received: bundle([own, *unbundle(received)]), what)
+        return unbundle(parts) if self.rank == 0 else None
 
     def wait_sent(self, what: str) -> None:
         """Wait until the neighbours have taken what this rank sent: then it may end, and they still know.
@@ -115,13 +115,13 @@ def _pass_on(source: Neighbour | None, target: Neighbour | None, hand_on: HandOn
     return value
 
 
-def pack(parts: list[bytes]) -> bytes:
+def bundle(parts: list[bytes]) -> bytes:
     """Several messages as one."""
     sizes = json.dumps([len(part) for part in parts]).encode()
     return len(sizes).to_bytes(8, "little") + sizes + b"".join(parts)
 
 
-def unpack(data: bytes | None) -> list[bytes]:
+def unbundle(data: bytes | None) -> list[bytes]:
     """The other way round; of None, none."""
     if data is None:
         return []

@@ -8,7 +8,7 @@ replica 1   (1,0) --- (1,1) --- (1,2)  replicas
 
 from __future__ import annotations
 
-from pipetrain.group.chain import Chain, HandOn, pack, unpack
+from pipetrain.group.chain import Chain, HandOn, bundle, unbundle
 
 
 class Everyone:
@@ -37,16 +37,16 @@ class Everyone:
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, on every rank."""
-        rows = self._replicas.concatenate(pack(self._chain.concatenate(own, what)), what)
-        return [part for row in rows for part in unpack(row)]
+        rows = self._replicas.concatenate(bundle(self._chain.concatenate(own, what)), what)
+        return [part for row in rows for part in unbundle(row)]
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, on rank 0; None elsewhere."""
         row = self._chain.gather(own, what)
         if row is None:
             return None
-        rows = self._replicas.gather(pack(row), what)
-        return None if rows is None else [part for row in rows for part in unpack(row)]
+        rows = self._replicas.gather(bundle(row), what)
+        return None if rows is None else [part for row in rows for part in unbundle(row)]
 
     def wait_sent(self, what: str) -> None:
         """Wait until the neighbours have taken what this rank sent: then it may end, and they still know."""

@@ -29,6 +29,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.snapshot.session import Ranks, Snapshots
 from pipetrain.snapshot.weights import save_weights
+from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.step_report import StepFigures, StepResult
 from pipetrain.timeline.stragglers import StragglerWatch
 
@@ -49,6 +50,7 @@ class Steps:
     guard: Guard
     seen: TokensSeen
     watch: StragglerWatch
+    ranks: tuple[RankPlace, ...]
     inspect: Path
 
     def run(self, asked_to_stop: Callable[[], int]) -> int:
@@ -105,6 +107,7 @@ class Steps:
             skipped_steps=self.guard.num_skipped,
             rollbacks=self.guard.num_rollbacks,
             stragglers=self.watch.stragglers(),
+            ranks=self.ranks,
         )
         self.recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
 
@@ -127,12 +130,12 @@ class Steps:
         if figures is None:
             self.recorder.end_step(step)
         else:
-            timeline = None if figures.ops is None else figures.ops.timeline
+            timelines = () if figures.ops is None else figures.ops.timelines
             of_tokens = TokenFigures(tokens.all, tokens.counted, self.seen.total.all, tokens.all / seconds)
             metrics = metrics_of(step, result, figures, of_tokens, self.mfu_of_a_token_per_second)
-            self.recorder.end_step(step, metrics, timeline)
-            if timeline is not None:
-                self.watch.add(step, timeline)
+            self.recorder.end_step(step, metrics, timelines)
+            if timelines:
+                self.watch.add(step, *timelines)
         every = self.evaluate_every_steps
         if every is not None and step % every == 0 and step < self.num_steps:
             self.recorder.evaluated(step, self.engine.evaluate(self.data.heldout))
@@ -170,7 +173,7 @@ class Steps:
 
 
 def equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:
-    """What each rank has to do, stage by stage; empty where it is not known."""
+    """What each rank of a replica has to do, stage by stage; empty where it is not known."""
     if size.kinds is None:
         return {}
     return {

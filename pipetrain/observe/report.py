@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.timeline.draw.table import Table, number, size
+from pipetrain.timeline.rank_place import RankPlace, name_of, num_replicas_of
 from pipetrain.timeline.stragglers import Straggler
 
 FORMAT_VERSION = 1
@@ -50,6 +51,7 @@ class RunReport:
     heldout_perplexity: float | None = None
     tokens_seen: int | None = None  # by all steps that changed the weights, those before a resume too; with padding
     counted_tokens_seen: int | None = None  # of these, those that counted in the loss
+    ranks: tuple[RankPlace, ...] = ()  # the replica and the stages of each
 
 
 def perplexity_of(loss: float | None) -> float | None:
@@ -87,8 +89,11 @@ def read_report(path: Path) -> RunReport:
     fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
     try:
+        fields["ranks"] = tuple(
+            RankPlace(**{**rank, "stages": tuple(rank["stages"])}) for rank in values.get("ranks", ())
+        )
         return RunReport(**fields)
-    except TypeError as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: this is not a report of this version ({error})") from error
 
 
@@ -112,7 +117,9 @@ def as_markdown(report: RunReport) -> str:
 def in_a_line(report: RunReport) -> str:
     """How the model was split and its activations were kept."""
     layers = ", ".join(map(str, report.balance))
-    return f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers."
+    replicas = num_replicas_of(report.ranks)
+    copies = f", {replicas} replicas" if replicas > 1 else ""
+    return f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers{copies}."
 
 
 def remarks(report: RunReport) -> list[str]:
@@ -122,12 +129,21 @@ def remarks(report: RunReport) -> list[str]:
         found.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
     if report.rollbacks:
         found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
+    for replica in _slow_replicas(report):
+        found.append(f"Replica {replica} is slow: each of its ranks is, so all others wait for it at the end of a step.")
     for one in report.stragglers:
         than = "as at the start" if one.against == "start" else "as on ranks with equal work"
         found.append(
-            f"Rank {one.rank} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
+            f"{name_of(one.rank, report.ranks).capitalize()} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
         )
     return found
+
+
+def _slow_replicas(report: RunReport) -> list[int]:
+    """Those of which every rank is slow, where there are others."""
+    slow = {one.rank for one in report.stragglers}
+    quick = {where.replica for where in report.ranks if where.rank not in slow}
+    return sorted({where.replica for where in report.ranks} - quick) if quick else []
 
 
 def totals(report: RunReport) -> Table:
@@ -150,7 +166,10 @@ def totals(report: RunReport) -> Table:
 def rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
     shares = [share or 0.0 for share in report.deferred_share]
+    is_replicated = num_replicas_of(report.ranks) > 1
     rows = [
+        *([("replica", *(str(where.replica) for where in report.ranks))] if is_replicated else []),
+        *([("stages", *(" ".join(map(str, where.stages)) for where in report.ranks))] if is_replicated else []),
         ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
         ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
         *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.report import RunReport, perplexity_of
@@ -64,6 +64,7 @@ def metrics_of(
         fill_seconds=per_rank("fill_seconds"),
         drain_seconds=per_rank("drain_seconds"),
         imbalance_seconds=per_rank("imbalance_seconds"),
+        reduce_exposed_seconds=per_rank("reduce_exposed_seconds"),
         unexplained_seconds=per_rank("other_seconds"),
         peak_activation_bytes=unknown if ops is None else ops.peak_activation_bytes,
         peak_memory_bytes=figures.peak_memory_bytes,
@@ -74,15 +75,25 @@ def metrics_of(
 
 
 def measured_and_predicted(
-    schedule: Schedule, last: Report | None, early: Sequence[Timeline]
-) -> tuple[Shown | None, Shown | None]:
-    """The last step, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
+    schedule: Schedule, last: Report | None, early: Sequence[Sequence[Timeline]]
+) -> tuple[tuple[Shown, ...], Shown | None]:
+    """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
-        return None, None
-    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+        return (), None
+    costs = measure_costs(schedule.num_stages, early or [last.timelines])
     # In the last step microbatches that count nothing may have been skipped.
-    measured = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
-    return measured, show_schedule(schedule, costs) if early else None
+    whole = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
+    predicted = show_schedule(schedule, costs) if early else None
+    if len(last.timelines) == 1:
+        return (whole,), predicted
+    span = last.start, last.start + last.step_seconds
+    replicas = tuple(
+        replace(
+            whole, timeline=timeline, breakdown=last.breakdown_of(number), ranks=last.ranks_of(number), span=span
+        )
+        for number, timeline in enumerate(last.timelines)
+    )
+    return replicas, predicted
 
 
 def make_report(

@@ -48,6 +48,11 @@ class Plan:
         """Ranks of one replica."""
         return ranks_named_in(self.stage_ranks)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * self.num_ranks
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, ascending."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)

@@ -16,8 +16,10 @@ class RankPlace:
     stages: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """For example `rank 3 (replica 1, stage 1)`."""
-        return f"rank {self.rank} (replica {self.replica}, {_counted('stage', self.stages)})"
+        """`rank 5 (replica 1, stages 1 and 3)`, as messages have it."""
+        *most, last = map(str, self.stages)
+        held = f"stages {', '.join(most)} and {last}" if most else f"stage {last}"
+        return f"rank {self.rank} (replica {self.replica}, {held})"
 
 
 def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
@@ -28,11 +30,3 @@ def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
 def num_replicas_of(ranks: Iterable[RankPlace]) -> int:
     return len({where.replica for where in ranks})
 
-
-def ranks_of(replica: int, ranks: Iterable[RankPlace]) -> tuple[int, ...]:
-    """The ranks of a replica, by their places."""
-    return tuple(where.rank for where in sorted(ranks, key=lambda one: one.place) if where.replica == replica)
-
-
-def _counted(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {' '.join(map(str, numbers))}"

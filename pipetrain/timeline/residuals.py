@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import REDUCING
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Lane, Op
 
@@ -53,7 +52,7 @@ def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[O
     whole: dict[Op, float] = {}  # when the gradients of each bucket were whole in the last replica
     for one in (timeline, *beside):
         for event in one.events:
-            if is_of_replicas(event.op):
+            if event.op.meets_none:
                 whole[event.op] = max(event.start, whole.get(event.op, event.start))
     return dict(_seconds(timeline.events, by_op, whole))
 
@@ -65,7 +64,7 @@ def _seconds(
     for event in events:
         if event.op.kind.computes:
             yield event.op, event.end - event.start
-        elif is_of_replicas(event.op):
+        elif event.op.meets_none:
             begin = max(whole[event.op], ended.get(event.rank, float("-inf")))
             ended[event.rank] = event.end
             yield event.op, max(event.end - begin, 0.0)
@@ -75,7 +74,3 @@ def _seconds(
                 # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
                 yield event.op, max(event.end - max(other.start, event.start), 0.0)
 
-
-def is_of_replicas(op: Op) -> bool:
-    """Whether `op` adds up a stage's gradients with the same stage of the other replicas."""
-    return op.kind in REDUCING and op.peer is None

@@ -89,12 +89,21 @@ class Report:
     @property
     def step_seconds(self) -> float:
         """From the start of the first F, R or B of any rank to the end of the last, or of the last REDUCE_GRAD."""
-        return max(one.end for one in self.timelines) - min(one.start for one in self.timelines)
+        return max(one.end for one in self.timelines) - self.start
+
+    @property
+    def start(self) -> float:
+        """When the first F, R or B of any rank started."""
+        return min(one.start for one in self.timelines)
+
+    def ranks_of(self, replica: int) -> tuple[RankPlace, ...]:
+        """Those of one replica, as its timeline counts them."""
+        own = (where for where in self.ranks if where.replica == replica)
+        return tuple(sorted(own, key=lambda where: where.place))
 
     def breakdown_of(self, replica: int) -> tuple[RankBreakdown, ...]:
-        """In the order of the ranks in the timeline of the replica."""
-        own = [where for where in self.ranks if where.replica == replica]
-        return tuple(self.breakdown[where.rank] for where in sorted(own, key=lambda where: where.place))
+        """Likewise."""
+        return tuple(self.breakdown[where.rank] for where in self.ranks_of(replica))
 
     @staticmethod
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:

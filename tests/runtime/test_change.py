@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -185,14 +186,16 @@ def test_the_report_is_that_of_the_last_step_until_the_next_one() -> None:
 def test_the_first_microbatch_after_a_change_is_proved() -> None:
     """A layer that does not do in R what it did in F is found, although its like was proved before."""
 
+    counted = itertools.count(1)
+
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.calls, self.is_fickle = nn.Linear(8, 8), [0], False
+            self.linear, self.is_fickle = nn.Linear(8, 8), False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls[0] += 1
-            return torch.tanh(self.linear(x) * (self.calls[0] if self.is_fickle else 1))
+            calls = next(counted)
+            return torch.tanh(self.linear(x) * (calls if self.is_fickle else 1))
 
     layer = Fickle()
     ((inputs, targets),) = rows(8)

@@ -107,6 +107,15 @@ class Oracle:
         self.over_replicas.add(op)
         self.done.add(op)
         queue.pop(0)
+        earlier = [one for one in queue if one.peer is None and self.whole_at(one) < self.whole_at(op)]
+        self.need(not earlier, f"{op} in front of {earlier}, which could go earlier")
+
+    def whole_at(self, reduce: Op) -> tuple[int, int]:
+        """How far its rank has come when the bucket is whole; of several at one place the last part goes first."""
+        compute = self.schedule.lane(self.schedule.stage_ranks[reduce.stage], Lane.COMPUTE)
+        bucket = (None, reduce.part) if self.parts(reduce.stage) else (None,)
+        gives = [number for number, op in enumerate(compute) if op.stage == reduce.stage and op.kind in "BIW"]
+        return max(number for number in gives if compute[number].part in bucket), -(reduce.part or 0)
 
     def buckets(self) -> set[Op]:
         stages = range(self.schedule.first_backward, self.schedule.num_stages if self.schedule.num_replicas > 1 else 0)
