@@ -130,7 +130,9 @@ def remarks(report: RunReport) -> list[str]:
     if report.rollbacks:
         found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
     for replica in _slow_replicas(report):
-        found.append(f"Replica {replica} is slow: each of its ranks is, so all others wait for it at the end of a step.")
+        found.append(
+            f"Replica {replica} is slow: each of its ranks is, so all others wait for it at the end of a step."
+        )
     for one in report.stragglers:
         than = "as at the start" if one.against == "start" else "as on ranks with equal work"
         found.append(

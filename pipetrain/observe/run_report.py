@@ -88,9 +88,7 @@ def measured_and_predicted(
         return (whole,), predicted
     span = last.start, last.start + last.step_seconds
     replicas = tuple(
-        replace(
-            whole, timeline=timeline, breakdown=last.breakdown_of(number), ranks=last.ranks_of(number), span=span
-        )
+        replace(whole, timeline=timeline, breakdown=last.breakdown_of(number), ranks=last.ranks_of(number), span=span)
         for number, timeline in enumerate(last.timelines)
     )
     return replicas, predicted

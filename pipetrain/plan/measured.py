@@ -35,7 +35,9 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]]) -> Costs
                 if row.cost is not None:
                     place = op.stage if row.direction is not Direction.FORWARD or op.kind.computes else op.stage - 1
                     # A hop is measured where it is received: its edge.
-                    spent["reduce_shared" if op.kind in REDUCING and op.peer is not None else row.cost, place].append(seconds)
+                    spent["reduce_shared" if op.kind in REDUCING and op.peer is not None else row.cost, place].append(
+                        seconds
+                    )
 
     def median(cost: str, places: int, instead: Sequence[float] = ()) -> tuple[float, ...]:
         otherwise = instead or (0.0,) * places

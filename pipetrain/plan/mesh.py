@@ -187,9 +187,9 @@ class _Maker:
             place=where.place,
             stages=where.stages,
             parameters=parameters,
-            weight_bytes=_times(parameters, sizes and sizes.weight),
-            gradient_bytes=_times(parameters, sizes and sizes.gradient),
-            optimizer_bytes=_times(self._updated(where, parameters), sizes and sizes.optimizer),
+            weight_bytes=_times(parameters, None if sizes is None else sizes.weight),
+            gradient_bytes=_times(parameters, None if sizes is None else sizes.gradient),
+            optimizer_bytes=_times(self._updated(where, parameters), None if sizes is None else sizes.optimizer),
             sent=self._sent(where, parameters),
         )
 
@@ -253,10 +253,10 @@ class _Maker:
         sizes = self.model.number_bytes
         if shared:
             known = None if parameters is None else self._shared(op.stage for op in shared)
-            sent[SHARED] = Sent(len(shared), _times(known, sizes and sizes.gradient))
+            sent[SHARED] = Sent(len(shared), _times(known, None if sizes is None else sizes.gradient))
         if self.zero:
             share, updated = self._share(where), self._updated(where, parameters)
-            sent[UPDATES] = Sent(share and len(share), _times(updated, sizes and sizes.weight))
+            sent[UPDATES] = Sent(None if share is None else len(share), _times(updated, None if sizes is None else sizes.weight))
         return sent
 
     def _messages(self, sends: Iterable[Op], replica: int) -> dict[str, Sent]:
@@ -283,7 +283,7 @@ class _Maker:
         sizes, stages = self.model.number_bytes, {op.stage for op in buckets}
         whole = self._parameters(stages)
         alone = None if whole is None else whole - self._shared(stages)
-        return Sent(len(buckets), _times(alone, sizes and sizes.gradient))
+        return Sent(len(buckets), _times(alone, None if sizes is None else sizes.gradient))
 
 
 def _times(number: int | None, size: int | None) -> int | None:

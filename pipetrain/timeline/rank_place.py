@@ -29,4 +29,3 @@ def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
 
 def num_replicas_of(ranks: Iterable[RankPlace]) -> int:
     return len({where.replica for where in ranks})
-

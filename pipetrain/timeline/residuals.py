@@ -73,4 +73,3 @@ def _seconds(
             if other is not None:
                 # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
                 yield event.op, max(event.end - max(other.start, event.start), 0.0)
-
