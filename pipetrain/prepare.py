@@ -77,6 +77,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         num_replicas=world.num_replicas,
+        order=config.parallel.order,
         balance=pipeline.balance,
         work=size.flops_per_layer,
         placement=pipeline.placement,
@@ -91,7 +92,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     _policy(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
@@ -139,14 +140,16 @@ def predict(config: RunConfig) -> Shown:
     """
     check_schedule(config)
     pipeline = config.pipeline
+    world = world_of(pipeline, config.parallel, config.cluster)
     stage_ranks = place_stages(
         pipeline.placement,
-        num_ranks=world_of(pipeline, config.parallel, config.cluster).ranks_per_replica,
+        num_ranks=world.ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
     costs = _costs(config, len(stage_ranks))
-    spec = replace(_spec(config, stage_ranks, _policy_shown(config, len(stage_ranks))), costs=costs)
+    policy = _policy_shown(config, len(stage_ranks))
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)

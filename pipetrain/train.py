@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
@@ -20,6 +21,7 @@ from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.dataset import Data, make_data
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
+from pipetrain.group.address import is_rank
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
 from pipetrain.group.own_device import set_variables_of_gpus
@@ -27,6 +29,7 @@ from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
+from pipetrain.loop.over_replicas import OverReplicas
 from pipetrain.loop.steps import Steps, equal_work
 from pipetrain.loop.tokens import TokensSeen
 from pipetrain.model.hf.download import bring_model
@@ -37,6 +40,7 @@ from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
 from pipetrain.observe.trackers.chosen import check_trackers
 from pipetrain.plan.mesh import rank_places
+from pipetrain.plan.world import world_of
 from pipetrain.prepare import Run, prepare
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import AUTO
@@ -57,9 +61,7 @@ def train(config: RunConfig) -> Outcome:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         with ending_with_the_launcher():
-            shares = config.transport.edges == PINNED
-            joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
-            group = stack.enter_context(joined)
+            group = stack.enter_context(_join(config))
         run = prepare(config, group.size, _agreed_order(config, group))
         data = _data(config, group)
         check_all_read_the_same(data.fingerprint, group)
@@ -78,6 +80,23 @@ def train(config: RunConfig) -> Outcome:
     if signum:
         return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+
+
+def _join(config: RunConfig) -> Group:
+    """This rank among all, of which each stands somewhere in one of the replicas.
+
+    Raises:
+        ValueError: there are not as many ranks as replicas of so many stages need; before anybody waits for anybody.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+    world = world_of(config.pipeline, config.parallel, config.cluster, num_ranks)
+    return join_group(
+        timeout_seconds=config.timeout_seconds,
+        starts_alone=True,
+        shares_gpus=config.transport.edges == PINNED,
+        num_replicas=world.num_replicas,
+        order=config.parallel.order,
+    )
 
 
 def _data(config: RunConfig, group: Group) -> Data:
@@ -165,7 +184,8 @@ def _steps(
     config: RunConfig, run: Run, data: Data, spec: ModelSpec, folder: RunFolder, group: Group, stack: ExitStack
 ) -> Steps:
     """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
-    snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint)
+    at = group.coordinates
+    snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint, replica=at.replica)
     first = snapshots.first_step
     recorder = Recorder(
         folder,
@@ -198,6 +218,7 @@ def _steps(
         watch=StragglerWatch(equal_work(run.plan, run.size), ranks),
         ranks=ranks,
         inspect=folder.inspect,
+        replicas=OverReplicas.of(run.plan, at, group.replicas, config.parallel.check_every_steps),
     )
 
 

@@ -17,15 +17,15 @@ class Everyone:
 
     def __init__(self, chain: Chain, replicas: Chain) -> None:
         """`chain` has the ranks of this rank's replica, `replicas` those that stand where it does in each replica."""
-        self._chain = chain
-        self._replicas = replicas
+        self.chain = chain
+        self.replicas = replicas
 
     def down(self, hand_on: HandOn, what: str) -> bytes:
         """From rank 0 to the first rank of each replica, and from each of these to its last. Returns what this rank handed on."""
-        if self._chain.rank > 0:
-            return self._chain.down(hand_on, what)
-        value = self._replicas.down(hand_on, what)
-        return self._chain.down(lambda _: value, what)
+        if self.chain.rank > 0:
+            return self.chain.down(hand_on, what)
+        value = self.replicas.down(hand_on, what)
+        return self.chain.down(lambda _: value, what)
 
     def broadcast(self, value: bytes, what: str) -> bytes:
         """The `value` of rank 0, on every rank."""
@@ -33,31 +33,31 @@ class Everyone:
 
     def largest(self, value: int, what: str) -> int:
         """The largest `value` of any rank, on every rank."""
-        return self._replicas.largest(self._chain.largest(value, what), what)
+        return self.replicas.largest(self.chain.largest(value, what), what)
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, on every rank."""
-        rows = self._replicas.concatenate(bundle(self._chain.concatenate(own, what)), what)
+        rows = self.replicas.concatenate(bundle(self.chain.concatenate(own, what)), what)
         return [part for row in rows for part in unbundle(row)]
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, on rank 0; None elsewhere."""
-        row = self._chain.gather(own, what)
+        row = self.chain.gather(own, what)
         if row is None:
             return None
-        rows = self._replicas.gather(bundle(row), what)
+        rows = self.replicas.gather(bundle(row), what)
         return None if rows is None else [part for row in rows for part in unbundle(row)]
 
     def wait_sent(self, what: str) -> None:
         """Wait until the neighbours have taken what this rank sent: then it may end, and they still know."""
-        self._chain.wait_sent(what)
-        self._replicas.wait_sent(what)
+        self.chain.wait_sent(what)
+        self.replicas.wait_sent(what)
 
     def close(self) -> None:
-        self._chain.close()
-        self._replicas.close()
+        self.chain.close()
+        self.replicas.close()
 
     def abort(self) -> None:
         """A call has failed: break the connections, so that nobody waits on this rank."""
-        self._chain.abort()
-        self._replicas.abort()
+        self.chain.abort()
+        self.replicas.abort()

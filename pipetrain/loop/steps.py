@@ -20,6 +20,7 @@ from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.guard import Action, Guard, Incident
 from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
+from pipetrain.loop.over_replicas import OverReplicas
 from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
@@ -52,6 +53,7 @@ class Steps:
     watch: StragglerWatch
     ranks: tuple[RankPlace, ...]
     inspect: Path
+    replicas: OverReplicas
 
     def run(self, asked_to_stop: Callable[[], int]) -> int:
         """All steps from the snapshots' first on, or until `asked_to_stop` tells all ranks of a signal; returns it, or 0.
@@ -63,18 +65,19 @@ class Steps:
         self.engine.start_at(step)
         while step <= self.num_steps:
             started = time.perf_counter()
-            batch = self.data.train.batch(self.guard.batch_of(step))
+            batch = self.data.train.batch(self.guard.batch_of(step), self.replicas.share)
             result = self.engine.step(step, batch, self._accepts)
             figures = self.engine.gather_report()
             seconds = time.perf_counter() - started
             if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
                 step = back_at
                 continue
-            tokens = tokens_of(batch, self.spec)
+            tokens = self.replicas.add_up(tokens_of(batch, self.spec))
             if result.is_accepted:
                 self.seen.add(tokens)
             self._record(step, result, figures, tokens, seconds)
             signum = asked_to_stop()
+            self._compare_replicas(step, stopping=bool(signum))
             self.snapshots.after_step(step, stopping=bool(signum))
             if signum:
                 return signum
@@ -112,11 +115,23 @@ class Steps:
         self.recorder.finish(report, measured, predicted, last.ops.clock_error_seconds if last.ops else None)
 
     def finish(self, folder: Path, ranks: Ranks) -> None:
-        """Each rank writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a snapshot on its way.
-        Collective.
+        """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
+        snapshot on its way. Collective.
         """
-        save_weights(folder, self.engine.weights(), self.spec, ranks)
+        save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
+
+    def _compare_replicas(self, step: int, *, stopping: bool) -> None:
+        """Where it is time to, and before each snapshot: what differs must not be saved."""
+        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, stopping=stopping)):
+            return
+        try:
+            self.engine.check_replicas()
+        except PipelineError as error:
+            raise PipelineError(
+                f"{error} (seen after step {step}, nothing was saved since; resume=auto goes on from the newest snapshot, in which they "
+                "were the same)"
+            ) from error
 
     def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
         is_accepted = self.guard.accepts(step, loss, grad_norm)
@@ -141,7 +156,7 @@ class Steps:
             self.recorder.evaluated(step, self.engine.evaluate(self.data.heldout))
 
     def _respond(self, incident: Incident, batch: Batch) -> int | None:
-        """A step was refused: say where it went wrong, keep its batch, and do what the guard decided.
+        """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.
 
         Returns:
             The step to go on with after a rollback; None: with the next one.
@@ -156,7 +171,7 @@ class Steps:
         folder = folder_of(self.inspect, incident)
         if self.recorder.is_first:
             try:
-                write_incident(folder, incident, diagnosis, batch, self.seed)
+                write_incident(folder, incident, diagnosis, self.data.train.batch(incident.batch), self.seed)
             except OSError as error:
                 self.recorder.say(f"{folder} could not be written ({error.strerror})")
         if incident.action is Action.STOP:

@@ -256,7 +256,9 @@ class _Maker:
             sent[SHARED] = Sent(len(shared), _times(known, None if sizes is None else sizes.gradient))
         if self.zero:
             share, updated = self._share(where), self._updated(where, parameters)
-            sent[UPDATES] = Sent(None if share is None else len(share), _times(updated, None if sizes is None else sizes.weight))
+            sent[UPDATES] = Sent(
+                None if share is None else len(share), _times(updated, None if sizes is None else sizes.weight)
+            )
         return sent
 
     def _messages(self, sends: Iterable[Op], replica: int) -> dict[str, Sent]:

@@ -64,7 +64,7 @@ class Programs:
         if isinstance(given, Schedule):
             _check_fits(given, plan)
             in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance, cut, work))
-            self._given = with_reduces(in_parts, tied)
+            self._given = with_reduces(in_parts, tied, plan.num_replicas)
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
@@ -74,6 +74,7 @@ class Programs:
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,
             tied=tied,
+            num_replicas=plan.num_replicas,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
