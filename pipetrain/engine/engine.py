@@ -49,14 +49,6 @@ class Engine(Protocol):
         """The mean loss over `batches`, which are whole, in nats per token, each token counted once; None where there are none."""
         ...
 
-    def check_replicas(self) -> None:
-        """Compares the weights of the replicas, which are to be the same.
-
-        Raises:
-            PipelineError: they are not; with the ranks that differ.
-        """
-        ...
-
     def gather_report(self) -> StepFigures | None:
         """What the last step did on all ranks; on rank 0."""
         ...

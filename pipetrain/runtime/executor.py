@@ -145,6 +145,12 @@ class Executor:
         self._shared.end_step()
         self._assert_nothing_is_held()
 
+    def prepare(self, past: Past) -> None:
+        """What the stages of this rank can do towards new tokens before what they wait for has come."""
+        if 0 not in self._stages:
+            for stage in self._stages.values():
+                stage.prepare(past)
+
     # Order --------------------------------------------------------------------------------------------------------
 
     def _start_one(self, turns: Turns, program: Program, step: Step) -> bool:

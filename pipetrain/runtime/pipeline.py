@@ -56,6 +56,7 @@ from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.past import set_trainable
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
@@ -488,7 +489,10 @@ class Pipeline:
 
         agreed = agree_on(own if self.is_first else None, mistake_in_layers(self._layers()), self._group.chain)
         with self._in_eval_mode(), self._runner.failing_together():
-            return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
+            try:
+                return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
+            finally:
+                set_trainable(self._layers().values())
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
         """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
