@@ -130,7 +130,11 @@ def test_each_phase_has_its_own_schedule() -> None:
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
     assert [phase.run.schedule.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
     assert [phase.run.plan.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
-    assert [phase.run.schedule.policy.mode.value for phase in (first, second, third)] == ["overlap", "inline", "overlap"]
+    assert [phase.run.schedule.policy.mode.value for phase in (first, second, third)] == [
+        "overlap",
+        "inline",
+        "overlap",
+    ]
 
 
 def test_deepspeed_refuses_phases() -> None:
@@ -156,7 +160,8 @@ def test_only_a_run_with_phases_names_them() -> None:
 )
 def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
     config = replace(
-        load(["data.batch_size=4", "phases=[{from:0},{from:10,data:{batch_size:10,sequence_length:512}}]"]), epochs=epochs
+        load(["data.batch_size=4", "phases=[{from:0},{from:10,data:{batch_size:10,sequence_length:512}}]"]),
+        epochs=epochs,
     )
     known = with_steps(config, 100, 50)
     assert (known.num_steps, known.epochs) == (steps, None)
