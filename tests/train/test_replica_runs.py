@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipetrain.config.load import load
+from pipetrain.group.failure import PipelineError
 from pipetrain.loop.steps import Steps
 from pipetrain.snapshot.weights import read_weights
 from pipetrain.train import main
@@ -166,6 +167,53 @@ def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> 
     assert len(incident["microbatch_losses"]) == 4
     batch = load_file(folder / "refused" / "inspect" / "step-00000003" / "batch.safetensors")
     assert batch["inputs"].shape == (8, 32)
+
+
+def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[str]:
+    """As a fault of a machine's memory would; returns what the run ended with, and the snapshots that there are."""
+    rank, run = torch.distributed.get_rank(), Steps.run
+
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+        asked = [0]
+
+        def look() -> int:
+            asked[0] += 1
+            if rank == 1 and asked[0] == 3:
+                next(iter(steps.engine.model.named_parameters()))[1].data.view(-1)[5] += 1e-7
+            return asked_to_stop()
+
+        return run(steps, look)
+
+    Steps.run = run_watched  # type: ignore[method-assign]
+    os.chdir(folder)
+    try:
+        train_as_rank(
+            load(
+                [
+                    *RUN,
+                    "run_dir=differs",
+                    "parallel.num_replicas=2",
+                    "pipeline.num_stages=1",
+                    f"parallel.check_every_steps={every}",
+                ]
+            )
+        )
+    except PipelineError as error:
+        return [str(error), *sorted(path.name for path in pathlib.Path("differs/snapshots").glob("step-*"))]
+    return []
+
+
+@pytest.mark.parametrize(("every", "found"), [("3", 3), ("100", 4)], ids=["in its time", "before a snapshot"])
+def test_replicas_that_differ_end_the_run_before_anything_is_saved(
+    every: str, found: int, tmp_path: pathlib.Path
+) -> None:
+    make_text(tmp_path / "text")
+    for message, *snapshots in run_ranks(2, with_a_weight_that_changes_in_one_replica, str(tmp_path), every):
+        assert f"seen after step {found}" in message
+        assert "rank 0 (replica 0" in message
+        assert "rank 1 (replica 1" in message
+        assert "\n" not in message
+        assert snapshots == []
 
 
 # Ranks that are gone --------------------------------------------------------------------------------------------------
