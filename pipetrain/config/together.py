@@ -93,7 +93,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_samples(config: RunConfig, num_replicas: int) -> None:
-    """Whether each microbatch of each replica gets a sample.
+    """Whether each microbatch of each replica gets a sample, and with engine=deepspeed as many as each other.
 
     Raises:
         ConfigError: it does not.
@@ -107,6 +107,8 @@ def check_samples(config: RunConfig, num_replicas: int) -> None:
             f"pipeline.num_microbatches={num_microbatches} = {num_replicas * num_microbatches}: each microbatch of each replica needs "
             f"a sample; use {fewer}, or data.batch_size={num_replicas * num_microbatches} or more"
         )
+    for problem in _uneven(config, num_replicas) if config.engine.name == DEEPSPEED else ():
+        raise ConfigError(problem)
 
 
 def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
@@ -178,7 +180,6 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    data = config.data
     yield from _schedule_of_deepspeed(config.pipeline)
     yield from _of_transport(config.transport)
     yield from _recompute_of_deepspeed(config.recompute)
@@ -198,9 +199,17 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         yield _refused("phases", "[...]", "trains the whole run by one plan; use phases=[]")
     if config.model.compile:
         yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
-    if data.batch_size % config.pipeline.num_microbatches:
-        multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
-        yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+    replicas = config.parallel.num_replicas
+    yield from _uneven(config, replicas if isinstance(replicas, int) else 1)
+
+
+def _uneven(config: RunConfig, num_replicas: int) -> Iterator[str]:
+    """What DeepSpeed says to microbatches that differ in size."""
+    num_microbatches = config.pipeline.num_microbatches
+    if config.data.batch_size % (num_replicas * num_microbatches):
+        replicas = f"parallel.num_replicas={num_replicas} x " if num_replicas > 1 else ""
+        multiple = f"use a multiple of {replicas}pipeline.num_microbatches={num_microbatches}"
+        yield _refused("data.batch_size", config.data.batch_size, f"wants microbatches of equal size; {multiple}")
 
 
 def _recompute_of_deepspeed(recompute: RecomputeConfig) -> Iterator[str]:

@@ -113,6 +113,7 @@ REFUSED_BY_DEEPSPEED = {
     "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],
     "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],
     "data.batch_size=20": ["data.batch_size=20", "pipeline.num_microbatches=8"],
+    "parallel.num_replicas=3": ["parallel.num_replicas=3 x pipeline.num_microbatches=8", "equal size"],
 }
 
 
