@@ -193,7 +193,7 @@ def what_counts() -> None:
                 whole = sum(counted_loss(reference(x), y) * (n / sum(shares)) for x, y, n in parts if n)
                 reference.train()
             assert difference(evaluated, whole) <= 1e-6  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="count_fn gave .* not all 0"):
+        with pytest.raises(ValueError, match=r"count_fn gave .* not all 0"):
             pipeline.step(*rows_that_count(0, 0, 0, 0))
 
 
@@ -495,18 +495,21 @@ def test_everything_else_of_two_by_two() -> None:
 
 
 def loses(name: str, at_rank: int, at: str) -> str:
-    shape = SHAPES[name]
-    with pytest.raises(PipelineError) as caught, shape.pipeline() as pipeline:
-        op = Op.parse(at)
+    with pytest.raises(PipelineError) as caught:
+        steps_until_lost(SHAPES[name], at_rank, Op.parse(at))
+    return str(caught.value)
 
-        def before(one: Op, step: int) -> None:
-            if pipeline.rank == at_rank and (one, step) == (op, 1):
+
+def steps_until_lost(shape: Shape, at_rank: int, at: Op) -> None:
+    with shape.pipeline() as pipeline:
+
+        def before(op: Op, step: int) -> None:
+            if pipeline.rank == at_rank and (op, step) == (at, 1):
                 os._exit(1)
 
         pipeline.before_ops(before)
         for step in range(4):
             pipeline.step(*map(pipeline.own_rows, batch(step)))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
