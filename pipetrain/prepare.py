@@ -16,11 +16,13 @@ from itertools import zip_longest
 from typing import Any
 
 from pipetrain.config.phases import naming_phase, phases_of
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
+from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.climb import Effort
+from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
 from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
 from pipetrain.plan.profile import (
@@ -39,10 +41,12 @@ from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
 from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
 
+_BYTES = 256  # tokens of data.tokenizer=byte
 _NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
 
 
@@ -77,6 +81,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
         num_replicas=world.num_replicas,
+        order=config.parallel.order,
         balance=pipeline.balance,
         work=size.flops_per_layer,
         placement=pipeline.placement,
@@ -91,7 +96,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     _policy(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
@@ -139,18 +144,89 @@ def predict(config: RunConfig) -> Shown:
     """
     check_schedule(config)
     pipeline = config.pipeline
+    world = world_of(pipeline, config.parallel, config.cluster)
     stage_ranks = place_stages(
         pipeline.placement,
-        num_ranks=world_of(pipeline, config.parallel, config.cluster).ranks_per_replica,
+        num_ranks=world.ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
     costs = _costs(config, len(stage_ranks))
-    spec = replace(_spec(config, stage_ranks, _policy_shown(config, len(stage_ranks))), costs=costs)
+    policy = _policy_shown(config, len(stage_ranks))
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
     return show_schedule(_schedule(spec), costs)
+
+
+def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
+    """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why it does not know what ranks hold and send,
+    where model and data do not tell or make no such run ("": it does).
+
+    Raises:
+        ValueError: the ranks do not make so many replicas.
+    """
+    world = world_of(config.pipeline, config.parallel, config.cluster)
+    grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
+    try:
+        plan, model, unknown = _held(config, schedule, world.num_replicas)
+    except ValueError as error:
+        layers = (1,) * schedule.num_stages
+        plan = Plan(layers, schedule.stage_ranks, schedule.num_microbatches, world.num_replicas)
+        model, unknown = Holds(), str(error)
+    mesh = mesh_of(
+        plan,
+        with_reduces(schedule, plan.tied_stages(model.tied), world.num_replicas),
+        grid,
+        ranks_per_node=config.cluster.gpus_per_node or -(-grid.size // config.cluster.num_nodes),
+        model=model,
+        zero=config.parallel.zero if world.num_replicas > 1 else 0,
+    )
+    return mesh, unknown
+
+
+def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
+    """Where the layers are, what they hold and what goes between them; and what of it is not known."""
+    length = config.data.sequence_length
+    plan = make_plan(
+        size_of(config.model, sequence_length=length).num_layers,
+        num_microbatches=schedule.num_microbatches,
+        num_replicas=num_replicas,
+        balance=config.pipeline.balance,
+        work=size_of(config.model, sequence_length=length).flops_per_layer,
+        placement=schedule.stage_ranks,
+    )
+    check_samples(config, num_replicas)
+    vocabulary = _BYTES if config.data.tokenizer == "byte" else None
+    size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
+    slices = num_replicas * schedule.num_microbatches
+    fewest, longer = divmod(config.data.batch_size, slices)
+    held = Holds(
+        parameters=size.parameters_per_layer,
+        shapes=size.shapes_per_layer if config.engine.name == NATIVE else None,  # DeepSpeed cuts parameters
+        tied=size.tied,
+        width=size.width,
+        tokens=tuple(length * (fewest + (number < longer)) for number in range(slices)),
+        number_bytes=_number_bytes(config),
+    )
+    unknown = "the dtype of the weights is that of their file (model.dtype=auto)" if held.number_bytes is None else ""
+    if config.model.lora.rank is not None:
+        held, unknown = replace(held, number_bytes=None), "adapters alone are trained (model.lora)"
+    if size.parameters_per_layer is None:
+        unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocabulary_size to its size"
+    return plan, held, unknown
+
+
+def _number_bytes(config: RunConfig) -> NumberBytes | None:
+    """AdamW has two moments of each weight, and float32 masters of one with fewer bits, whose gradient is float32 then."""
+    dtype = config.model.dtype or WEIGHTS_IN[config.precision]
+    if dtype == "auto":
+        return None
+    size = 4 if dtype == "float32" else 2
+    if size == 2 and config.optim.masters == "auto":
+        return NumberBytes(weight=2, gradient=4, optimizer=4 + 2 * 4, boundary=2)
+    return NumberBytes(weight=size, gradient=size, optimizer=2 * size, boundary=size)
 
 
 def _policy_shown(config: RunConfig, num_stages: int) -> RecomputePolicy:

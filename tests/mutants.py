@@ -45,6 +45,7 @@ COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_witho
 PINNED = "tests/transport/test_pinned.py"
 HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
+REDUCES, REPLICAS = "tests/schedule/test_reduces.py", "tests/schedule/test_replica_reduces.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 HF_MASKS = "tests/hf/test_masks.py"
@@ -1055,9 +1056,93 @@ MUTANTS = (
     Mutant(
         "gradients are added up before they are whole",
         "pipetrain/schedule/reduce.py",
-        "            waits[op] = (last,)  # [1]",
-        "            waits[op] = ()",
-        ("tests/schedule/test_reduces.py",),
+        "{op: (last,) for op, (_, last) in ready.items()}",
+        "{op: () for op, (_, last) in ready.items()}",
+        (REDUCES, "-k", "wait_for"),
+    ),
+    Mutant(
+        "a bucket forgets the backwards of whole sets",
+        "pipetrain/schedule/reduce.py",
+        "        ends = [last.get((reduce.stage, part)), whole.get((reduce.stage, None))]",
+        "        ends = [last.get((reduce.stage, part))]",
+        (REPLICAS, "-k", "in_one_order or wait_for"),
+    ),
+    Mutant(
+        "the first part is added up first",
+        "pipetrain/schedule/reduce.py",
+        "-(op.part or 0)))",
+        "op.part or 0))",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "stages are added up in their order",
+        "pipetrain/schedule/reduce.py",
+        "key=lambda op: (ready[op][0] if op in ready else -1,",
+        "key=lambda op: (op.stage,",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "frozen stages are added up over the replicas",
+        "pipetrain/schedule/reduce.py",
+        "        for stage in range(schedule.first_backward, schedule.num_stages):",
+        "        for stage in range(schedule.num_stages):",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "nobody looks whether replicas add up",
+        "pipetrain/schedule/check.py",
+        "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
+        "    each_reduce_in_its_turn,\n",
+        (REPLICAS, "-k", "broken"),
+    ),
+    Mutant(
+        "nobody looks in which order replicas add up",
+        "pipetrain/schedule/check.py",
+        "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
+        "    each_gradient_of_replicas,\n",
+        (REPLICAS, "-k", "broken"),
+    ),
+    Mutant(
+        "a part takes as long to add up as its stage",
+        "pipetrain/schedule/simulate.py",
+        "if op.part is not None and op.peer is None else 1.0",
+        "if op.part is not None and not op.kind.row.per_stage else 1.0",
+        (REPLICAS, "-k", "parts_hide or by_layers"),
+    ),
+    Mutant(
+        "what two stages share costs what a stage does",
+        "pipetrain/schedule/costs.py",
+        "(to_stage and self.reduce_shared) or seconds",
+        "seconds",
+        (REPLICAS, "-k", "apart"),
+    ),
+    Mutant(
+        "the bound knows of no reduce of earlier parts",
+        "pipetrain/schedule/bound.py",
+        "sum(shares[place:]) * seconds + shared",
+        "shares[-1] * seconds + shared",
+        (REPLICAS, "-k", "by_layers"),
+    ),
+    Mutant(
+        "the bound has all the work before each part",
+        "pipetrain/schedule/bound.py",
+        "(sum(shares[: place + 1]), sum",
+        "(1.0, sum",
+        (REPLICAS, "-k", "parts_hide or in_one_order"),
+    ),
+    Mutant(
+        "a replica that skips all leaves the others waiting",
+        "pipetrain/schedule/without.py",
+        "skipped <= present if schedule.num_replicas > 1 else",
+        "False if schedule.num_replicas > 1 else",
+        (REPLICAS, "-k", "leave_out_all"),
+    ),
+    Mutant(
+        "a given schedule knows no replicas",
+        "pipetrain/schedule/reduce.py",
+        "    return add_reduces(bare)",
+        "    return bare",
+        (REPLICAS, "-k", "without_a_word"),
     ),
     Mutant(
         "clipping takes any norm",
@@ -1933,6 +2018,41 @@ MUTANTS = (
         "before = ordered.softmax(-1).cumsum(-1).roll(1, -1)",
         "before = ordered.softmax(-1).cumsum(-1)",
         (GENERATION,),
+    ),
+    Mutant(
+        "what layers kept of inference mode stays so",
+        "pipetrain/runtime/pipeline.py",
+        "                set_trainable(self._layers().values())\n",
+        "                pass\n",
+        (f"{GENERATION}::test_what_layers_keep_while_generating_can_be_trained_with",),
+    ),
+    Mutant(
+        "who chooses gets tensors of inference mode",
+        "pipetrain/runtime/generation.py",
+        "self._choose(logits.clone())",
+        "self._choose(logits)",
+        (f"{GENERATION}::test_what_layers_keep_while_generating_can_be_trained_with",),
+    ),
+    Mutant(
+        "the first stage prepares what it makes anyway",
+        "pipetrain/runtime/executor.py",
+        "        if 0 not in self._stages:\n            for stage",
+        "        if True:\n            for stage",
+        (f"{GENERATION}::test_a_stage_that_waits_prepares_what_it_can",),
+    ),
+    Mutant(
+        "a short message overtakes a long one",
+        "pipetrain/group/courier.py",
+        "if self._num_given != self._num_ended:",
+        "if False:",
+        ("tests/runtime/test_group.py", "-k", "keep_their_order or begins_at_once"),
+    ),
+    Mutant(
+        "a transfer that fails at once is told by nobody",
+        "pipetrain/group/courier.py",
+        "return functools.partial(_raise, error)",
+        "return lambda: None",
+        ("tests/runtime/test_group.py", "-k", "begins_at_once"),
     ),
 )
 

@@ -12,6 +12,8 @@ from pipetrain.cli.command import Arguments, Command, Parser
 from pipetrain.launcher.outcome import Exit, Outcome
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipetrain.config.records import RunConfig
     from pipetrain.loop.generate import Asked
     from pipetrain.observe.folder import RunFolder
@@ -39,6 +41,12 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="the system message, for a model that chats")
     parser.add_argument("--raw", action="store_true", help="go on from the text itself, without the chat template")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with the weights of the snapshot after N steps (default: those at the end, else of the newest snapshot)",
+    )
     parser.add_argument("--ranks", type=int, help="processes to run on; 1: this one alone (default: as in training)")
 
 
@@ -52,16 +60,17 @@ def _generate(arguments: Arguments) -> int:
     if is_rank():
         _be_a_rank(config, folder, arguments)
     asked = _asked(arguments)
-    _check(folder, asked)
+    _check(asked)
+    weights = _weights(folder, arguments.step)
     plan = _plan(folder, arguments.ranks)
     if plan.num_ranks == 1:
-        return _here(config, plan, folder, asked)
+        return _here(config, plan, weights, asked)
     from pipetrain.launcher.launch import launch
     from pipetrain.launcher.outcome import tell
 
     outcome = launch(
         "pipetrain.cli",
-        ["generate", str(folder.path), *_words(arguments)],
+        ["generate", str(folder.path), *_words(arguments), *_step_of(weights, folder)],
         num_ranks=plan.num_ranks,
         threads_per_rank=config.threads_per_rank,
     )
@@ -97,16 +106,67 @@ def _asked(arguments: Arguments) -> Asked:
     )
 
 
-def _check(folder: RunFolder, asked: Asked) -> None:
+def _weights(folder: RunFolder, step: int | None) -> Path:
+    """Where the run left its weights: the folder of those at its end, or a whole snapshot.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from pipetrain.snapshot.files import path_of, steps_in
+    from pipetrain.snapshot.find import SNAPSHOTS, find
+    from pipetrain.snapshot.weights import check_weights, has_weights
+
+    steps = steps_in(folder.path / SNAPSHOTS)
+    if step is not None:
+        if step not in steps:
+            raise ValueError(
+                f"--step={step}: {folder.path} has no such snapshot; there are {', '.join(map(str, steps[::-1])) or 'none'}"
+            )
+        return find(path_of(folder.path / SNAPSHOTS, step), _say)
+    if has_weights(folder.weights) or not steps:
+        check_weights(folder.weights)
+        return folder.weights
+    snapshot = find(folder.path, _say)
+    _say(f"the run has not ended; generating from {snapshot}")
+    return snapshot
+
+
+def _step_of(weights: Path, folder: RunFolder) -> list[str]:
+    """The choice of a snapshot for the ranks: all are to make the same one, while the run may save more."""
+    return [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
+
+
+def _weights_of_rank(folder: RunFolder, step: int | None) -> Path:
+    """What the launcher has chosen, and checked.
+
+    Raises:
+        ValueError: nobody has, and there are snapshots alone.
+    """
+    from pipetrain.snapshot.files import path_of, steps_in
+    from pipetrain.snapshot.find import SNAPSHOTS
+    from pipetrain.snapshot.weights import has_weights
+
+    if step is None and (has_weights(folder.weights) or not steps_in(folder.path / SNAPSHOTS)):
+        return _weights(folder, None)
+    if step is None:
+        raise ValueError(
+            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
+        )
+    return path_of(folder.path / SNAPSHOTS, step)
+
+
+def _say(text: str) -> None:
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def _check(asked: Asked) -> None:
     """What can be said before a process starts.
 
     Raises:
-        ValueError: there are no weights; an empty prompt; numbers out of range.
+        ValueError: an empty prompt; numbers out of range.
     """
     from pipetrain.runtime.sampling import Sampling
-    from pipetrain.snapshot.weights import check_weights
 
-    check_weights(folder.weights)
     if not all(asked.prompts):
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
     if asked.num_tokens < 1:
@@ -116,7 +176,9 @@ def _check(folder: RunFolder, asked: Asked) -> None:
 
 def _words(arguments: Arguments) -> list[str]:
     """The options again, for the ranks."""
-    given = {name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks")}
+    given = {
+        name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks", "step")
+    }
     flags = [f"--{name}" for name, value in given.items() if value is True]
     lists = [
         (name, value if isinstance(value, list) else [value])
@@ -126,10 +188,10 @@ def _words(arguments: Arguments) -> list[str]:
     return flags + [f"--{name}={value}" for name, values in lists for value in values]
 
 
-def _here(config: RunConfig, plan: Plan, folder: RunFolder, asked: Asked) -> int:
+def _here(config: RunConfig, plan: Plan, weights: Path, asked: Asked) -> int:
     from pipetrain.loop.generate import generate
 
-    generate(config, plan, folder.weights, asked, _write)
+    generate(config, plan, weights, asked, _write)
     return Exit.DONE
 
 
@@ -158,11 +220,12 @@ def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Argumen
 
     try:
         asked = _asked(arguments)
-        _check(folder, asked)
+        _check(asked)
+        weights = _weights_of_rank(folder, arguments.step)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher(), telling_first():
-            _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), folder, asked)
+            _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), weights, asked)
     except ValueError as error:
         return Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:

@@ -26,26 +26,39 @@ def _add_arguments(parser: Parser) -> None:
         "--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)"
     )
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
+    parser.add_argument(
+        "--mesh",
+        action="store_true",
+        help="draw the ranks of all replicas, too: who is where, what each holds, and what is sent from where to where",
+    )
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 
 
 def _show(arguments: Arguments) -> int:
     from pipetrain.observe.drawing import draw, write_drawing
+    from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh
+    from pipetrain.prepare import predict_mesh
 
-    shown = [_predicted(arguments.overrides, arguments.phase)]
+    both = [arguments.overrides]
     if arguments.against is not None:
-        shown.append(_predicted([*arguments.overrides, *shlex.split(arguments.against)], arguments.phase))
+        both.append([*arguments.overrides, *shlex.split(arguments.against)])
+    configs, shown = zip(*(_predicted(overrides, arguments.phase) for overrides in both))
+    meshes = []
+    if arguments.mesh:
+        meshes = [MeshShown(*predict_mesh(config, one.schedule)) for config, one in zip(configs, shown)]
     if arguments.json is not None:
         values = [one.as_json() for one in shown]
+        for value, mesh in zip(values, meshes):
+            value["mesh"] = mesh.as_json()
         write_json(values[0] if len(values) == 1 else values, arguments.json)
     if arguments.out is not None:
-        write_drawing(shown, Path(arguments.out))
+        write_drawing(shown, Path(arguments.out), meshes)
     if arguments.json != STDOUT:
-        print(draw(shown, width=arguments.width))
+        print("\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]))
     return Exit.DONE
 
 
-def _predicted(overrides: Sequence[str], phase: int | None) -> Shown:
+def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
     from pipetrain.config.load import load
     from pipetrain.plan.profile import read_profile
     from pipetrain.prepare import predict
@@ -58,7 +71,8 @@ def _predicted(overrides: Sequence[str], phase: int | None) -> Shown:
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
             config = load(overrides)
-    return predict(_in_phase(config, phase))
+    config = _in_phase(config, phase)
+    return config, predict(config)
 
 
 def _in_phase(config: RunConfig, number: int | None) -> RunConfig:

@@ -256,7 +256,7 @@ class ParallelConfig:
     # Which ranks are neighbours, and so share a machine: the stages of a replica (`replica-stage`), or the replicas of a
     # stage (`stage-replica`).
     order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
-    # Steps between two comparisons of the replicas' weights; None: they are never compared.
+    # Steps between two comparisons of the replicas' weights, which are compared before each snapshot, too; None: they never are.
     check_every_steps: Count | None = 100
     # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
     zero: Annotated[int, within(0, 3)] = 0

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pipetrain.data.batch import Batch
 from pipetrain.data.batches import Batches
+from pipetrain.data.share import Share
 
 PassedOver = Sequence[tuple[int, int]]
 """(a, b): the batches of steps a + 1 to b were passed over, because the run went back from step b to step a."""
@@ -25,12 +26,12 @@ class PhasedBatches:
         assert phases[0][0] == 0
         self._phases = phases
 
-    def batch(self, step: int, passed_over: PassedOver = ()) -> Batch:
-        """The batch of `step`, from 1."""
+    def batch(self, step: int, passed_over: PassedOver = (), share: Share | None = None) -> Batch:
+        """The batch of `step`, from 1, or the `share` of a replica."""
         own = next(batches for done, batches in reversed(self._phases) if done < step)
         first = self._samples_until(step - 1, own)
         first += sum(self._samples_until(end, own) - self._samples_until(start, own) for start, end in passed_over)
-        return own.batch_from(first)
+        return own.batch_from(first, share)
 
     def _samples_until(self, step: int, like: Batches) -> int:
         """Samples of those that `like` takes, in the steps up to `step`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pipetrain.group.failure import Monitor
 FOREVER = timedelta(days=7)
 
 Job = Callable[[], Callable[[], None]]
+Transfer = Callable[[], Work | None]
 
 
 class Courier:
@@ -28,6 +30,7 @@ class Courier:
         self._peer = peer
         self._monitor = monitor
         self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
+        self._num_given = self._num_ended = 0  # each counted by one thread alone
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -37,17 +40,33 @@ class Courier:
         return self._peer if isinstance(self._peer, str) else self._peer()
 
     def submit(self, what: str, job: Job) -> None:
+        self._num_given += 1
         self._jobs.put((what, job))
+
+    def begun(self, transfer: Transfer) -> Transfer:
+        """`transfer`, for the job that is submitted next; begun at once if all before it have ended, so that their order stays.
+
+        The message then leaves before this courier's thread has woken, which takes longer than a short one is on its way.
+        """
+        if self._num_given != self._num_ended:
+            return transfer
+        try:
+            work = transfer()
+        except RuntimeError as error:  # the connection is broken: the job says so, as it does wherever it happens
+            return functools.partial(_raise, error)
+        return lambda: work
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             what, job = item
             try:
-                self._monitor.done(job())
+                publish = job()
+                self._num_ended += 1
+                self._monitor.done(publish)
             except Exception as error:
                 self._monitor.lost(what, self.peer, error)
                 return
-            del item, job
+            del item, job, publish
 
     def close(self) -> None:
         """End the thread, once its jobs are done: what is under way ends when the other rank has taken it, or is gone."""
@@ -59,3 +78,7 @@ def finish(work: Work | None) -> None:
     """Wait for one transfer, on the thread of a courier."""
     if work is not None:
         work.wait(FOREVER)
+
+
+def _raise(error: RuntimeError) -> None:
+    raise error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 
 import torch
 
-from pipetrain.group.courier import Courier, finish
+from pipetrain.group.courier import Courier, Transfer, finish
 from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.group.pair import Pair, break_off
 
@@ -82,12 +83,15 @@ class Neighbour:
     def _send(self, data: bytes, what: str) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._num_given += 1
+        transfer: Transfer = functools.partial(self._pair.send, [tensor], self._other, _TAG)
+        if len(data) <= _FRAME_BYTES:
+            transfer = self._out.begun(transfer)
 
         def sent() -> None:
             self._num_sent += 1
 
         def job() -> Callable[[], None]:
-            finish(self._pair.send([tensor], self._other, _TAG))
+            finish(transfer())
             return sent
 
         self._out.submit(what, job)

@@ -16,6 +16,8 @@ from pipetrain.model.registry import family_of, load_function
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.snapshot.manifest import NAME as MANIFEST
+from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.weights import load_weights
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # the end of a text may be half a character
@@ -50,7 +52,8 @@ def generate(
     """Gives `write` on rank 0 what the model of the run puts after each prompt of `asked`: after one prompt as it goes along, after
     several one after the other at the end. A text follows its prompt, an answer stands alone. Collective over the ranks of `plan`.
 
-    `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in.
+    `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in
+    at its end, or a whole snapshot.
 
     Raises:
         ValueError: numbers out of range, no tokenizer, or weights that do not fit.
@@ -63,7 +66,10 @@ def generate(
     shown = [""] * len(prompts) if _are_chats(asked, tokenizer) else list(asked.prompts)
     spec = make_spec(config.model, tokenizer.vocabulary_size)
     with Pipeline(spec, plan=plan, recompute="never", timeout_seconds=config.timeout_seconds) as pipeline:
-        load_weights(weights, pipeline, spec)
+        if (weights / MANIFEST).exists():
+            Snapshot(weights, checked=True).restore_weights(pipeline)
+        else:
+            load_weights(weights, pipeline, spec)
         writer = _Writer(tokenizer, shown, write if pipeline.rank == 0 else _nowhere)
         writer.begin()
         pipeline.generate(

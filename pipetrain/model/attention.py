@@ -42,13 +42,18 @@ class Attention(nn.Module):
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The same for the new positions, which see those before."""
         query, key, value = self._heads(hidden)
-        if self.rope_base is not None:
-            tables = past.once((rotary_tables_at, self.head_size, self.rope_base), lambda: self._tables(past))
+        tables, visible = self.prepare_cached(past)
+        if tables is not None:
             query, key = rotate(query, *tables), rotate(key, *tables)
         keys, values = past.extend(self, key, value)
-        is_causal = past.length == 0 and past.mask is None
-        visible = None if is_causal else past.once(_visible, lambda: _visible(past))
-        return self._mixed(query, keys, values, visible, is_causal=is_causal)
+        return self._mixed(query, keys, values, visible, is_causal=_is_causal(past))
+
+    def prepare_cached(self, past: Past) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+        """The rotary tables of the new positions, and which keys they see; None: no tables, all keys or those before."""
+        tables = None
+        if self.rope_base is not None:
+            tables = past.once((rotary_tables_at, self.head_size, self.rope_base), lambda: self._tables(past))
+        return tables, None if _is_causal(past) else past.once(_visible, lambda: _visible(past))
 
     def _tables(self, past: Past) -> tuple[Tensor, Tensor]:
         """Cosines and sines for all heads, `[rows, 1, new, head_size / 2]`."""
@@ -73,6 +78,11 @@ class Attention(nn.Module):
     def _split_heads(self, flat: Tensor) -> Tensor:
         """`[batch, sequence, heads x head_size] -> [batch, heads, sequence, head_size]`."""
         return flat.reshape(*flat.shape[:2], -1, self.head_size).transpose(1, 2)
+
+
+def _is_causal(past: Past) -> bool:
+    """Whether every sample begins here, so that a position sees those before it."""
+    return past.length == 0 and past.mask is None
 
 
 def _visible(past: Past) -> Tensor | None:

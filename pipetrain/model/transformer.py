@@ -114,6 +114,10 @@ class Block(nn.Module):
         output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
         return output
 
+    def prepare_cached(self, past: Past) -> None:
+        """Masks and tables of the new positions."""
+        self.attention.prepare_cached(past)
+
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The same for the new positions."""
         attended = hidden + self.attention.forward_cached(self.attention_norm(hidden), past)

@@ -179,7 +179,6 @@ class _Maker:
 
     def rank(self, where: RankPlace) -> MeshRank:
         parameters = self._parameters(where.stages)
-        sizes = self.model.number_bytes
         return MeshRank(
             rank=where.rank,
             node=self._node(where.rank),
@@ -187,9 +186,9 @@ class _Maker:
             place=where.place,
             stages=where.stages,
             parameters=parameters,
-            weight_bytes=_times(parameters, None if sizes is None else sizes.weight),
-            gradient_bytes=_times(parameters, None if sizes is None else sizes.gradient),
-            optimizer_bytes=_times(self._updated(where, parameters), None if sizes is None else sizes.optimizer),
+            weight_bytes=self._bytes(parameters, "weight"),
+            gradient_bytes=self._bytes(parameters, "gradient"),
+            optimizer_bytes=self._bytes(self._updated(where, parameters), "optimizer"),
             sent=self._sent(where, parameters),
         )
 
@@ -250,15 +249,12 @@ class _Maker:
         if (reduced := self._reduced(where.place)) is not None:
             sent[REDUCE] = reduced
         shared = [op for op in self.schedule.lane(where.place, Lane.REDUCE) if op.peer is not None]
-        sizes = self.model.number_bytes
         if shared:
             known = None if parameters is None else self._shared(op.stage for op in shared)
-            sent[SHARED] = Sent(len(shared), _times(known, None if sizes is None else sizes.gradient))
+            sent[SHARED] = Sent(len(shared), self._bytes(known, "gradient"))
         if self.zero:
             share, updated = self._share(where), self._updated(where, parameters)
-            sent[UPDATES] = Sent(
-                None if share is None else len(share), _times(updated, None if sizes is None else sizes.weight)
-            )
+            sent[UPDATES] = Sent(None if share is None else len(share), self._bytes(updated, "weight"))
         return sent
 
     def _messages(self, sends: Iterable[Op], replica: int) -> dict[str, Sent]:
@@ -282,11 +278,12 @@ class _Maker:
         buckets = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.meets_none]
         if not buckets:
             return None
-        sizes, stages = self.model.number_bytes, {op.stage for op in buckets}
+        stages = {op.stage for op in buckets}
         whole = self._parameters(stages)
         alone = None if whole is None else whole - self._shared(stages)
-        return Sent(len(buckets), _times(alone, None if sizes is None else sizes.gradient))
+        return Sent(len(buckets), self._bytes(alone, "gradient"))
 
-
-def _times(number: int | None, size: int | None) -> int | None:
-    return None if number is None or size is None else number * size
+    def _bytes(self, number: int | None, of: str) -> int | None:
+        """Of so many weights, or what else `NumberBytes` has."""
+        sizes = self.model.number_bytes
+        return None if number is None or sizes is None else number * int(getattr(sizes, of))

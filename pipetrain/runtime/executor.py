@@ -120,6 +120,11 @@ class Executor:
         # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
         self._results: dict[Op, _Result] = {}
 
+    def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
+        """What the next steps run on; between two steps nothing is held of the one before."""
+        self._assert_nothing_is_held()
+        self._stages, self._shared = stages, shared
+
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
 
@@ -139,6 +144,12 @@ class Executor:
         self._lanes.end_step()
         self._shared.end_step()
         self._assert_nothing_is_held()
+
+    def prepare(self, past: Past) -> None:
+        """What the stages of this rank can do towards new tokens before what they wait for has come."""
+        if 0 not in self._stages:
+            for stage in self._stages.values():
+                stage.prepare(past)
 
     # Order --------------------------------------------------------------------------------------------------------
 

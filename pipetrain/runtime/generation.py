@@ -149,6 +149,7 @@ class Generation:
     def _pass_through(self, group: SampleGroup) -> _Turn:
         """The new tokens of a group through the stages of this rank."""
         tokens = group.begin()
+        self._executor.prepare(group.past)
         step = Step(
             group.num_new,
             seed=0,  # nothing draws
@@ -169,11 +170,11 @@ class Generation:
         logits, sampling = output[:, -1], self._prompts.sampling
         what = f"the logits of token {group.num_new}"
         if self._choose is not None:
-            chosen = self._fetch(self._choose(logits), what)
+            chosen = self._fetch(self._choose(logits.clone()), what)  # theirs, and not of inference mode
         elif sampling.is_greedy:
             chosen = self._fetch(logits.argmax(-1), what)  # where the logits are: a vocabulary is long
         else:
-            chosen = sampling.choose(self._fetch(logits, what), group.samples, group.num_new)
+            chosen = sampling.choose(self._fetch(logits.clone(), what), group.samples, group.num_new)
         return chosen.to(torch.int64).numpy().tobytes()
 
     def _learn(self, turn: _Turn) -> None:

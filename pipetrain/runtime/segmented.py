@@ -241,6 +241,10 @@ class SegmentedStage:
             given = replace(given, leaves=output.leaves, spec=output.spec)
         return output
 
+    def prepare(self, past: Past) -> None:
+        for part in self._parts:
+            part.prepare(past)
+
     def _name_of(self, number: int) -> str:
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from pipetrain.config.phases import batches_before
 from pipetrain.config.schema import guarded_keys
 
 if TYPE_CHECKING:
+    from pipetrain.plan.plan import Plan
     from pipetrain.snapshot.state import RunState
 
 AUTO = "auto"
@@ -74,6 +75,21 @@ def _told(batches: Sequence[tuple[int, Any, Any]]) -> str:
     return ", ".join(
         f"data.batch_size={size} data.sequence_length={length} after {done} steps" for done, size, length in batches
     )
+
+
+def told_of_replicas(state: RunState, plan: Plan, batch_size: int) -> Iterator[str]:
+    """What a user should know where the run goes on with another number of replicas than the snapshot's had."""
+    was, is_now = state.plan.get("num_replicas", 1), plan.num_replicas
+    if was == is_now:
+        return
+    text = f"{is_now} replicas, the run had {was}: the batches stay as they are"
+    slices, before = is_now * plan.num_microbatches, was * state.plan.get("num_microbatches", plan.num_microbatches)
+    if slices < before:
+        text += (
+            f", and a microbatch has up to {-(-batch_size // slices)} samples, it had {-(-batch_size // before)}; where memory is "
+            f"short, set pipeline.num_microbatches={-(-before // is_now)}"
+        )
+    yield text
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -46,21 +46,39 @@ class RunState:
 Tensors = dict[str, Tensor]
 
 
-def tensors_of(model: Model, optimizer: Optimizer, device: torch.device) -> dict[Part, Tensors]:
+def tensors_of(
+    model: Model, optimizer: Optimizer, device: torch.device, *, replica: int = 0, num_replicas: int = 1
+) -> dict[Part, Tensors]:
     """This rank's share of each part; nothing of it changes before the next optimizer step.
 
-    Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies.
+    Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies. What all replicas
+    have alike each writes a part of; buffers are those of replica 0. Of a `Sharded` optimizer each has its own.
     """
     # By their memory: one that two layers share has two names in the state, and one here.
     parameters = {parameter.untyped_storage()._cdata for _, parameter in model.named_parameters()}
+    weights, buffers = Tensors(), Tensors()
+    for name, value in _only_tensors(model.state_dict()):
+        (weights if value.untyped_storage()._cdata in parameters else buffers)[name] = value
+    state = _optimizer_tensors(model, optimizer)
     return {
         Part.WEIGHTS: {
-            name: value if value.untyped_storage()._cdata in parameters else value.clone()
-            for name, value in _only_tensors(model.state_dict())
+            **_share_of(weights, replica, num_replicas),
+            **{name: value.clone() for name, value in buffers.items() if replica == 0},
         },
-        Part.OPTIMIZER: _optimizer_tensors(model, optimizer),
+        Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of(state, replica, num_replicas),
         Part.GENERATORS: _generators(device),
     }
+
+
+def _share_of(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
+    """What one of several that have the same tensors writes: each about as many bytes, and the largest go to whoever has least."""
+    share, taken = Tensors(), [0] * num_replicas
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        least = taken.index(min(taken))
+        taken[least] += tensor.nbytes
+        if least == replica:
+            share[name] = tensor
+    return share
 
 
 def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:

@@ -2,16 +2,17 @@
 
 A layer that looks at other positions than its own can go on from them:
 
-    def forward_cached(self, value, past):        # of the new positions alone; without gradients, in eval mode
+    def forward_cached(self, value, past):        # of the new positions alone; in eval and inference mode
         keys, values = past.extend(self, keys, values)      # those before, and the new ones
 
 Where a position stands and how many came before is told by the runtime, and never read from what a layer keeps: a stage does not
-have the first layer of its model.
+have the first layer of its model. So what depends on that alone a layer may make in `prepare_cached(past)`, if it has one: it is called while
+the value is still on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,9 +38,36 @@ def goes_on(layer: nn.Module) -> bool:
     return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
 
 
+def prepare_cached(layer: Any, past: Past) -> None:
+    """What a layer that `goes_on` can make of the new positions before their value has come."""
+    if hasattr(layer, "prepare_cached"):
+        layer.prepare_cached(past)
+
+
 def run_cached(layer: Any, value: Any, past: Past) -> Any:
     """What a layer that `goes_on` gives for the new positions."""
     return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)
+
+
+def set_trainable(layers: Iterable[nn.Module]) -> None:
+    """Put a plain tensor in the place of each that a layer has made in inference mode and kept, such as a table: no backward takes others."""
+    done: dict[int, Tensor] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for kept in (module._buffers, vars(module)):
+            changed = {name: _plain(value, done) for name, value in kept.items()}
+            kept.update({name: value for name, value in changed.items() if value is not kept[name]})
+
+
+def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
+    """`value` itself where nothing in it is of inference mode; looks into a container in a container, and no deeper."""
+    if isinstance(value, Tensor):
+        return done.setdefault(id(value), value.clone()) if value.is_inference() else value
+    if type(value) in (tuple, list, dict) and depth < 2:
+        of = list(value.values()) if type(value) is dict else value
+        items = [_plain(item, done, depth + 1) for item in of]
+        if any(new is not old for new, old in zip(items, of)):
+            return dict(zip(value, items)) if type(value) is dict else type(value)(items)
+    return value
 
 
 class Past:

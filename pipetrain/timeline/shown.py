@@ -64,7 +64,8 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`."""
+        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
+        replicas, `4 replicas of 2 stages x 8 microbatches`."""
         schedule = self.schedule
         ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
         placement = spelling_of(schedule.stage_ranks)
@@ -72,6 +73,7 @@ class Shown:
         size = (
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
+        size = f"{schedule.num_replicas} replicas of {size}" if schedule.num_replicas > 1 else size
         halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
         return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
 

@@ -6,6 +6,7 @@ receive is posted, and a gloo transfer counts as complete only for who waits for
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Store, Work
 
-from pipetrain.group.courier import FOREVER, Courier, finish
+from pipetrain.group.courier import FOREVER, Courier, Transfer, finish
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, is_broken, make_pair, make_ring, neighbours_in_ring
 from pipetrain.schedule.op import Lane, Op
@@ -22,6 +23,7 @@ from pipetrain.transport.lanes import Lanes
 
 CPU = torch.device("cpu")
 _TAG = 0
+_SHORT_BYTES = 1 << 16
 _TAG_NOTES = 2  # 1 is that of `pair.break_off`
 # Who has lost one of two others breaks the connection to find out which; whoever sees that must let the first say so.
 _SETTLE_SECONDS = 0.5
@@ -130,13 +132,18 @@ class GlooOutbound:
         called = time.perf_counter()
         self._num_messages += 1
         number = self._num_messages
+        # Bytes alone; of what takes longer to copy than to wake a thread, the computing thread does nothing.
+        is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
+        short = self._begun(tensors) if is_short and len(tensors) <= 1 else None
 
         def job() -> Callable[[], None]:
             start = called
             if ready is not None:
                 ready()
                 start = time.perf_counter()
-            if form is None:
+            if short is not None:
+                finish(short())
+            elif form is None:
                 self._send(tensors or [_word()])
             elif expected is None:
                 send_form(self._pair, self._target, form)
@@ -156,6 +163,11 @@ class GlooOutbound:
         send_form(self._pair, self._target, form)
         if not fits:
             self._send(tensors)
+
+    def _begun(self, tensors: list[Tensor]) -> Transfer:
+        """The transfer of a message of one tensor, or none."""
+        message = flat_bytes(*tensors) if tensors else _word()
+        return self._courier.begun(functools.partial(self._pair.send, [message], self._target, _TAG))
 
     def _send(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:

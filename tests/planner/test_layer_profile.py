@@ -148,7 +148,7 @@ def test_a_profile_of_another_model_names_what_differs() -> None:
 def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     """Six layers on two stages, of which the last block and the loss are heavy."""
     file = tmp_path / PROFILE
-    keys = ["data=stdlib", "pipeline.num_stages=2", "recompute.segments=2"]
+    keys = ["data=stdlib", "pipeline.num_stages=2", "recompute.segments=2", "model.vocabulary_size=256"]
     blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
     heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
     head, loss = dataclasses.replace(BLOCK, numbers=(5,)), dataclasses.replace(END, numbers=(6,), inner_bytes=400)
@@ -160,7 +160,7 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     assert policy.parts == ((2, 1), (2, 1))
     assert policy.share_of(1, 0) == (1 + 3) / (1 + 3 + 1 + 1)
     assert predict(load(given)).schedule.policy == policy
-    with pytest.raises(ValueError, match=r"measured with precision=fp32, and this has bf16_autocast"):
+    with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16_autocast"):
         prepare(load([*given, "precision=bf16_autocast"]))
     file.write_text(Profile(Costs.spread(2), 8).as_json())
     with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):

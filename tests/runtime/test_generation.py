@@ -210,6 +210,80 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+class Tables(nn.Module):
+    """Keeps what it has made of positions, in each way in which layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("buffer", torch.zeros(1), persistent=False)
+        self.alone: Tensor | None = None
+        self.pair: tuple[Tensor, ...] = ()
+        self.by_length: dict[int, list[Tensor]] = {}
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.alone is None:
+            self.alone = torch.full((1,), 2.0)
+            self.buffer = torch.full((1,), 3.0)
+            self.pair = (self.alone + 1, self.alone)
+            self.by_length[1] = [self.alone * 1]
+        return value * self.weight * self.alone * self.buffer * self.pair[0] * self.pair[1] * self.by_length[1][0]
+
+    def forward_cached(self, value: Tensor, _past: Past) -> Tensor:
+        return self(value)
+
+
+def test_what_layers_keep_while_generating_can_be_trained_with() -> None:
+    """Tokens are made in inference mode, of whose tensors no backward takes any: nor does anybody who calls get one."""
+    gradients, batch = [], torch.arange(12).reshape(4, 3) % 8
+    given: list[Tensor] = []
+
+    def likeliest(logits: Tensor) -> Tensor:
+        given.append(logits)
+        return logits.argmax(-1)
+
+    for generating in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Embedding(8, 8), Tables(), Tables(), nn.Linear(8, 8)]
+        with Pipeline(layers, _loss, num_microbatches=2, stages_per_rank=2) as pipeline:
+            if generating:
+                given += pipeline.generate([[1, 2]], max_new_tokens=2, choose=likeliest)
+            pipeline.step(batch, batch)
+            gradients.append([parameter.grad for parameter in pipeline.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert len(given) == 3
+    assert not any(tensor.is_inference() for tensor in given)
+
+
+class Told(nn.Linear):
+    """Says what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.told: list[tuple[str, int]] = []
+
+    def prepare_cached(self, past: Past) -> None:
+        self.told.append(("prepare", past.length))
+
+    def forward_cached(self, value: Tensor, past: Past) -> Tensor:
+        self.told.append(("forward", past.length))
+        return self(value)
+
+
+def _prepared() -> list[list[tuple[str, int]]]:
+    layers = [nn.Embedding(8, 8), Told(), Told(), Told()]
+    with Pipeline(layers) as pipeline:
+        pipeline.generate([[1, 2]], max_new_tokens=2)
+    return [layer.told for layer in layers[1:] if isinstance(layer, Told)]
+
+
+def test_a_stage_that_waits_prepares_what_it_can() -> None:
+    first, second = run_ranks(2, _prepared)
+    assert first == [[("forward", 0), ("forward", 2)], [], []]
+    assert second[0] == []
+    assert second[1] == second[2] == [("prepare", 0), ("forward", 0), ("prepare", 2), ("forward", 2)]
+
+
 def test_drawn_tokens_depend_on_the_seed_alone() -> None:
     with Pipeline(model_of("llama"), stages_per_rank=2) as pipeline:
         draw = functools.partial(pipeline.generate, max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipetrain.group import neighbour as neighbours
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
-from pipetrain.group.failure import PipelineError
+from pipetrain.group.courier import Courier, finish
+from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.runtime import whole_state
 from pipetrain.runtime.pipeline import Pipeline
@@ -78,6 +81,64 @@ def talk() -> dict[str, Any]:
             "gather": chain.gather(own * group.rank, "to the first"),
             "from_first": group.from_first({"rank": group.rank}),
         }
+
+
+def talk_of_all_sizes() -> list[int]:
+    """Short messages behind long ones, of which the courier still has the rest to send."""
+    sizes = [size for _ in range(20) for size in (40 * neighbours._FRAME_BYTES, 1, 2 * neighbours._FRAME_BYTES, 0)]
+    with join_group(timeout_seconds=NEVER_SECONDS) as group:
+        first = group.rank == 0
+        values = [
+            group.chain.down(lambda received, size=size: bytes(size) if first else received, "sizes")  # type: ignore[misc]
+            for size in sizes
+        ]
+    return [len(value) for value in values]
+
+
+def test_messages_keep_their_order() -> None:
+    first, second = run_ranks(2, talk_of_all_sizes)
+    assert first == second
+
+
+def test_a_transfer_begins_at_once_behind_none_that_waits() -> None:
+    """A short message does not wait for a thread to wake; one behind another does, and one that fails is told of by its job."""
+    monitor = Monitor(0, FailureBoard(None), NEVER_SECONDS)
+    courier = Courier("to rank 1", "rank 1", monitor)
+    begun: list[str] = []
+    ended: list[str] = []
+    gate = threading.Event()
+
+    def submit(name: str, wait: bool = False, lost: bool = False) -> None:
+        def transfer() -> None:
+            begun.append(name)
+            if lost:
+                raise RuntimeError("gone")
+
+        transfer = courier.begun(transfer)
+
+        def job() -> Callable[[], None]:
+            if wait:
+                assert gate.wait(NEVER_SECONDS)
+            finish(transfer())
+            return lambda: ended.append(name)
+
+        courier.submit(name, job)
+
+    def wait_for(names: list[str]) -> None:
+        monitor.wait(lambda: ended == names, lambda: str(names))
+
+    submit("first", wait=True)
+    assert begun == ["first"]
+    submit("second")
+    assert begun == ["first"]
+    gate.set()
+    wait_for(["first", "second"])
+    submit("third")
+    assert begun[:3] == ["first", "second", "third"]
+    wait_for(["first", "second", "third"])
+    submit("fourth", lost=True)
+    with pytest.raises(PipelineError, match=r"rank 1 is gone: rank 0 lost its connection in fourth \(gone\)"):
+        monitor.wait(lambda: False, lambda: "nothing")
 
 
 def test_what_a_chain_can_carry() -> None:

@@ -157,7 +157,7 @@ def test_it_is_drawn_at_the_foot_of_its_rank() -> None:
     picture = svg(show_schedule(four("gpipe"), Costs.spread(4, reduce=5)))
     lines = [line for line in picture.splitlines() if 'class="reduce"' in line]
     assert ["0REDUCE_GRAD.0>3" in lines[0], "3REDUCE_GRAD.0>0" in lines[1], len(lines)] == [True, True, 2]
-    assert "REDUCE_GRAD shared gradients" in picture
+    assert "REDUCE_GRAD gradients added up" in picture
     assert 'class="reduce"' not in svg(show_schedule(four("gpipe", tied=())))
 
 

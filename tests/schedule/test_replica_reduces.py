@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,10 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.without import without_microbatches
+from pipetrain.timeline.draw.chrome_trace import chrome_trace
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.terminal import legend, staircase
+from pipetrain.timeline.shown import show_schedule
 
 some = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type: ignore[arg-type]
@@ -267,3 +272,21 @@ def test_a_file_holds_no_sums_and_whoever_reads_it_makes_them() -> None:
     order = order_of_csv(text, "a file", spec.shape)
     read = make_schedule(lambda _: order, num_stages=2, num_microbatches=3, recompute=THREE_PARTS, num_replicas=4)
     assert read.lanes == PARTS.lanes
+
+
+def test_it_is_drawn_where_a_rank_computes_nothing() -> None:
+    """0  F0 F1 F2 . B0 . B1 . B2 and its sum; stage 1 is done earlier."""
+    schedule = of_replicas("gpipe", recompute="never")
+    shown = show_schedule(schedule, Costs.spread(2, reduce=3))
+    assert shown.title == "gpipe, never: 4 replicas of 2 stages x 3 microbatches"
+    rows = staircase(shown.timeline, width=53).splitlines()
+    assert rows == [
+        "rank 0 F0-F1-F2-...B0====...B1====...B2====%%%%%%%%%"[:52],
+        "rank 1 ...F0-B0====F1-B1====F2-B2====%%%%%%%%%......"[:52],
+    ]
+    assert legend([Kind.F, Kind.REDUCE_GRAD]) == "F- forward  %% gradients added up  . idle"
+    assert max(rank.reduce_exposed_seconds for rank in shown.breakdown) == 3
+    picture = svg(shown)
+    assert sum('class="reduce"' in line for line in picture.splitlines()) == 2
+    events = json.loads(chrome_trace(shown.timeline))["traceEvents"]
+    assert {"0REDUCE_GRAD.0", "1REDUCE_GRAD.0"} <= {event["name"] for event in events}

@@ -14,14 +14,17 @@ from dataclasses import asdict
 import pytest
 from commands import begin, children_of, complete, end
 
+from pipetrain.cli import generate_command
 from pipetrain.cli.main import main
 from pipetrain.config.load import as_yaml, load
 from pipetrain.data.tokenizer import ByteTokenizer
+from pipetrain.launcher.outcome import Exit
 from pipetrain.loop.generate import TextStream
 from pipetrain.model.spec import make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.plan.plan import make_plan
 from pipetrain.snapshot.weights import write_shard
+from pipetrain.train import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GENERATE = [sys.executable, "-m", "pipetrain.cli", "generate"]
@@ -75,6 +78,59 @@ def test_two_ranks_say_what_one_says(run: pathlib.Path, capsys: pytest.CaptureFi
     assert over_two.stdout == said(capsys, run, *options, "--ranks=1")
     assert over_two.stdout.startswith("the ")
     assert over_two.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Three steps that change much, and the snapshots after the second and the third."""
+    path = tmp_path_factory.mktemp("saved") / "run"
+    options = ["experiment=smoke", "steps=3", "optim.learning_rate=0.1", "optim.warmup_steps=0", "snapshot.keep_last=2"]
+    done = train(load([*options, "snapshot.every_steps=1", "observe.progress=false", f"run_dir={path}"]))
+    assert done.code is Exit.DONE
+    return path
+
+
+def test_a_run_that_has_not_ended_speaks_from_a_snapshot(
+    saved_run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt=the ", "--tokens=30", "--temperature=0.9", "--ranks=1"]
+    texts = [said(capsys, saved_run, *options, *more) for more in ([], ["--step=2"], ["--step=3"])]
+    assert texts[2] == texts[0] != texts[1]
+    run = pathlib.Path(shutil.copytree(saved_run, tmp_path / "run"))
+    shutil.rmtree(run / "weights")
+    assert main(["generate", str(run), *options]) == 0
+    told = capsys.readouterr()
+    assert told.out == texts[0]
+    assert told.err == f"pipetrain: the run has not ended; generating from {run}/snapshots/step-00000003\n"
+    assert main(["generate", str(run), "--step=1", *options]) == 2
+    assert "--step=1: " in (error := capsys.readouterr().err)
+    assert "has no such snapshot; there are 2, 3" in error
+    (run / "snapshots" / "step-00000003" / "manifest.json").write_text("{}")
+    assert main(["generate", str(run), *options]) == 0  # from the one before, as a resume does
+    told = capsys.readouterr()
+    assert told.out == texts[1]
+    assert "set aside" in told.err
+
+
+def test_ranks_that_nobody_launched_are_told_which_snapshot(
+    saved_run: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More may be saved while they start."""
+    run = RunFolder(pathlib.Path(shutil.copytree(saved_run, tmp_path / "run")))
+    shutil.rmtree(run.weights)
+    with pytest.raises(ValueError, match=r"has snapshots alone, .* choose one with --step=N on all ranks"):
+        generate_command._weights_of_rank(run, None)
+    chosen = generate_command._weights(run, None)
+    assert generate_command._step_of(chosen, run) == ["--step=3"]
+    assert generate_command._weights_of_rank(run, 3) == chosen == run.path / "snapshots" / "step-00000003"
+
+
+@pytest.mark.slow
+def test_two_ranks_speak_from_a_snapshot(saved_run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt=the ", "--tokens=30", "--step=2"]
+    over_two = complete(saved_run, [*GENERATE, str(saved_run), "--ranks=2", *options])
+    assert over_two.returncode == 0, over_two.stderr
+    assert over_two.stdout == said(capsys, saved_run, *options, "--ranks=1")
 
 
 def test_several_prompts_are_told_one_after_the_other(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,10 +94,23 @@ class HfDecoderLayer(nn.Module):
         """The decoder layer, without what is around it: so one code serves all of a kind, wherever they stand."""
         self.layer.compile(*args, **kwargs)
 
+    def prepare_cached(self, past: Past) -> None:
+        """The frame of the next tokens, one of each sample, which is like that of those before."""
+        if past.length > 0 and past.new == 1:
+            self._frame(past.kept(HfDecoderLayer, _unknown), past)
+
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
+        past.kept(HfDecoderLayer, hidden[:, -1:].clone)
+        return self._frame(hidden, past).run(self.number, self.layer, hidden)
+
+    def _frame(self, hidden: Tensor, past: Past) -> Frame:
         frame: Frame = past.once(Frame, lambda: self.frames(hidden, given_of(past, self.frames.owner.config)))
-        return frame.run(self.number, self.layer, hidden)
+        return frame
+
+
+def _unknown() -> Tensor:
+    raise AssertionError("no hidden state has come yet")
 
 
 class HfHead(nn.Module):

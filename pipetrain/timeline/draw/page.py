@@ -29,11 +29,12 @@ def page(title: str, *parts: str) -> str:
 """
 
 
-def html(*shown: Shown) -> str:
-    """The page for one schedule, or for several on one time scale."""
+def html(*shown: Shown, above: Sequence[str] = ()) -> str:
+    """The page for one schedule, or for several on one time scale, below what is HTML already."""
     names = [one.title for one in shown]
     return page(
         "; ".join(names),
+        *above,
         pictures(shown, names),
         recomputation(shown, names),
         heading("Numbers"),
