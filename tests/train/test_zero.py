@@ -8,14 +8,18 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_runs import accept, batch_of, engine_of
+from deepspeed_runs import config_of as engine_config
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.data.batch import Batch
 from pipetrain.engine.optimizer import Updates, make_optimizer
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import next_token_loss
 from pipetrain.model.spec import make_spec
+from pipetrain.model.trained import Sharded
 from pipetrain.model.weights_dtype import with_weights_in
 from pipetrain.parallel.zero import ShardedOptimizer
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
@@ -162,9 +166,30 @@ def few_weights() -> None:
         make_optimizer(config_of("auto"), mixed.parameters(), replicas)
 
 
+def an_engine() -> None:
+    """Of replicas of one stage on one rank each; with one replica there is nobody to share with."""
+    for zero in (0, 1):
+        config = engine_config(
+            "parallel.num_replicas=auto", "pipeline.num_stages=1", "pipeline.balance=[5]", f"parallel.zero={zero}"
+        )
+        engine = engine_of(config)
+        batch = Batch(
+            *(torch.tensor_split(leaf, dist.get_world_size())[dist.get_rank()] for leaf in batch_of(config, 1))
+        )
+        engine.step(1, batch, accept)
+        engine.check_replicas()
+        weights = [weight for _, weight in engine.model.named_parameters()]
+        held = [weight in engine.optimizer.state for weight in weights]
+        assert isinstance(engine.optimizer, Sharded) == bool(zero)
+        assert any(held)
+        assert all(held) != bool(zero)
+        engine.close()
+
+
 def on_a_rank() -> tuple[list[tuple[float, float]], tuple[set[str], set[str]]]:
     """All of it in one process: what torch loads for it takes two seconds."""
     few_weights()
+    an_engine()
     return [shares_and_runs_that_go_on(*precision) for precision in PRECISIONS.values()], read_names()
 
 
