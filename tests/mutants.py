@@ -51,7 +51,107 @@ SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", 
 HF_MASKS = "tests/hf/test_masks.py"
 GENERATION = "tests/runtime/test_generation.py"
 HF_GENERATION = "tests/hf/test_generate_hf.py"
+SHARES, SNAPSHOT_SHARES = "tests/data/test_shares.py", "tests/snapshot/test_shares_of_replicas.py"
+OVER_REPLICAS, WORLD = "tests/train/test_over_replicas.py", "tests/planner/test_replicas_of_run.py"
 MUTANTS = (
+    Mutant(
+        "replicas take slices as if all were of one size",
+        "pipetrain/data/share.py",
+        "number * size + min(number, larger)",
+        "number * size",
+        (SHARES,),
+    ),
+    Mutant(
+        "a replica reads the whole batch",
+        "pipetrain/data/batches.py",
+        "indices if share is None else indices[share.rows_of(len(indices))]",
+        "indices",
+        (SHARES,),
+    ),
+    Mutant(
+        "tokens are those of one replica",
+        "pipetrain/loop/over_replicas.py",
+        "        if self.replicas is None:\n            return own",
+        "        if own:\n            return own",
+        (OVER_REPLICAS, "-k", "tokens_are"),
+    ),
+    Mutant(
+        "replicas are not compared before a snapshot",
+        "pipetrain/loop/over_replicas.py",
+        "(saving or step % every == 0)",
+        "step % every == 0",
+        (OVER_REPLICAS, "-k", "compared"),
+    ),
+    Mutant(
+        "every replica writes the weights at the end",
+        "pipetrain/loop/over_replicas.py",
+        "Shard(at.stage if at.replica == 0 else None, plan.num_ranks)",
+        "Shard(at.stage, plan.num_ranks)",
+        (OVER_REPLICAS, "-k", "share"),
+    ),
+    Mutant(
+        "each replica evaluates everything as its own share",
+        "pipetrain/engine/native.py",
+        "rows < self._pipeline.num_replicas else",
+        "rows < 0 else",
+        (OVER_REPLICAS, "-k", "evaluation"),
+    ),
+    Mutant(
+        "buffers of all replicas in one snapshot",
+        "pipetrain/snapshot/state.py",
+        "for name, value in buffers.items() if replica == 0",
+        "for name, value in buffers.items()",
+        (SNAPSHOT_SHARES,),
+    ),
+    Mutant(
+        "replicas write the same tensors",
+        "pipetrain/snapshot/state.py",
+        "        if least == replica:\n",
+        "        if least >= 0:\n",
+        (SNAPSHOT_SHARES,),
+    ),
+    Mutant(
+        "state that is held in shares is shared out again",
+        "pipetrain/snapshot/state.py",
+        "Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of",
+        "Part.OPTIMIZER: _share_of",
+        (SNAPSHOT_SHARES,),
+    ),
+    Mutant(
+        "a replica that writes no weights writes them",
+        "pipetrain/snapshot/weights.py",
+        "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
+        "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
+        (SNAPSHOT_SHARES,),
+    ),
+    Mutant(
+        "auto leaves ranks over",
+        "pipetrain/plan/world.py",
+        "if there_are < wanted or there_are % wanted:",
+        "if there_are < wanted:",
+        (WORLD,),
+    ),
+    Mutant(
+        "ranks that no replicas make are taken",
+        "pipetrain/plan/world.py",
+        "    if num_ranks not in (None, replicas * wanted):",
+        "    if False:",
+        (WORLD,),
+    ),
+    Mutant(
+        "a microbatch of a replica without a sample",
+        "pipetrain/config/together.py",
+        "if batch_size < num_replicas * num_microbatches:",
+        "if batch_size < num_microbatches:",
+        (WORLD,),
+    ),
+    Mutant(
+        "machines start the ranks of one replica",
+        "pipetrain/launcher/nodes.py",
+        "    num_ranks = num_replicas * ranks_per_replica",
+        "    num_ranks = ranks_per_replica",
+        (WORLD, "-k", "machines"),
+    ),
     Mutant(
         "each layer makes a float mask of its own",
         "pipetrain/model/hf/frame.py",
