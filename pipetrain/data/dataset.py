@@ -75,11 +75,7 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     if config.name not in _SOURCES:
         nearest = difflib.get_close_matches(config.name, _SOURCES, n=1, cutoff=0.0)[0]
         raise ValueError(f"data={config.name!r}: allowed are {', '.join(_SOURCES)}; did you mean data={nearest}?")
-    if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
-        raise ValueError(
-            f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
-            f"set data.heldout_bytes={config.sequence_length} or more"
-        )
+    _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
         _check_memmap(config)
@@ -117,10 +113,9 @@ def make_data(
 class OpenData:
     """What was read once, to be cut into samples of one length or of several."""
 
-    def __init__(self, lay_out: _LayOut, tokenizer: Tokenizer | None, own_tokenizer: str | None, seed: int) -> None:
+    def __init__(self, lay_out: _LayOut, tokenizer: Tokenizer | None, seed: int) -> None:
         self._lay_out = lay_out
         self._tokenizer = tokenizer
-        self._own_tokenizer = own_tokenizer
         self._seed = seed
         self._sets: dict[int, SampleSets] = {}
 
@@ -130,7 +125,8 @@ class OpenData:
         Raises:
             ValueError: it does not make a sample of that length.
         """
-        check_data(config, self._own_tokenizer)
+        check_limits(config, "data.")
+        _check_length(config)
         if config.sequence_length not in self._sets:
             self._sets[config.sequence_length] = self._lay_out(config)
         sets = self._sets[config.sequence_length]
@@ -161,7 +157,15 @@ def open_data(
     else:
         assert tokenizer is not None, "it was checked"
         lay_out = _of_text(config, tokenizer, timeout_seconds, tell)
-    return OpenData(lay_out, tokenizer, own_tokenizer, seed)
+    return OpenData(lay_out, tokenizer, seed)
+
+
+def _check_length(config: DataConfig) -> None:
+    if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
+        raise ValueError(
+            f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
+            f"set data.heldout_bytes={config.sequence_length} or more"
+        )
 
 
 def _check_files(config: DataConfig, tokenizer: Tokenizer) -> None:

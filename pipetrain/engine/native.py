@@ -87,6 +87,9 @@ class NativeEngine:
     def start_at(self, step: int) -> None:
         self._pipeline.step_index = step - 1
 
+    def change(self, plan: Plan, schedule: Schedule) -> None:
+        self._pipeline.change(num_microbatches=plan.num_microbatches, schedule=schedule)
+
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._optim, step, self._num_steps)
         for group in self._optimizer.param_groups:

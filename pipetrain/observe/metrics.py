@@ -37,3 +37,4 @@ class StepMetrics:
     communicator_bytes: tuple[int | None, ...]
     reduce_exposed_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
+    phase: int | None = None  # its phase, from 0; None: the run has none

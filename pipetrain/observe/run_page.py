@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.observe.report import RunReport, in_a_line, rank_totals, remarks, totals
+from pipetrain.observe.report import (
+    RunReport,
+    in_a_line,
+    of_the_last_phase,
+    phase_totals,
+    rank_totals,
+    remarks,
+    totals,
+)
 from pipetrain.timeline.draw.page import (
     choice_of_replica,
     framed,
@@ -63,6 +71,11 @@ def run_page(
         framed(totals(report)),
         framed(rank_totals(report)),
         *map(paragraph, remarks(report)),
+        *(
+            [heading("The phases"), paragraph(of_the_last_phase(report)), framed(phase_totals(report))]
+            if report.phases
+            else []
+        ),
         *numbers,
         paragraph(f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."),
     )

@@ -40,6 +40,7 @@ def metrics_of(
     figures: StepFigures,
     tokens: TokenFigures,
     mfu_of_a_token_per_second: float | None = None,
+    phase: int | None = None,
 ) -> StepMetrics:
     """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
     ops, unknown = figures.ops, (None,) * figures.num_ranks
@@ -71,6 +72,7 @@ def metrics_of(
         peak_reserved_bytes=unknown if ops is None else ops.peak_reserved_bytes,
         communicator_bytes=unknown if ops is None else ops.communicator_bytes,
         skipped=not result.is_accepted,
+        phase=phase,
     )
 
 
@@ -108,7 +110,8 @@ def make_report(
 ) -> RunReport:
     """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
 
-    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks.
+    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks. Likewise those of a
+    phase.
     """
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
@@ -136,9 +139,7 @@ def make_report(
         stopped_by=stopped_by,
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
-        peak_activation_bytes=tuple(
-            _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
-        ),
+        peak_activation_bytes=peak_activation_bytes(metrics),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
         mfu=median("mfu"),
         set_bytes=last.ops.set_bytes if last.ops else (),
@@ -146,6 +147,11 @@ def make_report(
         kept_bytes=last.ops.kept_bytes if last.ops else (),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
     )
+
+
+def peak_activation_bytes(metrics: Sequence[StepMetrics]) -> tuple[float | None, ...]:
+    """The most that each rank held in any of these steps."""
+    return tuple(_known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics)))
 
 
 def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:

@@ -120,6 +120,11 @@ class Executor:
         # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
         self._results: dict[Op, _Result] = {}
 
+    def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
+        """What the next steps run on; between two steps nothing is held of the one before."""
+        self._assert_nothing_is_held()
+        self._stages, self._shared = stages, shared
+
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
 

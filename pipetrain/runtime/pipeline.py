@@ -7,6 +7,8 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +28,7 @@ from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.parallel.same_weights import check_replicas_equal, make_replicas_equal
 from pipetrain.plan.given_plan import plan_of, replicas_said
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
@@ -51,7 +53,7 @@ from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_part
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode, Outputs, RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import set_trainable
@@ -164,25 +166,26 @@ class Pipeline:
                     order=self._group.grid.order,
                 )
                 self._group.names.tell_stages(self.plan.stage_ranks)
-                policy = RecomputePolicy.of(recompute)
+                self._policy = policy = RecomputePolicy.of(recompute)
                 policy.check_layers(self.plan.num_layers)
                 ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
-                self._programs = Programs(
-                    schedule,
-                    policy,
-                    self.plan,
-                    self._place,
+                self._given_schedule = schedule
+                self._make_programs = partial(
+                    Programs,
+                    rank=self._place,
                     runs_ahead=self._lanes.device.runs_ahead,
                     tied=self.plan.tied_stages(tie.layers for tie in ties),
                     work=spec.size.flops_per_layer,
                 )
+                self._programs = self._make_programs(schedule, policy, self.plan)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                kept = () if policy.mode is Mode.NEVER else policy.selective
-                self._stages = self._build(spec, loss_fn, kept, checked=plan is None and balance == "auto")
+                self._name_of, self._loss_fn = name_in(spec), loss_fn
+                layers = self._build(spec, checked=plan is None and balance == "auto")
+                self._stages = self._stages_of(layers, self._programs, policy)
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())
@@ -198,44 +201,88 @@ class Pipeline:
                 loss_fn,
                 count_fn,
                 policy.verify,
-                self._shared_gradients(),
+                self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
             )
 
-    def _build(
-        self, spec: ModelSpec, loss_fn: LossFn | None, kept: Sequence[Outputs], *, checked: bool
-    ) -> dict[int, AnyStage]:
-        """The stages of this rank."""
-        policy = self.schedule.policy
+    def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:
+        """The layers of each stage of this rank."""
         layers = {
             index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
             for index in self.plan.stages_of(self._place)
         }
         numbers = (number for index in layers for number in self.plan.layers_of(index))
         make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
+        return layers
+
+    def _stages_of(
+        self, layers: Mapping[int, Sequence[nn.Module]], programs: Programs, policy: RecomputePolicy
+    ) -> dict[int, AnyStage]:
+        """The stages of this rank, which have these layers."""
+        parts = programs.whole().schedule.policy
         return {
             index: make_stage(
                 index,
-                layers[index],
-                policy.parts[index] if policy.in_parts else (),
+                own,
+                parts.parts[index] if parts.in_parts else (),
                 first_layer=self.plan.layers_of(index).start,
                 device=self.device,
                 meter=self._meter,
-                loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                name_of=name_in(spec),
-                selective=kept,
+                loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
+                name_of=self._name_of,
+                selective=() if policy.mode is Mode.NEVER else policy.selective,
             )
-            for index in self.plan.stages_of(self._place)
+            for index, own in layers.items()
         }
 
-    def _shared_gradients(self) -> SharedGradients:
+    def change(
+        self,
+        *,
+        num_microbatches: int | None = None,
+        schedule: GivenSchedule | None = None,
+        recompute: str | RecomputePolicy | None = None,
+    ) -> None:
+        """From the next call on, cut a batch into other microbatches, run them by another schedule, or recompute otherwise. Collective.
+
+        What is None stays as it is: and in any case the layers, on their ranks, with their parameters, buffers and gradients, the connections,
+        and `step_index`. What is proved of the first microbatch of a kind of step is proved again.
+
+        Raises:
+            ValueError: values that do not fit each other or the plan, or other ones than on rank 0; on every rank, and the pipeline is as
+                it was.
+            PipelineError: another rank failed.
+        """
+        self._check_open()
+        self._runner.check_whole()
+        self._emit_events()
+        with introduced(self._group) as own:
+            given = self._given_schedule if schedule is None else schedule
+            if isinstance(given, Schedule) and schedule is None and recompute is not None:
+                raise ValueError(
+                    f"change(recompute={recompute!r}): the pipeline runs a Schedule that it was given, which says itself what is "
+                    "recomputed; give another one, as change(schedule=...)"
+                )
+            policy = self._policy if recompute is None else RecomputePolicy.of(recompute)
+            if isinstance(schedule, Schedule) and recompute is None:
+                policy = schedule.policy
+            policy.check_layers(self.plan.num_layers)
+            m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
+            plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
+            programs = self._make_programs(given, policy, plan)
+            own.seed, own.plan, own.schedule = self._seed, repr(plan), programs.describe()
+            stages = self._stages_of({index: one.layers for index, one in self._stages.items()}, programs, policy)
+        self.plan, self._given_schedule, self._policy = plan, given, policy
+        self._programs, self._stages = programs, stages
+        self._runner.change(plan, programs, stages, policy.verify, self._shared_gradients(stages, programs))
+
+    def _shared_gradients(self, stages: Mapping[int, AnyStage], programs: Programs) -> SharedGradients:
         """What the REDUCE_GRAD of this rank add up."""
         of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {
             (index, part): parameters
-            for index, stage in self._stages.items()
+            for index, stage in stages.items()
             for part, parameters in enumerate(parameters_of_parts(stage))
         }
-        copies = self._copies.buckets(self._programs.whole().reduces)
+        copies = self._copies.buckets(programs.whole().reduces)
         return SharedGradients(copies, of_parts, runs_ahead=self._lanes.device.runs_ahead)
 
     # What the pipeline is -----------------------------------------------------------------------------------------
@@ -327,13 +374,13 @@ class Pipeline:
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         # Not the step itself, which holds the batch until the next one has ended.
         index, recording = step.index, self._lanes.recording()
-        peak, peak_of_stages = self._meter.peak_bytes, self._meter.peak_stage_bytes
+        peak, peak_of_stages, stages = self._meter.peak_bytes, self._meter.peak_stage_bytes, self._stages
         self._last_report = lambda: measure_rank(
             self.rank,
             index,
             recording,
             self._clock,
-            self._stages,
+            stages,
             peak,
             self._lanes.device.memory(),
             self._runner.communicator_bytes,
@@ -475,8 +522,7 @@ class Pipeline:
         )
 
     def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
-        if self._closed:
-            raise PipelineError("the pipeline is closed")
+        self._check_open()
         self._emit_events()
         if self._take_batch is not None:
             try:
@@ -484,6 +530,10 @@ class Pipeline:
             except ValueError as error:
                 mistake = mistake or str(error)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
 
     def _emit_events(self, *, of_all: bool = False) -> None:
         """Hand over the events of the steps that have ended; `of_all`: of the others, too, for which this waits."""

@@ -57,16 +57,12 @@ class CallRunner:
         copies: Mapping[str, nn.Parameter] | None,
     ) -> None:
         self._group = group
-        self._plan = plan
-        self._programs = programs
-        self._stages = stages
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
-        self._proving = Proving(stages, verify)
+        self._copies = copies
+        self._adopt(plan, programs, stages, verify, shared_gradients)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        self._shared_gradients = shared_gradients
-        self._calls = Calls(group.chain, plan, stages, copies, group.replicas, group.monitor)
         before = lanes.device.memory().other_bytes
         replicas = _stage_ranks_of_replicas(group, plan)
         stage_ranks = replicas[group.coordinates.replica]
@@ -104,6 +100,34 @@ class CallRunner:
         self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
         self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
+
+    def _adopt(
+        self,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, AnyStage],
+        verify: str | int,
+        shared_gradients: SharedGradients,
+    ) -> None:
+        group = self._group
+        self._plan = plan
+        self._programs = programs
+        self._stages = stages
+        self._proving = Proving(stages, verify)
+        self._calls = Calls(group.chain, plan, stages, self._copies, group.replicas, group.monitor)
+        self._shared_gradients = shared_gradients
+
+    def change(
+        self,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, AnyStage],
+        verify: str | int,
+        shared_gradients: SharedGradients,
+    ) -> None:
+        """What the next calls run by; the connections stay. On every rank, between the same two calls."""
+        self._adopt(plan, programs, stages, verify, shared_gradients)
+        self.executor.change(stages, shared_gradients)
 
     def run(
         self,

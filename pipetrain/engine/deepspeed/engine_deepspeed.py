@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from pipetrain.model.trained import Model, Optimizer
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.timeline.step_report import StepFigures, StepResult
 from pipetrain.transport.device import device_of
@@ -135,6 +136,9 @@ class DeepSpeedEngine:
 
     def start_at(self, step: int) -> None:
         """Nothing to do: `step` is told its number."""
+
+    def change(self, plan: Plan, schedule: Schedule) -> NoReturn:  # noqa: ARG002
+        raise ValueError("engine=deepspeed trains the whole run by one plan; use phases=[], or engine=native")
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._optim, step, self._num_steps)
