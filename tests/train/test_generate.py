@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -184,6 +185,21 @@ def test_a_question_is_answered_as_transformers_does(
     assert said(capsys, chat_run / "run", "--raw", "--temperature=0", "--tokens=5", "--ranks=1", "--prompt=abc") == (
         "abc" + tokenizer.decode(text, skip_special_tokens=True) + "\n"
     )
+
+
+def test_without_transformers_a_line_says_so(
+    chat_run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    run = str(chat_run / "run")
+    for words in (["export", run, f"--out={chat_run / 'out'}"], ["generate", run, "--ranks=1", "--prompt=a"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "transformers" in error
+        assert "not installed" in error
+        assert error.count("\n") == 1
+    assert not (chat_run / "out").exists()
 
 
 @pytest.mark.parametrize(
