@@ -19,7 +19,10 @@ from .result import Table, Target
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (*sorted((ROOT / "benchmarks").glob("*/README.md")), ROOT / "docs" / "BENCHMARKS.md")
+PAGES = (
+    *sorted((ROOT / "benchmarks").glob("*/README.md")),
+    *(ROOT / "docs" / page for page in ("BENCHMARKS.md", "MEMORY.md")),
+)
 
 
 def publish(folder: Path) -> list[str]:

@@ -8,32 +8,46 @@ Without torch: the command line refuses a run that cannot be before a process st
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 
-from pipetrain.config.records import ClusterConfig, PipelineConfig, RunConfig
-from pipetrain.config.together import check_run, check_schedule, check_ties
+from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
+from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
+from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.climb import Effort
+from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
 from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
-from pipetrain.plan.profile import check_conditions, check_profile, costs_of_layers, read_profile
+from pipetrain.plan.profile import (
+    bytes_of_layers,
+    check_conditions,
+    check_profile,
+    costs_of_layers,
+    read_profile,
+    seconds_of_layers,
+)
 from pipetrain.plan.search import FoundSchedule, best_schedule
+from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.csv_file import order_of_csv, size_of_csv
+from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
-from pipetrain.schedule.placement import ranks_named_in
 from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.timeline.shown import Shown, show_schedule
 
+_BYTES = 256  # tokens of data.tokenizer=byte
 _NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
-_DEFAULT_RANKS = 2  # two stages are the smallest pipeline, and run on any machine
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class Run:
 
 
 def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
-    """The run of `config` on `num_ranks` ranks; None: on as many as it asks for. The schedule is proven to end.
+    """The run of `config` on `num_ranks` ranks, those of all replicas; None: on as many as it asks for. The schedule is proven to end.
 
     `order` is that of pipeline.schedule=auto, as `write_csv` spells it, where it is known; else it is sought.
 
@@ -57,14 +71,17 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     """
     check_run(config)
     pipeline = config.pipeline
-    ranks = _num_ranks(pipeline, config.cluster) if num_ranks is None else num_ranks
+    world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
+    check_samples(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
-        num_ranks=ranks,
+        num_ranks=world.ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
         num_microbatches=pipeline.num_microbatches,
+        num_replicas=world.num_replicas,
+        order=config.parallel.order,
         balance=pipeline.balance,
         work=size.flops_per_layer,
         placement=pipeline.placement,
@@ -77,12 +94,46 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     tied, found = plan.tied_stages(size.tied), None
     check_ties(config, tied)
     _policy(config).check_layers(plan.num_layers)
-    spec = replace(_spec(config, plan.stage_ranks, plan.balance), tied=tied)
+    _refuse_profile_without_layers(config)
+    policy = _in_parts(config, plan.balance, size)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
     return Run(plan, schedule, size, found)
+
+
+@dataclass(frozen=True)
+class PreparedPhase:
+    """What a phase asks for: steps from `first_step` (from 1) on are those of `run`. A run without phases is one."""
+
+    number: int  # from 0
+    first_step: int
+    config: RunConfig
+    run: Run
+
+
+def prepare_phases(
+    config: RunConfig, num_ranks: int | None = None, orders: Sequence[str | None] = ()
+) -> tuple[PreparedPhase, ...]:
+    """The run of each phase of `config`, as `prepare` makes it. All have the stages of the first: no layer moves in mid-run.
+
+    `orders` are those of pipeline.schedule=auto, one for each phase, where they are known.
+
+    Raises:
+        ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
+    """
+    check_run(config)
+    prepared: list[PreparedPhase] = []
+    for phase, order in zip_longest(phases_of(config), orders):
+        own = phase.config
+        if prepared:
+            own = replace(own, pipeline=replace(own.pipeline, balance=prepared[0].run.plan.balance))
+        with naming_phase(phase, config):
+            run = prepare(own, num_ranks, order)
+        prepared.append(PreparedPhase(phase.number, phase.first_step, phase.config, run))
+    return tuple(prepared)
 
 
 def predict(config: RunConfig) -> Shown:
@@ -93,26 +144,116 @@ def predict(config: RunConfig) -> Shown:
     """
     check_schedule(config)
     pipeline = config.pipeline
+    world = world_of(pipeline, config.parallel, config.cluster)
     stage_ranks = place_stages(
         pipeline.placement,
-        num_ranks=_num_ranks(pipeline, config.cluster),
+        num_ranks=world.ranks_per_replica,
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
     costs = _costs(config, len(stage_ranks))
-    spec = replace(_spec(config, stage_ranks, _balance_shown(config, len(stage_ranks))), costs=costs)
+    policy = _policy_shown(config, len(stage_ranks))
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
     return show_schedule(_schedule(spec), costs)
 
 
-def _balance_shown(config: RunConfig, num_stages: int) -> tuple[int, ...] | None:
-    """The layers of each stage, where the number of parts depends on them."""
-    if not isinstance(config.recompute.segments, str):
+def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
+    """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why it does not know what ranks hold and send,
+    where model and data do not tell or make no such run ("": it does).
+
+    Raises:
+        ValueError: the ranks do not make so many replicas.
+    """
+    world = world_of(config.pipeline, config.parallel, config.cluster)
+    grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
+    try:
+        plan, model, unknown = _held(config, schedule, world.num_replicas)
+    except ValueError as error:
+        layers = (1,) * schedule.num_stages
+        plan = Plan(layers, schedule.stage_ranks, schedule.num_microbatches, world.num_replicas)
+        model, unknown = Holds(), str(error)
+    mesh = mesh_of(
+        plan,
+        with_reduces(schedule, plan.tied_stages(model.tied), world.num_replicas),
+        grid,
+        ranks_per_node=config.cluster.gpus_per_node or -(-grid.size // config.cluster.num_nodes),
+        model=model,
+        zero=config.parallel.zero if world.num_replicas > 1 else 0,
+    )
+    return mesh, unknown
+
+
+def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
+    """Where the layers are, what they hold and what goes between them; and what of it is not known."""
+    length = config.data.sequence_length
+    plan = make_plan(
+        size_of(config.model, sequence_length=length).num_layers,
+        num_microbatches=schedule.num_microbatches,
+        num_replicas=num_replicas,
+        balance=config.pipeline.balance,
+        work=size_of(config.model, sequence_length=length).flops_per_layer,
+        placement=schedule.stage_ranks,
+    )
+    check_samples(config, num_replicas)
+    vocabulary = _BYTES if config.data.tokenizer == "byte" else None
+    size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
+    slices = num_replicas * schedule.num_microbatches
+    fewest, longer = divmod(config.data.batch_size, slices)
+    held = Holds(
+        parameters=size.parameters_per_layer,
+        shapes=size.shapes_per_layer if config.engine.name == NATIVE else None,  # DeepSpeed cuts parameters
+        tied=size.tied,
+        width=size.width,
+        tokens=tuple(length * (fewest + (number < longer)) for number in range(slices)),
+        number_bytes=_number_bytes(config),
+    )
+    unknown = "the dtype of the weights is that of their file (model.dtype=auto)" if held.number_bytes is None else ""
+    if config.model.lora.rank is not None:
+        held, unknown = replace(held, number_bytes=None), "adapters alone are trained (model.lora)"
+    if size.parameters_per_layer is None:
+        unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocabulary_size to its size"
+    return plan, held, unknown
+
+
+def _number_bytes(config: RunConfig) -> NumberBytes | None:
+    """AdamW has two moments of each weight, and float32 masters of one with fewer bits, whose gradient is float32 then."""
+    dtype = config.model.dtype or WEIGHTS_IN[config.precision]
+    if dtype == "auto":
         return None
+    size = 4 if dtype == "float32" else 2
+    if size == 2 and config.optim.masters == "auto":
+        return NumberBytes(weight=2, gradient=4, optimizer=4 + 2 * 4, boundary=2)
+    return NumberBytes(weight=size, gradient=size, optimizer=2 * size, boundary=size)
+
+
+def _policy_shown(config: RunConfig, num_stages: int) -> RecomputePolicy:
+    """With the layers of each part, where their number depends on the layers of stages or a profile knows them."""
+    policy, given = _policy(config), config.plan.profile
+    if not policy.in_parts:
+        return policy
+    profile = None if given is None else read_profile(given)
+    if not isinstance(policy.segments, str) and (profile is None or not profile.layers):
+        return policy
     size = size_of(config.model, sequence_length=config.data.sequence_length)
-    return make_plan(size.num_layers, num_stages=num_stages, balance=config.pipeline.balance).balance
+    plan = make_plan(size.num_layers, num_stages=num_stages, num_ranks=num_stages, balance=config.pipeline.balance)
+    return _in_parts(config, plan.balance, size)
+
+
+def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> RecomputePolicy:
+    """The policy for stages of so many layers: their parts have about equal bytes by the profile, and without one equal work."""
+    policy, given = _policy(config), config.plan.profile
+    if not policy.in_parts:
+        return policy
+    work = sizes = size.flops_per_layer
+    if given is not None:
+        profile = read_profile(given)
+        if profile.layers:
+            check_conditions(given, profile, conditions_of(config))
+            work, sizes = seconds_of_layers(profile), bytes_of_layers(profile)
+    return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
 
 
 def _costs(config: RunConfig, num_stages: int) -> Costs:
@@ -159,19 +300,6 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _num_ranks(pipeline: PipelineConfig, cluster: ClusterConfig) -> int:
-    """As many as the placement names, as the stages need, as the schedule's file has, as the machines have, or two."""
-    if not isinstance(pipeline.placement, str):
-        return ranks_named_in(pipeline.placement)
-    if pipeline.num_stages is not None:
-        return pipeline.num_stages // pipeline.stages_per_rank
-    if pipeline.schedule.endswith(".csv"):
-        return size_of_csv(pipeline.schedule)[1]
-    if cluster.gpus_per_node is not None:
-        return cluster.num_nodes * cluster.gpus_per_node
-    return max(cluster.num_nodes, _DEFAULT_RANKS)
-
-
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
     """The best order for the costs, from the user's cache where it was sought before."""
     return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
@@ -189,14 +317,21 @@ def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
     return schedule
 
 
-def _spec(config: RunConfig, stage_ranks: tuple[int, ...], balance: tuple[int, ...] | None) -> ScheduleSpec:
-    """`balance`: the layers of each stage; None: they are not known."""
-    policy = _policy(config)
+def _refuse_profile_without_layers(config: RunConfig) -> None:
+    given, segments = config.plan.profile, config.recompute.segments
+    if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
+        raise ValueError(
+            f"plan.profile={given}: a run's ops do not say what each layer holds, by which recompute.segments={segments} cuts a stage; "
+            "measure the layers with `pipetrain profile`, or leave plan.profile out"
+        )
+
+
+def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
     return ScheduleSpec(
         family=config.pipeline.schedule,
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
-        policy=policy if balance is None else policy.of_layers(balance),
+        policy=policy,
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.ahead,

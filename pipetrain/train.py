@@ -13,13 +13,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pipetrain.config.load import as_yaml, load, read
+from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
-from pipetrain.data.dataset import Data, make_data
+from pipetrain.data.dataset import Data, open_data
+from pipetrain.data.phased import PhasedBatches
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
+from pipetrain.group.address import is_rank
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
 from pipetrain.group.own_device import set_variables_of_gpus
@@ -27,6 +31,8 @@ from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
+from pipetrain.loop.over_replicas import OverReplicas
+from pipetrain.loop.phase_steps import PhaseSteps, phase_of
 from pipetrain.loop.steps import Steps, equal_work
 from pipetrain.loop.tokens import TokensSeen
 from pipetrain.model.hf.download import bring_model
@@ -36,12 +42,15 @@ from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.run_report import measured_steps
 from pipetrain.observe.trackers.chosen import check_trackers
-from pipetrain.prepare import Run, prepare
+from pipetrain.plan.mesh import rank_places
+from pipetrain.plan.world import world_of
+from pipetrain.prepare import PreparedPhase, prepare_phases
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
+from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.stragglers import StragglerWatch
 from pipetrain.transport.carrier import PINNED
 
@@ -56,22 +65,20 @@ def train(config: RunConfig) -> Outcome:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         with ending_with_the_launcher():
-            shares = config.transport.edges == PINNED
-            joined = join_group(timeout_seconds=config.timeout_seconds, starts_alone=True, shares_gpus=shares)
-            group = stack.enter_context(joined)
-        run = prepare(config, group.size, _agreed_order(config, group))
+            group = stack.enter_context(_join(config))
+        phases = prepare_phases(config, group.size, _agreed_orders(config, group))
         data = _data(config, group)
-        check_all_read_the_same(data.fingerprint, group)
+        check_all_read_the_same(data[0].fingerprint, group)
         spec = _spec(config, data)
-        config = with_steps(config, data.train.samples_per_epoch)
+        config = with_steps(config, *(own.train.samples_per_epoch for own in data))
         again = config.resume == AUTO_RESUME
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
         _keep_model_files(config, folder, group)
-        steps = _steps(config, run, data, spec, folder, group, stack)
+        steps = _steps(config, phases, data, spec, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
-        steps.report(config.experiment, run.plan, run.schedule, signum)
+        steps.report(signum)
         steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
     if signum:
@@ -79,12 +86,36 @@ def train(config: RunConfig) -> Outcome:
     return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
 
 
-def _data(config: RunConfig, group: Group) -> Data:
-    """What the run reads, with the tokenizer of its model where it has one."""
-    data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=config.timeout_seconds)
-    if data.num_skipped and group.rank == 0:
-        skipped = f"{data.num_skipped} documents are no samples and left out (data.on_error=skip), the first of them: "
-        print(f"pipetrain: {skipped}{data.first_skipped}", file=sys.stderr, flush=True)
+def _join(config: RunConfig) -> Group:
+    """This rank among all, of which each stands somewhere in one of the replicas.
+
+    Raises:
+        ValueError: there are not as many ranks as replicas of so many stages need; before anybody waits for anybody.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+    world = world_of(config.pipeline, config.parallel, config.cluster, num_ranks)
+    return join_group(
+        timeout_seconds=config.timeout_seconds,
+        starts_alone=True,
+        shares_gpus=config.transport.edges == PINNED,
+        num_replicas=world.num_replicas,
+        order=config.parallel.order,
+    )
+
+
+def _data(config: RunConfig, group: Group) -> list[Data]:
+    """What each phase of the run reads, with the tokenizer of its model where it has one."""
+    own, wait = config.model.path, config.timeout_seconds
+    phases, data, told = phases_of(config), list[Data](), 0
+    with naming_phase(phases[0], config):
+        opened = open_data(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
+    for phase in phases:
+        with naming_phase(phase, config):
+            data.append(opened.cut(phase.config.data))
+        if data[-1].num_skipped not in (0, told) and group.rank == 0:
+            told = data[-1].num_skipped
+            skipped = f"{told} documents are no samples and left out (data.on_error=skip), the first of them: "
+            print(f"pipetrain: {skipped}{data[-1].first_skipped}", file=sys.stderr, flush=True)
     return data
 
 
@@ -98,41 +129,46 @@ def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> Non
         keep_files(find_source(config.model.path, config.model.revision), folder.model)
 
 
-def _spec(config: RunConfig, data: Data) -> ModelSpec:
+def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
     """The model, with weights in the dtype that is trained.
 
     Raises:
         ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
     """
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
-    spec = make_spec(model, data.vocabulary_size)
-    if spec.take_batch is not None:
-        spec.take_batch(*data.train.batch(0))
+    spec = make_spec(model, data[0].vocabulary_size)
+    for phase, own in zip(phases_of(config), data):
+        if spec.take_batch is not None:
+            with naming_phase(phase, config):
+                spec.take_batch(*own.train.batch(0))
     return spec
 
 
-def _agreed_order(config: RunConfig, group: Group) -> str | None:
-    """The order of pipeline.schedule=auto, which rank 0 knows from the run that goes on, or seeks; None for another schedule.
+def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
+    """The orders of pipeline.schedule=auto, one for each phase, which rank 0 knows from the run that goes on, or seeks; none for another
+    schedule.
 
     Raises:
-        ValueError: it cannot be sought; on every rank.
+        ValueError: one cannot be sought; on every rank.
     """
     if config.pipeline.schedule != AUTO:
-        return None
-    order, problem = "", ""
+        return []
+    orders, problem = list[str | None](), ""
     if group.rank == 0:
         try:
-            order = _order_before(config) or write_csv(prepare(config, group.size).schedule)
+            orders = [_order_before(config, phase) for phase in phases_of(config)]
+            if None in orders:
+                orders = [write_csv(phase.run.schedule) for phase in prepare_phases(config, group.size, orders)]
         except ValueError as error:
             problem = str(error)
-    order, problem = group.from_first((order, problem))
+    orders, problem = group.from_first((orders, problem))
     if problem:
         raise ValueError(problem)
-    return order
+    return orders
 
 
-def _order_before(config: RunConfig) -> str | None:
-    """The order of the run that goes on, where it was sought for the same; None: it is to be sought."""
+def _order_before(config: RunConfig, phase: Phase) -> str | None:
+    """The order of the run that goes on, where it was sought for the same in one of its phases; None: it is to be sought."""
     given = config.run_dir if config.resume == AUTO_RESUME else config.resume
     if given is None:
         return None
@@ -142,8 +178,11 @@ def _order_before(config: RunConfig) -> str | None:
     ):  # a run folder, its snapshots, one of them
         if folder.config.is_file() and folder.schedule.is_file():
             before = read(folder.config)
-            same = _sought_for(before) == _sought_for(config)
-            return folder.schedule.read_text() if same else None
+            for own in phases_of(before):
+                schedule = (folder.phase(own.number) if before.phases else folder).schedule
+                if _sought_for(own.config) == _sought_for(phase.config) and schedule.is_file():
+                    return schedule.read_text()
+            return None
     return None
 
 
@@ -161,10 +200,17 @@ def _mfu_of_a_token_per_second(config: RunConfig, vocabulary_size: int, num_devi
 
 
 def _steps(
-    config: RunConfig, run: Run, data: Data, spec: ModelSpec, folder: RunFolder, group: Group, stack: ExitStack
+    config: RunConfig,
+    phases: Sequence[PreparedPhase],
+    data: Sequence[Data],
+    spec: ModelSpec,
+    folder: RunFolder,
+    group: Group,
+    stack: ExitStack,
 ) -> Steps:
     """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
-    snapshots = Snapshots(config, run.plan, folder.path, group, data=data.fingerprint)
+    at, plan = group.coordinates, phases[0].run.plan
+    snapshots = Snapshots(config, plan, folder.path, group, data=data[0].fingerprint, replica=at.replica)
     first = snapshots.first_step
     recorder = Recorder(
         folder,
@@ -175,26 +221,58 @@ def _steps(
         first_step=first,
     )
     stack.enter_context(closing(recorder))
-    recorder.start(as_yaml(config), asdict(config), run.plan, run.schedule)
-    engine = make_engine(config, spec, run.plan, run.schedule, device=group.device, on_event=recorder.on_event)
+    recorder.start(as_yaml(config), asdict(config), *((phase.run.plan, phase.run.schedule) for phase in phases))
+    ranks = rank_places(plan, group.grid)
+    replicas = OverReplicas.of(plan, at, group.replicas, config.parallel.check_every_steps)
+    of_phases = _phase_steps(config, phases, data, group, ranks)
+    now = phase_of(of_phases, first)
+    engine = make_engine(config, spec, now.plan, now.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
     guard = Guard(config.guard)
     seen = TokensSeen()
     snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
+        experiment=config.experiment,
         num_steps=config.num_steps,
-        mfu_of_a_token_per_second=_mfu_of_a_token_per_second(config, data.vocabulary_size, group.size),
         evaluate_every_steps=config.observe.evaluate_every_steps,
         seed=config.seed,
-        data=data,
+        phases=of_phases,
+        batches=PhasedBatches([(phase.first_step - 1, own.train) for phase, own in zip(phases, data)]),
         spec=spec,
         engine=engine,
         recorder=recorder,
         snapshots=snapshots,
         guard=guard,
         seen=seen,
-        watch=StragglerWatch(equal_work(run.plan, run.size)),
+        ranks=ranks,
         inspect=folder.inspect,
+        replicas=replicas,
+    )
+
+
+def _phase_steps(
+    config: RunConfig,
+    phases: Sequence[PreparedPhase],
+    data: Sequence[Data],
+    group: Group,
+    ranks: tuple[RankPlace, ...],
+) -> tuple[PhaseSteps, ...]:
+    """What the steps of each phase work with."""
+    ends = [*(phase.first_step - 1 for phase in phases[1:]), config.num_steps]
+    return tuple(
+        PhaseSteps(
+            number=phase.number if config.phases else None,
+            first_step=phase.first_step,
+            last_step=last_step,
+            config=phase.config,
+            plan=phase.run.plan,
+            schedule=phase.run.schedule,
+            heldout=own.heldout,
+            share=OverReplicas.of(phase.run.plan, group.coordinates, group.replicas, None).share,
+            mfu_of_a_token_per_second=_mfu_of_a_token_per_second(phase.config, own.vocabulary_size, group.size),
+            watch=StragglerWatch(equal_work(phase.run.plan, phase.run.size), ranks),
+        )
+        for phase, last_step, own in zip(phases, ends, data)
     )
 
 

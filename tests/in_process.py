@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.group.failure import FailureBoard, Monitor
-from pipetrain.parallel.tied import SharedGradients
+from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
 from pipetrain.runtime.segmented import AnyStage, make_stage

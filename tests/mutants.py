@@ -45,6 +45,7 @@ COUNTING, WITHOUT = "tests/runtime/test_counting.py", "tests/schedule/test_witho
 PINNED = "tests/transport/test_pinned.py"
 HALVES = "tests/schedule/test_halves.py"
 LAUNCHES = "tests/schedule/test_launches.py"
+REDUCES, REPLICAS = "tests/schedule/test_reduces.py", "tests/schedule/test_replica_reduces.py"
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 HF_MASKS = "tests/hf/test_masks.py"
@@ -1055,9 +1056,93 @@ MUTANTS = (
     Mutant(
         "gradients are added up before they are whole",
         "pipetrain/schedule/reduce.py",
-        "            waits[op] = (last,)  # [1]",
-        "            waits[op] = ()",
-        ("tests/schedule/test_reduces.py",),
+        "{op: (last,) for op, (_, last) in ready.items()}",
+        "{op: () for op, (_, last) in ready.items()}",
+        (REDUCES, "-k", "wait_for"),
+    ),
+    Mutant(
+        "a bucket forgets the backwards of whole sets",
+        "pipetrain/schedule/reduce.py",
+        "        ends = [last.get((reduce.stage, part)), whole.get((reduce.stage, None))]",
+        "        ends = [last.get((reduce.stage, part))]",
+        (REPLICAS, "-k", "in_one_order or wait_for"),
+    ),
+    Mutant(
+        "the first part is added up first",
+        "pipetrain/schedule/reduce.py",
+        "-(op.part or 0)))",
+        "op.part or 0))",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "stages are added up in their order",
+        "pipetrain/schedule/reduce.py",
+        "key=lambda op: (ready[op][0] if op in ready else -1,",
+        "key=lambda op: (op.stage,",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "frozen stages are added up over the replicas",
+        "pipetrain/schedule/reduce.py",
+        "        for stage in range(schedule.first_backward, schedule.num_stages):",
+        "        for stage in range(schedule.num_stages):",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "nobody looks whether replicas add up",
+        "pipetrain/schedule/check.py",
+        "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
+        "    each_reduce_in_its_turn,\n",
+        (REPLICAS, "-k", "broken"),
+    ),
+    Mutant(
+        "nobody looks in which order replicas add up",
+        "pipetrain/schedule/check.py",
+        "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
+        "    each_gradient_of_replicas,\n",
+        (REPLICAS, "-k", "broken"),
+    ),
+    Mutant(
+        "a part takes as long to add up as its stage",
+        "pipetrain/schedule/simulate.py",
+        "if op.part is not None and op.peer is None else 1.0",
+        "if op.part is not None and not op.kind.row.per_stage else 1.0",
+        (REPLICAS, "-k", "parts_hide or by_layers"),
+    ),
+    Mutant(
+        "what two stages share costs what a stage does",
+        "pipetrain/schedule/costs.py",
+        "(to_stage and self.reduce_shared) or seconds",
+        "seconds",
+        (REPLICAS, "-k", "apart"),
+    ),
+    Mutant(
+        "the bound knows of no reduce of earlier parts",
+        "pipetrain/schedule/bound.py",
+        "sum(shares[place:]) * seconds + shared",
+        "shares[-1] * seconds + shared",
+        (REPLICAS, "-k", "by_layers"),
+    ),
+    Mutant(
+        "the bound has all the work before each part",
+        "pipetrain/schedule/bound.py",
+        "(sum(shares[: place + 1]), sum",
+        "(1.0, sum",
+        (REPLICAS, "-k", "parts_hide or in_one_order"),
+    ),
+    Mutant(
+        "a replica that skips all leaves the others waiting",
+        "pipetrain/schedule/without.py",
+        "skipped <= present if schedule.num_replicas > 1 else",
+        "False if schedule.num_replicas > 1 else",
+        (REPLICAS, "-k", "leave_out_all"),
+    ),
+    Mutant(
+        "a given schedule knows no replicas",
+        "pipetrain/schedule/reduce.py",
+        "    return add_reduces(bare)",
+        "    return bare",
+        (REPLICAS, "-k", "without_a_word"),
     ),
     Mutant(
         "clipping takes any norm",
@@ -1604,6 +1689,55 @@ MUTANTS = (
         "changed or call.num_slots >= num_slots",
         "changed",
         (SELECTIVE, "-k", "never_comes"),
+    ),
+    Mutant(
+        "an entry that keeps nothing is not told",
+        "pipetrain/stage/selective.py",
+        "        return [line for line in found if line is not None]",
+        "        return []",
+        (SELECTIVE, "-k", "keeps_nothing"),
+    ),
+    Mutant(
+        "an entry that keeps something is told",
+        "pipetrain/stage/selective.py",
+        "if name not in one.names or layer not in one.layers]",
+        "if one.names]",
+        (SELECTIVE, "-k", "keeps_something"),
+    ),
+    Mutant(
+        "what other stages have is missed",
+        "pipetrain/stage/selective.py",
+        "        if not self.is_all_here and (self.wanted.op is None",
+        "        if False and (self.wanted.op is None",
+        (SELECTIVE, "-k", "other_stages_may"),
+    ),
+    Mutant(
+        "a border between layers is in no part",
+        "pipetrain/plan/profile.py",
+        "layer.inner_bytes + layer.output_bytes * is_saved for",
+        "layer.inner_bytes for",
+        ("tests/planner/test_layer_profile.py", "-k", "equal_bytes"),
+    ),
+    Mutant(
+        "parts that are known are cut anew",
+        "pipetrain/schedule/policy.py",
+        "        if not self.in_parts or [sum(parts) for parts in self.parts] == list(balance):",
+        "        if not self.in_parts:",
+        ("tests/schedule/test_parts.py", "-k", "known_stay"),
+    ),
+    Mutant(
+        "a part takes the time of its number of layers",
+        "pipetrain/schedule/policy.py",
+        "        if self.shares:\n",
+        "        if False:\n",
+        ("tests/schedule/test_parts.py", "-k", "share_of_the_work"),
+    ),
+    Mutant(
+        "a run's profile cuts stages",
+        "pipetrain/prepare.py",
+        "    _refuse_profile_without_layers(config)\n",
+        "",
+        ("tests/planner/test_layer_profile.py", "-k", "has_parts"),
     ),
     Mutant(
         "inputs are counted as whole sets",

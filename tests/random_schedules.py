@@ -70,9 +70,10 @@ def cases(
     with_split: bool = True,
     with_parts: bool = True,
     with_ties: bool = True,
+    with_replicas: bool = True,
 ) -> Case:
-    """What any family can be asked for; also with backward split into I and W, with stages recomputed in parts, and with stages that
-    share parameters."""
+    """What any family can be asked for; also with backward split into I and W, with stages recomputed in parts, with stages that
+    share parameters, and for several replicas."""
     families = [name for name in FAMILIES if with_split or name not in ALWAYS_SPLIT]
     family = draw(st.sampled_from(families))
     ranks = draw(st.integers(1, max_ranks))
@@ -103,6 +104,8 @@ def cases(
     if with_ties and stages > 1 and draw(st.booleans()):
         pairs = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)).filter(lambda pair: pair[0] < pair[1])
         arguments["tied"] = sorted(draw(st.sets(pairs, min_size=1, max_size=3)), reverse=True)
+    if with_replicas and draw(st.booleans()):
+        arguments["num_replicas"] = draw(st.integers(2, 4))
     if family == "1f1b":
         arguments["warmup"] = draw(
             st.one_of(st.none(), st.integers(1, max(ranks, (microbatches - 1) * (ranks - 1) + 1)))
@@ -147,6 +150,7 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
         input_gradient=halves[0],
         weight_gradient=halves[1],
         reduce=times(stages) if draw(st.booleans()) else (),
+        reduce_shared=times(stages) if draw(st.booleans()) else (),
     )
 
 
@@ -209,7 +213,12 @@ def with_lane(schedule: Schedule, rank: int, lane: Lane, ops: tuple[Op, ...]) ->
 
 @st.composite
 def random_schedules(
-    draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5, max_changes: int = 4, with_split: bool = True
+    draw: st.DrawFn,
+    max_ranks: int = 4,
+    max_microbatches: int = 5,
+    max_changes: int = 4,
+    with_split: bool = True,
+    with_replicas: bool = True,
 ) -> tuple[Schedule, Costs]:
     """A schedule of any family, shape and mode with up to `max_changes` changes, and costs for it. About half are sound.
 
@@ -217,7 +226,8 @@ def random_schedules(
     and which no family makes: F waits for a SEND, a RECV for an R, sends and receives of one queue for different ops.
     `with_split=False` leaves out schedules with I and W (but for an op that becomes one, which `check` refuses).
     """
-    case = draw(cases(max_ranks=max_ranks, max_microbatches=max_microbatches, with_split=with_split))
+    sizes = {"max_ranks": max_ranks, "max_microbatches": max_microbatches}
+    case = draw(cases(**sizes, with_split=with_split, with_replicas=with_replicas))
     schedule = case.make()
     for _ in range(draw(st.integers(0, max_changes))):
         change = draw(st.sampled_from([delayed, delayed, delayed, delayed, *CHANGES]))

@@ -136,6 +136,7 @@ RANGES = [
     train("observe.peak_flops_per_second=0", "observe.peak_flops_per_second=0.0", "more than 0"),
     train("optim.masters=on", "optim.masters=on", "auto or off"),
     train("precision=fp16", "precision=fp16", "auto, fp32, bf16, bf16_autocast"),
+    train("recompute.segments=9", "recompute.segments=9: stage 0 has 3 layers", "use recompute.segments=3"),
     train("recompute.segments=0", "recompute.segments=0", "a number of parts, sqrt or layers"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
@@ -174,6 +175,9 @@ RANGES = [
     train("engine.name=megatron", "engine.name=megatron", "native or deepspeed"),
     train("optim.name=sgd", "optim.name=sgd", "adamw, deepspeed_cpu_adam, deepspeed_fused_adam"),
     train("parallel.zero=4", "parallel.zero=4", "from 0 to 3"),
+    train("parallel.num_replicas=99999999", "parallel.num_replicas=99999999", "4096 at most"),
+    train("parallel.order=stage", "parallel.order=stage", "replica-stage or stage-replica"),
+    train("parallel.check_every_steps=0", "parallel.check_every_steps=0", "1 or more"),
     train("threads_per_rank=0", "threads_per_rank=0", "1 or more"),
     train("optim.learning_rate=-1", "optim.learning_rate=-1", "more than 0"),
     train("optim.learning_rate=nan", "optim.learning_rate=nan", "more than 0"),
@@ -269,6 +273,22 @@ TOGETHER = [
     train("pipeline.warmup=3 pipeline.num_stages=2", "warmup"),
     train("data.sequence_length=2048", "data.sequence_length=2048", "model.max_sequence_length=2048"),
     train("parallel.num_replicas=0", "parallel.num_replicas=0"),
+    train("parallel.num_replicas=2.5", "parallel.num_replicas=2.5", "an integer or text"),
+    train("parallel.zero=1", "parallel.zero=1 with parallel.num_replicas=1", "parallel.num_replicas=2"),
+    train("parallel.num_replicas=3", "parallel.num_replicas=3 x pipeline.num_microbatches=4 = 12", "data.batch_size=8"),
+    train("parallel.num_replicas=auto", "parallel.num_replicas=auto", "set pipeline.num_stages"),
+    train("parallel.num_replicas=auto pipeline.num_stages=2", "set cluster.gpus_per_node"),
+    train(
+        "parallel.num_replicas=auto pipeline.num_stages=4 cluster.gpus_per_node=10",
+        "10 ranks are not a multiple of the 4 of one replica (pipeline.num_stages=4)",
+        "start 8 or 12 ranks",
+    ),
+    train(
+        "parallel.num_replicas=2 pipeline.num_stages=2 cluster.gpus_per_node=6",
+        "make 6 ranks, but parallel.num_replicas=2 and pipeline.num_stages=2",
+        "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
+    ),
+    train("parallel.num_replicas=2 cluster.gpus_per_node=5", "5 ranks cannot be shared out", "start 4 or 6 ranks"),
 ]
 
 # Data --------------------------------------------------------------------------------------------------------------------

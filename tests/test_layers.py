@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "stage": set(),
     "group": set(),
     "timeline": {"schedule"},
-    "plan": {"schedule", "timeline", "config"},
+    "plan": {"schedule", "timeline", "group.coordinates", "config"},
     "transport": {"schedule", "group", "stage.meter"},
     "parallel": {"schedule", "group", "stage"},
     "model": {"stage", "config"},
@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "launcher": {"group.address", "config"},
     "loop": (BELOW_LOOP := LIBRARY | {"runtime", "engine", "snapshot", "observe", "data", "config"}),
     "proof": BELOW_LOOP | {"loop", "launcher"},
-    "prepare": {"schedule", "timeline", "plan", "model", "config"},
+    "prepare": {"schedule", "timeline", "plan", "model", "group.coordinates", "config"},
     "train": None,
     "sweep": None,
     "cli": None,
@@ -44,6 +44,7 @@ TORCH_FREE_FILES = {
     "model/hf/source.py",
     "model/hf/download.py",
     "snapshot/start.py",
+    "group/coordinates.py",
 }  # of a room with torch: what is read before a process starts
 STANDARD_ONLY = {"schedule", "timeline", "plan", "launcher", "prepare"}
 # Files that may be read by who otherwise has no business in their room, or do what their room otherwise may not.

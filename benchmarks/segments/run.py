@@ -6,7 +6,9 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +16,23 @@ from torch import Tensor, nn
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Kind
+from pipetrain.schedule.policy import LAYERS as LAYER_BY_LAYER
 from pipetrain.schedule.policy import SQRT, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.simulate import simulate
 
 from ..emulated import EmulatedWorkload
-from ..ranks import preload
+from ..ranks import preload, run_ranks
 from ..result import Options, Result, Table, Target
 from ..systems import Ours, System, TorchPipelining
 from ..trial import Row, run_rounds
 
 CLAIM = "with parts a stage that holds half a set takes 1.4 of the time of all sets at most, and sqrt(n) parts hold sqrt(n) layers"
 ALL_SETS = TorchPipelining("1f1b", recomputes=False)
-SEARCH_SECONDS = 20.0
 MOST_OF_SIMULATED, MOST_OF_R = 0.04, 1.05
 SEGMENTS, LAYERS = 4, 12
 NUM_LAYERS = (16, 64, 256)
+WIDTH, ROWS = 768, 256  # a layer of some milliseconds, as those of the smallest transformers
+WAYS: tuple[int | str, ...] = (1, SQRT, LAYER_BY_LAYER)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Case:
     limit: float
 
 
-def cases(search_seconds: float) -> list[Case]:
+def cases() -> list[Case]:
     """Half a set with four microbatches of four inputs; a set and a half, of which a quarter is inputs."""
     half = {"sets": 0.5, "stash": 4, "segments": SEGMENTS}
     return [
@@ -51,10 +55,10 @@ def cases(search_seconds: float) -> list[Case]:
                 sets=1.25,
                 stash=12,
                 segments=SEGMENTS,
-                search_seconds=search_seconds,
+                order=Path(__file__).with_name("order.csv").read_text(),
                 label="auto, 1.5 sets in all",
             ),
-            1.15,
+            1.13,
         ),
     ]
 
@@ -63,7 +67,7 @@ def run(options: Options) -> Result:
     preload("torch.distributed.pipelining")
     result = Result("segments", CLAIM, settings={"rounds": options.rounds, "segments": SEGMENTS})
     _measure_time(result, options)
-    _measure_law(result, NUM_LAYERS[:1] if options.quick else NUM_LAYERS, 1 if options.quick else 4)
+    _measure_law(result, NUM_LAYERS[:1] if options.quick else NUM_LAYERS, quick=options.quick)
     return result
 
 
@@ -72,10 +76,10 @@ def run(options: Options) -> Result:
 
 def _measure_time(result: Result, options: Options) -> None:
     load = EmulatedWorkload(4, 16, forward_seconds=0.12, backward_seconds=0.24, layers_per_stage=LAYERS)
+    wanted = cases()
     if options.quick:
-        load = EmulatedWorkload(2, 4, layers_per_stage=LAYERS)
-    wanted = cases(0.0 if options.quick else SEARCH_SECONDS)
-    systems: list[System] = [ALL_SETS, *(case.system.sought(load, load.costs()) for case in wanted)]
+        load, wanted = EmulatedWorkload(2, 4, layers_per_stage=LAYERS), wanted[:1]
+    systems: list[System] = [ALL_SETS, *(case.system for case in wanted)]
     first, *rows = run_rounds(systems, load, rounds=options.rounds, steps=1)
     lines = [(first.system.name, f"{first.median_seconds:.3f}", f"{first.spread:.1%}", "1.000", "")]
     for row, case in zip(rows, wanted):
@@ -108,68 +112,104 @@ def _simulated(row: Row, load: EmulatedWorkload) -> float:
 class _Layer(nn.Module):
     """Some time of a core, and what B needs of it."""
 
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, given: Tensor) -> Tensor:
         return torch.tanh(self.linear(given))
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """A stage of some layers: the most bytes of activations, and the seconds of one microbatch's R, all parts together."""
+class _Stacks:
+    """Stages of equal layers on one rank, by `WAYS`: the most bytes of activations, and the seconds of each microbatch's R, all parts
+    together."""
 
-    peak_bytes: int
-    recompute_seconds: float
+    peak_bytes: dict[int | str, int]
+    recompute_seconds: dict[int | str, list[float]]
+
+    def share(self, way: int | str) -> float:
+        """Of one whole R."""
+        whole, own = (statistics.median(self.recompute_seconds[one]) for one in (1, way))
+        return own / whole
 
 
-def _measure_law(result: Result, sizes: Sequence[int], steps: int) -> None:
-    lines, held = [], []
-    for size in sizes:
-        whole, parts, layers = (_stack(size, segments, steps) for segments in (1, SQRT, "layers"))
-        held.append(parts.peak_bytes)
-        share = parts.recompute_seconds / whole.recompute_seconds
-        lines.append(
-            (
-                f"{size}",
-                *(f"{one.peak_bytes / 1e6:.2f}" for one in (whole, parts, layers)),
-                f"{share:.3f}",
-                f"{layers.recompute_seconds / whole.recompute_seconds:.3f}",
+def _measure_law(result: Result, sizes: Sequence[int], *, quick: bool) -> None:
+    for num_stages in (1, 2):
+        lines, held, shares = [], [], {}
+        for size in sizes:
+            steps = 1 if quick else max(2, 64 // size * 4)
+            ranks: list[_Stacks] = run_ranks(num_stages, _measure_stacks, size, steps, timeout_seconds=900.0)
+            peaks = {way: max(rank.peak_bytes[way] for rank in ranks) for way in WAYS}
+            shares[size] = {way: max(rank.share(way) for rank in ranks) for way in WAYS}
+            held.append(peaks[SQRT])
+            lines.append(
+                (
+                    f"{size}",
+                    *(f"{peaks[way] / 1e6:.2f}" for way in WAYS),
+                    *(f"{shares[size][way]:.3f}" for way in WAYS[1:]),
+                )
             )
-        )
-        result.targets.append(Target(f"{size} layers: R of sqrt parts / one whole R", share, MOST_OF_R))
-    headers = ("layers", "whole MB", "sqrt MB", "layers MB", "R sqrt / whole", "R layers / whole")
-    result.tables.append(Table("one stage, 4 microbatches, R on the last stage too", headers, tuple(lines)))
-    if len(sizes) > 1:
-        slope = math.log(held[-1] / held[0]) / math.log(sizes[-1] / sizes[0])
-        result.targets.append(Target("|exponent of bytes in layers - 0.5|, sqrt parts", abs(slope - 0.5), 0.1))
-    result.data["law"] = {str(size): peak for size, peak in zip(sizes, held)}
+            what = f"{_stages(num_stages)}, {size} layers: R of sqrt parts / one whole R"
+            result.targets.append(Target(what, shares[size][SQRT], MOST_OF_R))
+            bound = _inputs_and_a_layer(size // num_stages)
+            what = f"{_stages(num_stages)}, {size} layers: bytes of `layers` / inputs and one layer"
+            result.targets.append(Target(what, peaks[LAYER_BY_LAYER] / bound, 1.0))
+        headers = ("layers", "whole MB", "sqrt MB", "layers MB", "R sqrt / whole", "R layers / whole")
+        title = f"{_stages(num_stages)} of {WIDTH} wide layers, 4 x {ROWS} rows, R on the last stage too; the fullest or slowest rank"
+        result.tables.append(Table(title, headers, tuple(lines)))
+        if len(sizes) > 1:
+            slope = math.log(held[-1] / held[0]) / math.log(sizes[-1] / sizes[0])
+            what = f"{_stages(num_stages)}: |exponent of bytes in layers - 0.5|, sqrt parts"
+            result.targets.append(Target(what, abs(slope - 0.5), 0.1))
+        result.data[f"law, {_stages(num_stages)}"] = {
+            str(size): {"peak_bytes": peak, "shares_of_r": {str(way): share for way, share in shares[size].items()}}
+            for size, peak in zip(sizes, held)
+        }
 
 
-def _stack(size: int, segments: int | str, steps: int) -> _Measured:
-    """Of the steps after the first, in which R is proved."""
+def _stages(number: int) -> str:
+    return "one stage" if number == 1 else f"{number} stages"
+
+
+def _inputs_and_a_layer(layers: int) -> int:
+    """Bytes: the input of each layer for each of four microbatches, and what one layer saves besides; what comes from other
+    stages and goes there, and a gradient on its way, are not more than four tensors."""
+    tensor = ROWS * WIDTH * 4
+    return (4 * layers + 1 + 4) * tensor
+
+
+def _measure_stacks(size: int, steps: int) -> _Stacks:
+    """On one rank, steps of all ways in turns; those after the first, in which R is proved."""
     torch.manual_seed(0)
+    layers = [_Layer() for _ in range(size)]
+    inputs = torch.randn(4 * ROWS, WIDTH)
     taken: dict[int, float] = defaultdict(float)
-    seconds: list[float] = []
-    policy = RecomputePolicy(Mode.INLINE, segments=segments, last_stage=LastStage.ALWAYS)
-    inputs = torch.randn(4 * 256, 512)
+    seconds: dict[int | str, list[float]] = {way: [] for way in WAYS}
+    peaks: dict[int | str, int] = {}
 
     def add(event: OpEvent) -> None:
         if event.op.kind is Kind.R:
             taken[event.op.microbatch or 0] += event.end - event.start
 
-    with Pipeline(
-        [_Layer() for _ in range(size)],
-        nn.functional.mse_loss,
-        num_microbatches=4,
-        recompute=policy,
-        on_event=add,
-    ) as pipeline:
+    with ExitStack() as stack:
+        pipelines = {
+            way: stack.enter_context(
+                Pipeline(
+                    layers,
+                    nn.functional.mse_loss,
+                    num_microbatches=4,
+                    recompute=RecomputePolicy(Mode.INLINE, segments=way, last_stage=LastStage.ALWAYS),
+                    on_event=add,
+                )
+            )
+            for way in WAYS
+        }
         for step in range(steps + 1):
-            taken.clear()
-            pipeline.step(inputs, inputs)
-            if step > 0:
-                seconds += taken.values()
-        peak = pipeline.report.peak_activation_bytes
-    return _Measured(peak, statistics.median(seconds))
+            for way, pipeline in pipelines.items():
+                taken.clear()
+                pipeline.step(inputs, inputs)
+                peaks[way] = pipeline.report.peak_activation_bytes
+                if step > 0:
+                    seconds[way] += taken.values()
+    return _Stacks(peaks, seconds)

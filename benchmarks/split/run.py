@@ -42,8 +42,9 @@ class Halves:
 
     @property
     def ratio(self) -> float:
-        """(I + W) / B, of the medians."""
-        return (self.median(Kind.I) + self.median(Kind.W)) / self.median(Kind.B)
+        """(I + W) / B, the median over turns: what runs side by side meets the machine in the same state."""
+        turns = zip(self.seconds[Kind.B], self.seconds[Kind.I], self.seconds[Kind.W])
+        return statistics.median((i + w) / b for b, i, w in turns)
 
 
 def run(options: Options) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipetrain.cli.command import Arguments, Command, Parser
@@ -77,14 +78,14 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
-    """That of the run; on another number of ranks one of its own.
+    """That of a replica of the run; on another number of ranks one of its own.
 
     Raises:
         ValueError: there is none, or the model does not fill so many ranks.
     """
     from pipetrain.plan.plan import make_plan, read_plan, whole_number
 
-    plan = read_plan(folder.plan)
+    plan = replace(read_plan(folder.plan), num_replicas=1)
     if num_ranks is None or whole_number("--ranks", num_ranks) == plan.num_ranks:
         return plan
     return make_plan(plan.num_layers, num_ranks=num_ranks, edges=plan.edges, communicators=plan.communicators)

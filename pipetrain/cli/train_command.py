@@ -56,16 +56,17 @@ def check_train(config: RunConfig) -> Run:
     Raises:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
+    from pipetrain.config.phases import naming_phase, phases_of
     from pipetrain.engine.available import check_available
     from pipetrain.model.hf.download import bring_model
     from pipetrain.observe.claim import check_unclaimed
     from pipetrain.observe.folder import check_free
     from pipetrain.observe.trackers.chosen import check_trackers
-    from pipetrain.prepare import prepare
+    from pipetrain.prepare import prepare_phases
     from pipetrain.snapshot.start import AUTO, check_start
 
     bring_model(config.model, timeout_seconds=config.timeout_seconds)
-    run = prepare(config)
+    phases = prepare_phases(config)
     check_trackers(config.observe)
     if config.resume != AUTO:
         check_free(config.run_dir)
@@ -74,19 +75,23 @@ def check_train(config: RunConfig) -> Run:
     check_available(config)
     from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
 
-    check_text(config.data, config.model.path)
-    if run.found is not None:
-        from pipetrain.timeline.shown import proof_of
+    for phase in phases_of(config):
+        with naming_phase(phase, config):
+            check_text(phase.config.data, config.model.path)
+    for prepared in phases:
+        if prepared.run.found is not None:
+            from pipetrain.timeline.shown import proof_of
 
-        proof = proof_of(run.found.seconds, run.found.least_seconds)
-        print(f"pipetrain: the step of pipeline.schedule=auto: {proof} (seconds of its costs)", file=sys.stderr)
-    return run
+            proof = proof_of(prepared.run.found.seconds, prepared.run.found.least_seconds)
+            of = f" of phases[{prepared.number}]" if config.phases else ""
+            print(f"pipetrain: the step of pipeline.schedule=auto{of}: {proof} (seconds of its costs)", file=sys.stderr)
+    return phases[0].run
 
 
 def _ranks_per_node(config: RunConfig, run: Run) -> int:
     from pipetrain.launcher.nodes import choose_ranks_per_node
 
-    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks)
+    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks, run.plan.num_replicas)
 
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:

@@ -1,4 +1,4 @@
-"""The marks that stand beside a field of the records: which values it may have, and whether a run that goes on may change it.
+"""The marks that stand beside a field of the records: which values it may have, and whether a run that goes on, or a phase, may change it.
 
     steps: MayChange[Annotated[int, at_least(1)]] = 200  # optimizer steps
 
@@ -91,8 +91,15 @@ class Resume(Enum):
     MAY_CHANGE = "may change"
 
 
+class Phases(Enum):
+    """What the phases of a run may do with a key, or with all keys of a group."""
+
+    MAY_CHANGE = "may change"
+
+
 _T = TypeVar("_T")
 MayChange = Annotated[_T, Resume.MAY_CHANGE]  # a key without it keeps its value: it is part of what the run computes
+PerPhase = Annotated[_T, Phases.MAY_CHANGE]  # a key without it has one value for the whole run
 
 
 def _is_finite(value: object) -> bool:

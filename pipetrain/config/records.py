@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pipetrain.config.limits import (
     Limit,
     MayChange,
+    PerPhase,
     at_least,
     choice_of,
     each,
@@ -28,6 +30,8 @@ NATIVE, DEEPSPEED = "native", "deepspeed"
 HUGGING_FACE = "hf"  # the model.name of what transformers has
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
+ORDERS = ("replica-stage", "stage-replica")
+AUTO_REPLICAS = "auto"
 ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
 # Of `precision`: the dtype of the weights.
 WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
@@ -149,8 +153,8 @@ class DataConfig:
     cache_dir: MayChange[str | None] = (
         None  # where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache
     )
-    batch_size: Size = 16  # samples of a whole step, over all replicas
-    sequence_length: Size = 256  # tokens per sample that are predicted
+    batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
+    sequence_length: PerPhase[Size] = 256  # tokens per sample that are predicted
     heldout_path: MayChange[str | None] = (
         None  # what is held out, where it is kept apart; null: heldout_fraction of data.path
     )
@@ -169,9 +173,10 @@ class PipelineConfig:
     )
     num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
-    # Which rank holds which stage: `loop` (round the ranks), `v` (to the last rank and back), or a list, a rank per stage.
+    # Which rank holds which stage: `loop` (round the ranks of a replica), `v` (to the last rank and back), or a list, a rank per
+    # stage.
     placement: str | tuple[int, ...] = "loop"
-    num_microbatches: Count = 8  # slices of a batch
+    num_microbatches: PerPhase[Count] = 8  # slices of a batch
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
     # Make I (the gradient of the input) and W (those of the weights, where the stage would wait) of each B.
     split_backward: bool = False
@@ -228,17 +233,33 @@ class RecomputeConfig:
 
 
 _MORE_STAGES = "use more stages (pipeline.num_stages)"
-_OneReplica = Annotated[int, only(1, f"{_MORE_STAGES} for more ranks")]
 _NotSharded = Annotated[bool, only(False, f"parameters are not sharded; {_MORE_STAGES} to save memory")]
 _NotSplit = Annotated[int, only(1, f"layers are not split; {_MORE_STAGES} for more ranks")]
+
+
+_Replicas = Annotated[
+    int | str,
+    Limit(
+        lambda value: value == AUTO_REPLICAS or (isinstance(value, int) and value >= 1),
+        f": allowed is 1 or more, or {AUTO_REPLICAS} (as many as the ranks allow)",
+        most=_MOST_STAGES,
+    ),
+]
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Copies of the pipeline and what they share."""
 
-    num_replicas: _OneReplica = 1  # whole copies of the pipeline
-    zero: Annotated[int, within(0, 3)] = 0  # ZeRO stage of the optimizer state: 0, or 1 with engine=deepspeed
+    # Whole copies of the pipeline, each of which takes its share of a batch: a number, or `auto` (as many as the ranks allow).
+    num_replicas: _Replicas = 1
+    # Which ranks are neighbours, and so share a machine: the stages of a replica (`replica-stage`), or the replicas of a
+    # stage (`stage-replica`).
+    order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
+    # Steps between two comparisons of the replicas' weights, which are compared before each snapshot, too; None: they never are.
+    check_every_steps: Count | None = 100
+    # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
+    zero: Annotated[int, within(0, 3)] = 0
     fsdp: _NotSharded = False  # whether parameters are sharded over replicas
     tensor: _NotSplit = 1  # ranks that share one layer
 
@@ -408,6 +429,7 @@ class PlanConfig:
     """What is known before a run is planned."""
 
     # A run that ended: its folder, `latest`, or its profile.json. `auto` seeks the order for what its ops took, and `show` draws with it.
+    # Or what `pipetrain profile` wrote: by its layers' bytes `recompute.segments` cuts stages into parts, too.
     profile: str | None = None
 
 
@@ -434,7 +456,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: MayChange[PipelineConfig] = field(default_factory=PipelineConfig)
-    recompute: MayChange[RecomputeConfig] = field(default_factory=RecomputeConfig)
+    recompute: PerPhase[MayChange[RecomputeConfig]] = field(default_factory=RecomputeConfig)
     transport: MayChange[TransportConfig] = field(default_factory=TransportConfig)
     plan: MayChange[PlanConfig] = field(default_factory=PlanConfig)
     parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
@@ -445,6 +467,9 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
+    # What changes over the run: a list of phases, each with `from` (the steps done before it begins) and the keys that have another value
+    # in it, as in [{from: 0}, {from: 5000, recompute: {sets: 3}}]; none: nothing does.
+    phases: MayChange[tuple[Mapping[str, Any], ...]] = ()
 
     @property
     def num_steps(self) -> int:

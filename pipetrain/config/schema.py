@@ -9,12 +9,13 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, Union
 
-from pipetrain.config.limits import Limit, Resume
+from pipetrain.config.limits import Limit, Phases, Resume
 from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
 
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound=Any)
 
 # Keys of earlier versions, and what is there instead.
 _GONE = {
@@ -61,6 +62,33 @@ def guarded_keys(record: type[Any] = RunConfig, prefix: str = "") -> list[str]:
     return found
 
 
+@functools.cache
+def phase_keys(record: type[Any] = RunConfig, prefix: str = "", *, all_of_them: bool = False) -> tuple[str, ...]:
+    """The keys whose value a phase may change: those marked `PerPhase`, by themselves or with their group."""
+    found: list[str] = []
+    for name, hint in typing.get_type_hints(record, include_extras=True).items():
+        kind, is_marked = _bare(hint), all_of_them or Phases.MAY_CHANGE in _marks(hint)
+        if _is_record(kind):
+            found += phase_keys(kind, f"{prefix}{name}.", all_of_them=is_marked)
+        elif is_marked:
+            found.append(prefix + name)
+    return tuple(found)
+
+
+def with_value(record: _R, path: str, value: Any, shown: str | None = None) -> _R:
+    """The record with another value of the key `path`, checked against its type; `shown` is what the key is called in a message.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
+    name, _, rest = path.partition(".")
+    if rest:
+        changed = with_value(getattr(record, name), rest, value, shown or path)
+    else:
+        changed = _convert(shown or path, value, typing.get_type_hints(type(record))[name])
+    return dataclasses.replace(record, **{name: changed})
+
+
 def check_limits(record: Any, prefix: str = "") -> None:
     """The values of a record, each beside the mark of its field. `prefix` is what its keys begin with, as in `optim.`.
 
@@ -90,22 +118,24 @@ def _bare(hint: Any) -> Any:
     return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
-def check_key(path: str) -> None:
-    """Raises:
-    ConfigError: no record has this key; the message names the nearest, or that it is no place for code or secrets.
+def check_key(path: str, prefix: str = "") -> None:
+    """`prefix`: what a message has in front of the key, as in `phases[1].`.
+
+    Raises:
+        ConfigError: no record has this key; the message names the nearest, or that it is no place for code or secrets.
     """
     known = keys()
     if path in known:
         return
     check_name(path)
     if path in _GONE:
-        raise ConfigError(f"{path}: {_GONE[path]}")
+        raise ConfigError(f"{prefix}{path}: {_GONE[path]}")
     parent = path.rpartition(".")[0]
     siblings = [key for key in known if key.rpartition(".")[0] == parent]
     hint = nearest(path, siblings) or nearest(path, known, cutoff=0.7)
     if not hint and siblings:
         hint = f"; there are {', '.join(siblings)}"
-    raise ConfigError(f"{path}: there is no such key{hint}")
+    raise ConfigError(f"{prefix}{path}: there is no such key{hint}")
 
 
 def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = "") -> _T:
@@ -145,6 +175,8 @@ def _convert(path: str, value: Any, kind: Any) -> Any:
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
     if typing.get_origin(kind) is tuple:
         return _fit_tuple(value, typing.get_args(kind))
+    if typing.get_origin(kind) is Mapping:
+        return isinstance(value, Mapping), value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
     return type(value) is kind, value
@@ -161,6 +193,8 @@ def _fit_tuple(value: Any, entries: tuple[Any, ...]) -> tuple[bool, Any]:
 def _name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         entries = typing.get_args(kind)
+        if typing.get_origin(entries[0]) is Mapping:
+            return "a list of groups of keys, as in [{key: value}, {key: value}]"
         count = "" if entries[-1] is ... else f"{len(entries)} "
         return f"a list of {count}{_NAMES_OF_MANY.get(entries[0], 'numbers')}"
     return _NAMES[kind]

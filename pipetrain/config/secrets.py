@@ -76,5 +76,8 @@ def _texts(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _texts(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, (list, tuple)):
+        for number, value in enumerate(values):
+            yield from _texts(value, f"{path}[{number}]")
     elif isinstance(values, str):
         yield path, values

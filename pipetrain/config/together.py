@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipetrain.config.phases import phases_of, steps_of_phases
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import (
     ADAMW,
@@ -54,7 +55,8 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
-    if config.plan.profile is not None and config.pipeline.schedule != "auto":
+    in_parts = config.recompute.segments != 1  # which layers make a part depends on their bytes
+    if config.plan.profile is not None and config.pipeline.schedule != "auto" and not in_parts:
         raise ConfigError(
             f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take; use "
             "pipeline.schedule=auto, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
@@ -73,6 +75,7 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(
             f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
         )
+    phases_of(config)
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
         raise ConfigError(
             f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
@@ -89,6 +92,25 @@ def check_run(config: RunConfig) -> None:
         )
 
 
+def check_samples(config: RunConfig, num_replicas: int) -> None:
+    """Whether each microbatch of each replica gets a sample, and with engine=deepspeed as many as each other.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    batch_size, num_microbatches = config.data.batch_size, config.pipeline.num_microbatches
+    if batch_size < num_replicas * num_microbatches:
+        fitting = batch_size // num_replicas
+        fewer = f"pipeline.num_microbatches={fitting} or less" if fitting else f"{batch_size} replicas or less"
+        raise ConfigError(
+            f"data.batch_size={batch_size} is less than parallel.num_replicas={num_replicas} x "
+            f"pipeline.num_microbatches={num_microbatches} = {num_replicas * num_microbatches}: each microbatch of each replica needs "
+            f"a sample; use {fewer}, or data.batch_size={num_replicas * num_microbatches} or more"
+        )
+    for problem in _uneven(config, num_replicas) if config.engine.name == DEEPSPEED else ():
+        raise ConfigError(problem)
+
+
 def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
     """What an engine can do where pairs of stages share a parameter, as a head its embedding's.
 
@@ -103,12 +125,26 @@ def check_ties(config: RunConfig, tied: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def with_steps(config: RunConfig, samples_per_epoch: int) -> RunConfig:
-    """The configuration with its number of steps, now that the data is known: `epochs` times `samples_per_epoch`, rounded up to steps."""
+def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
+    """The configuration with its number of steps, now that the data is known: `epochs` times through it, rounded up to steps.
+
+    `samples_per_epoch` are those of each phase. Of a phase that ends before, its share of an epoch counts.
+
+    Raises:
+        ConfigError: a phase would not begin.
+    """
     if config.epochs is None:
         return replace(config, steps=config.num_steps)
-    steps = math.ceil(config.epochs * samples_per_epoch / config.data.batch_size)
-    return replace(config, steps=max(steps, 1), epochs=None)
+    left, phases = config.epochs, phases_of(config)
+    for (phase, num_steps), samples in zip(steps_of_phases(phases, phases[-1].first_step - 1), samples_per_epoch):
+        batch_size = phase.config.data.batch_size
+        if phase is phases[-1] or left * samples <= num_steps * batch_size:
+            steps = phase.first_step - 1 + max(math.ceil(left * samples / batch_size), 1)
+            break
+        left -= num_steps * batch_size / samples
+    known = replace(config, steps=steps, epochs=None)
+    phases_of(known)
+    return known
 
 
 def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
@@ -131,15 +167,19 @@ def _of_native(config: RunConfig) -> Iterator[str]:
             f"optim.masters=off: optim={config.optim.name} updates float32 alone; use optim.masters=auto, or optim=adamw, which "
             "updates bfloat16 weights in place"
         )
-    if config.parallel.zero != 0:
+    if config.parallel.zero > 1:
         yield (
-            f"parallel.zero={config.parallel.zero}: not supported by engine=native, which does not shard optimizer state; "
-            "use parallel.zero=0, or engine=deepspeed with parallel.zero=1"
+            f"parallel.zero={config.parallel.zero}: not supported by engine=native, which shards optimizer state alone; use "
+            "parallel.zero=1"
+        )
+    if config.parallel.zero and config.parallel.num_replicas == 1:
+        yield (
+            f"parallel.zero={config.parallel.zero} with parallel.num_replicas=1: there is no other replica to hold a share of the "
+            "optimizer state; use parallel.zero=0, or more replicas, as in parallel.num_replicas=2"
         )
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    data = config.data
     yield from _schedule_of_deepspeed(config.pipeline)
     yield from _of_transport(config.transport)
     yield from _recompute_of_deepspeed(config.recompute)
@@ -155,11 +195,21 @@ def _of_deepspeed(config: RunConfig) -> Iterator[str]:
         )
     if config.model.name == "hf":
         yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
+    if config.phases:
+        yield _refused("phases", "[...]", "trains the whole run by one plan; use phases=[]")
     if config.model.compile:
         yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
-    if data.batch_size % config.pipeline.num_microbatches:
-        multiple = f"use a multiple of pipeline.num_microbatches={config.pipeline.num_microbatches}"
-        yield _refused("data.batch_size", data.batch_size, f"wants microbatches of equal size; {multiple}")
+    replicas = config.parallel.num_replicas
+    yield from _uneven(config, replicas if isinstance(replicas, int) else 1)
+
+
+def _uneven(config: RunConfig, num_replicas: int) -> Iterator[str]:
+    """What DeepSpeed says to microbatches that differ in size."""
+    num_microbatches = config.pipeline.num_microbatches
+    if config.data.batch_size % (num_replicas * num_microbatches):
+        replicas = f"parallel.num_replicas={num_replicas} x " if num_replicas > 1 else ""
+        multiple = f"use a multiple of {replicas}pipeline.num_microbatches={num_microbatches}"
+        yield _refused("data.batch_size", config.data.batch_size, f"wants microbatches of equal size; {multiple}")
 
 
 def _recompute_of_deepspeed(recompute: RecomputeConfig) -> Iterator[str]:

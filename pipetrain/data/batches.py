@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipetrain.data.batch import Batch
 from pipetrain.data.samples import Samples
+from pipetrain.data.share import Share
 
 
 class Batches:
@@ -34,13 +35,24 @@ class Batches:
         """Samples that make one time through the data."""
         return len(self._samples)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of step 0, 1, ..., of `batch_size` samples."""
-        return self._samples.take(self.sample_indices(step))
+    def batch(self, step: int, share: Share | None = None) -> Batch:
+        """The batch of step 0, 1, ..., of `batch_size` samples; or the `share` of a replica, and nothing else of it is read."""
+        return self.batch_from(step * self.batch_size, share)
+
+    def batch_from(self, first: int, share: Share | None = None) -> Batch:
+        """`batch_size` samples, or a `share` of them, where `first` came before them."""
+        indices = self._indices_from(first)
+        return self._samples.take(indices if share is None else indices[share.rows_of(len(indices))])
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """Which samples make the batch of `step`, `[batch_size]`."""
-        first = step * self.batch_size
+        return self._indices_from(step * self.batch_size)
+
+    def are_of(self, other: Batches) -> bool:
+        """Whether both take the very same samples, in one order."""
+        return self._samples is other._samples and self._seed == other._seed
+
+    def _indices_from(self, first: int) -> NDArray[np.int64]:
         parts, missing = [], self.batch_size
         while missing:
             epoch, position = divmod(first + self.batch_size - missing, len(self._samples))

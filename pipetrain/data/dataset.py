@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import datetime
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,11 @@ from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_
 from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.split import Split, fingerprint_of, read_pieces
 from pipetrain.data.token_cache import Tell
-from pipetrain.data.token_file import TOKENS_JSON, TokenSheet, read_sheet
+from pipetrain.data.token_file import TOKENS_JSON, Ids, TokenSheet, read_sheet
 from pipetrain.data.token_ids import check_id_file, fingerprint_of_ids, read_id_file
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+
+_LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
 _SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap")
 _IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
@@ -71,11 +75,7 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     if config.name not in _SOURCES:
         nearest = difflib.get_close_matches(config.name, _SOURCES, n=1, cutoff=0.0)[0]
         raise ValueError(f"data={config.name!r}: allowed are {', '.join(_SOURCES)}; did you mean data={nearest}?")
-    if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
-        raise ValueError(
-            f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
-            f"set data.heldout_bytes={config.sequence_length} or more"
-        )
+    _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
         _check_memmap(config)
@@ -106,22 +106,66 @@ def make_data(
     Raises:
         ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
     """
+    opened = open_data(config, seed, own_tokenizer=own_tokenizer, timeout_seconds=timeout_seconds, tell=tell)
+    return opened.cut(config)
+
+
+class OpenData:
+    """What was read once, to be cut into samples of one length or of several."""
+
+    def __init__(self, lay_out: _LayOut, tokenizer: Tokenizer | None, seed: int) -> None:
+        self._lay_out = lay_out
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._sets: dict[int, SampleSets] = {}
+
+    def cut(self, config: DataConfig) -> Data:
+        """The data of `config`, of which data.sequence_length and data.batch_size may be others than at the opening.
+
+        Raises:
+            ValueError: it does not make a sample of that length.
+        """
+        check_limits(config, "data.")
+        _check_length(config)
+        if config.sequence_length not in self._sets:
+            self._sets[config.sequence_length] = self._lay_out(config)
+        sets = self._sets[config.sequence_length]
+        return Data(
+            train=Batches(sets.train, config.batch_size, self._seed),
+            heldout=HeldoutBatches(sets.heldout, config.batch_size, config.heldout_bytes),
+            vocabulary_size=sets.vocabulary_size,
+            tokenizer=self._tokenizer,
+            fingerprint=sets.fingerprint,
+            num_skipped=sets.num_skipped,
+            first_skipped=sets.first_skipped,
+        )
+
+
+def open_data(
+    config: DataConfig,
+    seed: int,
+    *,
+    own_tokenizer: str | None = None,
+    timeout_seconds: float = WAIT_SECONDS,
+    tell: Tell | None = None,
+) -> OpenData:
+    """Find, read and tokenize, as `make_data`."""
     check_data(config, own_tokenizer)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
-        sets = _of_memmap(config, tokenizer)
+        lay_out = _of_memmap(config, tokenizer)
     else:
         assert tokenizer is not None, "it was checked"
-        sets = _of_text(config, tokenizer, timeout_seconds, tell)
-    return Data(
-        train=Batches(sets.train, config.batch_size, seed),
-        heldout=HeldoutBatches(sets.heldout, config.batch_size, config.heldout_bytes),
-        vocabulary_size=sets.vocabulary_size,
-        tokenizer=tokenizer,
-        fingerprint=sets.fingerprint,
-        num_skipped=sets.num_skipped,
-        first_skipped=sets.first_skipped,
-    )
+        lay_out = _of_text(config, tokenizer, timeout_seconds, tell)
+    return OpenData(lay_out, tokenizer, seed)
+
+
+def _check_length(config: DataConfig) -> None:
+    if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
+        raise ValueError(
+            f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
+            f"set data.heldout_bytes={config.sequence_length} or more"
+        )
 
 
 def _check_files(config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -132,21 +176,24 @@ def _check_files(config: DataConfig, tokenizer: Tokenizer) -> None:
         raise too_short("the text", size, config, "bytes")
 
 
-def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> SampleSets:
+def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> _LayOut:
     if is_bytes(config, tokenizer):
         split = split_of(config)
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
-            return _of_bytes(config, split)
+            return _of_bytes(split)
     folder = tokenized(config, tokenizer, timeout_seconds=timeout_seconds, tell=tell)
-    return folder_samples(config, folder, read_sheet(folder))
+    return partial(folder_samples, folder=folder, sheet=read_sheet(folder))
 
 
-def _of_bytes(config: DataConfig, split: Split) -> SampleSets:
+def _of_bytes(split: Split) -> _LayOut:
     train, heldout = read_pieces(split.train), read_pieces(split.heldout)
     rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
-    return SampleSets(
-        *stream_samples(config, *rows, "bytes"), ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout)
-    )
+    return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
+
+
+def _of_rows(rows: tuple[Ids, Ids], unit: str, vocabulary_size: int, fingerprint: str) -> _LayOut:
+    """Of tokens to train on and tokens held out, which are called `unit` in messages."""
+    return lambda config: SampleSets(*stream_samples(config, *rows, unit), vocabulary_size, fingerprint)
 
 
 # Token ids that are there already --------------------------------------------------------------------------------------
@@ -177,14 +224,14 @@ def _check_memmap(config: DataConfig) -> None:
         )
 
 
-def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> SampleSets:
+def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> _LayOut:
     assert config.path is not None, "it was checked"
     path = Path(config.path).expanduser()
     if not path.is_dir():
         return _of_id_files(config, path, tokenizer)
     sheet = read_sheet(path)
     _check_tokenizer(config, sheet, tokenizer)
-    return folder_samples(config, path, sheet)
+    return partial(folder_samples, folder=path, sheet=sheet)
 
 
 def _check_tokenizer(config: DataConfig, sheet: TokenSheet, tokenizer: Tokenizer | None) -> None:
@@ -195,7 +242,7 @@ def _check_tokenizer(config: DataConfig, sheet: TokenSheet, tokenizer: Tokenizer
         )
 
 
-def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> SampleSets:
+def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _LayOut:
     """The ids of one file or two, with the largest of them as the vocabulary where there is no tokenizer."""
     found = read_id_file("data.path", path, config.item_type, memory_of(config))
     largest, held_digest = found.largest, None
@@ -214,4 +261,4 @@ def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) ->
         )
     vocabulary_size = largest + 1 if tokenizer is None else tokenizer.vocabulary_size
     fingerprint = fingerprint_of_ids(found.digest, held_digest, config.item_type, len(parts[1]))
-    return SampleSets(*stream_samples(config, *parts, "tokens"), vocabulary_size, fingerprint)
+    return _of_rows(parts, "tokens", vocabulary_size, fingerprint)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from pipetrain.data.batch import Batch
 from pipetrain.model.trained import Model, Optimizer
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.step_report import StepFigures, StepResult
 
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
@@ -33,8 +35,16 @@ class Engine(Protocol):
         """The next step is number `step` (from 1): a run goes on."""
         ...
 
+    def change(self, plan: Plan, schedule: Schedule) -> None:
+        """The next steps are run by these: another phase of the run begins, with every layer where it is."""
+        ...
+
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1) on a whole batch."""
+        """Forward, backward and, if that is accepted, optimizer step number `step` (from 1).
+
+        `batch` has this replica's rows: what `torch.tensor_split` of a whole batch into replicas x microbatches gives it. The result is
+        that of the whole batch, on every rank; `accepts` is asked about it by all.
+        """
         ...
 
     def diagnose(self, batch: Batch) -> Diagnosis | None:
@@ -42,7 +52,15 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
-        """The mean loss over `batches` in nats per token, each token counted once; None where there are none."""
+        """The mean loss over `batches`, which are whole, in nats per token, each token counted once; None where there are none."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Compares the weights of the replicas, which are to be the same. Collective.
+
+        Raises:
+            PipelineError: they are not; with the ranks that differ.
+        """
         ...
 
     def gather_report(self) -> StepFigures | None:

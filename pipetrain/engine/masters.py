@@ -11,7 +11,7 @@ No optimizer of torch has masters (those of FSDP are shards of float32 weights),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ def has_few_bits(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() < torch.float32.itemsize
 
 
+def take_float32_gradients(weights: Iterable[nn.Parameter]) -> None:
+    """Those of few bits add up their gradients in float32 from now on."""
+    for weight in filter(has_few_bits, weights):
+        weight.grad_dtype = torch.float32
+
+
 class MasterWeights:
     """An optimizer of weights, whose updates another makes on float32 masters; weights of more bits are their own masters.
 
@@ -34,7 +40,7 @@ class MasterWeights:
     as its weight was at the first step, or in what is loaded.
 
     Args:
-        groups: the weights and their options, as a torch optimizer takes them. Their `.grad` will be float32.
+        groups: the weights and their options, as a torch optimizer takes them. Their `.grad` is float32 (`take_float32_gradients`).
         make: the optimizer of such groups of masters.
     """
 
@@ -118,7 +124,6 @@ class MasterWeights:
     def _master_of(weight: nn.Parameter) -> nn.Parameter:
         if not has_few_bits(weight):
             return weight
-        weight.grad_dtype = torch.float32
         return nn.Parameter(torch.empty_like(weight, dtype=torch.float32))
 
 

@@ -15,6 +15,7 @@ from pipetrain.engine.optimizer import Updates, learning_rate, make_optimizer
 from pipetrain.engine.precision import Precision
 from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.cut import num_rows
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.runtime.faults import faults_of_environment, inject
 from pipetrain.runtime.losses import LossNotFinite
@@ -32,6 +33,7 @@ class NativeEngine:
         plan: where its layers are.
         schedule: the order of all ops of that plan.
         optim: the optimizer, the learning rate and the clip.
+        zero: ZeRO stage of the optimizer state: 0, or 1 (over the replicas of the plan).
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
         precision: of the layers; the weights are in their dtype already.
@@ -47,6 +49,7 @@ class NativeEngine:
         schedule: Schedule,
         optim: OptimConfig,
         *,
+        zero: int,
         num_steps: int,
         device: torch.device,
         precision: Precision,
@@ -70,7 +73,8 @@ class NativeEngine:
             on_event=on_event,
         )
         inject(self._pipeline, faults_of_environment())
-        self._optimizer = make_optimizer(optim, self._pipeline.parameters())
+        replicas = self._pipeline.replica_process_group() if zero else None
+        self._optimizer = make_optimizer(optim, self._pipeline.parameters(), replicas)
 
     @property
     def model(self) -> Pipeline:
@@ -82,6 +86,9 @@ class NativeEngine:
 
     def start_at(self, step: int) -> None:
         self._pipeline.step_index = step - 1
+
+    def change(self, plan: Plan, schedule: Schedule) -> None:
+        self._pipeline.change(num_microbatches=plan.num_microbatches, schedule=schedule)
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._optim, step, self._num_steps)
@@ -116,10 +123,19 @@ class NativeEngine:
             if not count:
                 continue
             with self._precision.context(self._device):
-                loss = self._pipeline.evaluate(batch.inputs, batch.targets)
+                loss = self._pipeline.evaluate(*self._own_rows(batch))
             total += float(loss) * count
             num_counted += count
         return total / num_counted if num_counted else None
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        """What this replica evaluates. Of fewer rows than replicas each evaluates all: the mean over what all of them counted is the same."""
+        rows = num_rows(batch, "a batch")
+        own: Batch = batch if rows is None or rows < self._pipeline.num_replicas else self._pipeline.own_rows(batch)
+        return own
+
+    def check_replicas(self) -> None:
+        self._pipeline.check_replicas()
 
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()

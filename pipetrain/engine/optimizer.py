@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from pipetrain.config.records import ADAMW, FUSED_ADAM, OptimConfig
-from pipetrain.engine.masters import MASTER, Groups, MasterWeights, has_few_bits
+from pipetrain.engine.masters import MASTER, Groups, MasterWeights, has_few_bits, take_float32_gradients
 from pipetrain.model.trained import Optimizer
+from pipetrain.parallel.zero import ShardedOptimizer
 
 
 class Updates(Optimizer, Protocol):
@@ -20,27 +22,39 @@ class Updates(Optimizer, Protocol):
     def zero_grad(self) -> None: ...
 
 
-def make_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> Updates:
+def make_optimizer(
+    config: OptimConfig, parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None = None
+) -> Updates:
     """AdamW (Loshchilov and Hutter 2019), of torch (fused) or of DeepSpeed; vectors (norms, biases) are not decayed.
 
-    bfloat16 weights have float32 masters, unless `config.masters` is off: then updates and AdamW's state are bfloat16 too.
+    bfloat16 weights have float32 masters, unless `config.masters` is off: then updates and AdamW's state are bfloat16 too. State and
+    masters are divided over `replicas`, the ranks that have the same parameters, where they are given (ZeRO 1).
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    given = list(parameters)
+    trained = [parameter for parameter in given if parameter.requires_grad]
+    device = given[0].device if given else torch.device("cpu")
     groups: Groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]] or groups[
-        :1
-    ]  # a rank below the first adapter trains nothing
-    if config.masters == "auto" and any(map(has_few_bits, trained)):
-        return MasterWeights(groups, lambda masters: _adamw(config, masters))
-    return _adamw(config, groups)
+    if not trained:  # a rank below the first adapter trains nothing
+        return _adamw(config, groups[:1], device)
+    groups = [group for group in groups if group["params"]]
+    has_masters = config.masters == "auto" and any(map(has_few_bits, trained))
+    if has_masters:
+        take_float32_gradients(trained)
+
+    def make(own: Groups) -> Updates:
+        if has_masters:
+            return MasterWeights(own, lambda masters: _adamw(config, masters, device))
+        return _adamw(config, own, device)
+
+    return make(groups) if replicas is None else ShardedOptimizer(groups, make, replicas)
 
 
-def _adamw(config: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
+def _adamw(config: OptimConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
     if config.name != ADAMW:
-        return _of_deepspeed(config, groups)
+        return _of_deepspeed(config, groups, device)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     optimizer.register_load_state_dict_pre_hook(_without_masters)
     return optimizer
@@ -55,12 +69,12 @@ def _without_masters(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
     return {**state_dict, "state": state}
 
 
-def _of_deepspeed(config: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
+def _of_deepspeed(config: OptimConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
     # Imported here: it takes seconds, and may not be installed.
     from pipetrain.engine.deepspeed.compiled import with_extension
     from pipetrain.engine.deepspeed.environment import import_deepspeed
 
-    import_deepspeed(groups[0]["params"][0].device)
+    import_deepspeed(device)
     from pipetrain.engine.deepspeed.adam import CudaAdam, HostAdam
 
     kind, extension = (CudaAdam, "fused_adam") if config.name == FUSED_ADAM else (HostAdam, "cpu_adam")

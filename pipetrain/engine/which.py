@@ -11,6 +11,7 @@ from pipetrain.config.together import check_ties
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
+from pipetrain.group.coordinates import Grid
 from pipetrain.model.compile_layers import with_compiled_layers
 from pipetrain.model.sharing import ties_of
 from pipetrain.model.spec import ModelSpec
@@ -51,6 +52,7 @@ def make_engine(
             spec,
             plan,
             schedule.policy,
+            Grid(plan.num_replicas, plan.num_ranks, order=plan.order),
             config.optim,
             batch_size=config.data.batch_size,
             zero=config.parallel.zero,
@@ -65,6 +67,7 @@ def make_engine(
         plan,
         schedule,
         config.optim,
+        zero=config.parallel.zero,
         num_steps=config.num_steps,
         device=device,
         precision=precision,

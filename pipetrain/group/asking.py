@@ -21,7 +21,11 @@ _MOST_NAMED = 16  # ranks; a message is read by a human
 class Waits:
     """The part of the ranks' store in which they tell each other. Who asks does so before the failure is posted."""
 
-    def __init__(self, store: Store | None, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, store: Store | None, rank: int, num_ranks: int, named: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        """`named` says what a rank is called."""
+        self._named = named
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
@@ -37,7 +41,7 @@ class Waits:
         store, found = self._store, dict[int, str]()
         if store is not None:
             _within(_ANSWER_SECONDS + _ASK_SECONDS, lambda: self._exchange(store, what, found))
-        return _listed(found, self._num_ranks) if found else ""
+        return _listed(found, self._num_ranks, self._named) if found else ""
 
     def _exchange(self, store: Store, what: str, found: dict[int, str]) -> None:
         if not store.check([_ASKED]):
@@ -58,10 +62,11 @@ def _key(rank: int) -> str:
     return f"waits/{rank}"
 
 
-def _listed(found: Mapping[int, str], num_ranks: int) -> str:
+def _listed(found: Mapping[int, str], num_ranks: int, named: Callable[[int], str]) -> str:
     """Ranks without a word first: the fault is most likely theirs."""
     silent = [rank for rank in range(num_ranks) if rank not in found]
-    parts = [f"no word from rank {', '.join(map(str, silent[:_MOST_NAMED]))}"] if silent else []
+    names = ", ".join(named(rank).removeprefix("rank ") for rank in silent[:_MOST_NAMED])
+    parts = [f"no word from rank {names}"] if silent else []
     parts += [found[rank] for rank in sorted(found)[:_MOST_NAMED]]
     left = max(len(silent) - _MOST_NAMED, 0) + max(len(found) - _MOST_NAMED, 0)
     return "; ".join([*parts, *([f"and {left} ranks more"] if left else [])])

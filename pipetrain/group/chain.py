@@ -6,7 +6,7 @@ Rank r talks to r - 1 and r + 1 only, so that what a rank opens does not grow wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
@@ -18,7 +18,8 @@ HandOn = Callable[[bytes | None], bytes]
 
 
 class Chain:
-    """The ranks of one replica in order. Every method is collective: all ranks call it, in the same order, as the same `what`.
+    """Ranks in order: those of one replica, or those that stand at one place of each. Every method is collective: all of them call it, in the
+    same order, as the same `what`. They count from 0 on the chain, and `ranks` says who they are in messages; None: the same.
 
     Two of them carry messages, `down` from rank 0 to the last and `up` from the last to rank 0; the others are made of these.
 
@@ -26,9 +27,12 @@ class Chain:
         up     rank 0 <--- rank 1 <--- rank 2       where it begins, nothing was received (None)
     """
 
-    def __init__(self, store: Store | None, rank: int, num_ranks: int, monitor: Monitor) -> None:
+    def __init__(
+        self, store: Store | None, rank: int, num_ranks: int, monitor: Monitor, ranks: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self._ranks = range(num_ranks) if ranks is None else ranks
         self._before = self._after = None
         if store is not None and rank > 0:
             self._before = self._meet(store, rank - 1, monitor)
@@ -37,7 +41,7 @@ class Chain:
 
     def _meet(self, store: Store, peer: int, monitor: Monitor) -> Neighbour:
         pair = make_pair(store, f"chain/{min(self.rank, peer)}", int(self.rank > peer), monitor.timeout_seconds)
-        return Neighbour(pair, self.rank, peer, monitor)
+        return Neighbour(pair, int(peer > self.rank), self._ranks[peer], monitor)
 
     def down(self, hand_on: HandOn, what: str) -> bytes:
         """From rank 0 to the last. Returns what this rank handed on.
@@ -74,13 +78,13 @@ class Chain:
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, in rank order, on every rank."""
-        parts = self.down(lambda received: _pack([*_split(received), own]), what)
-        return _split(self.up(lambda received: parts if received is None else received, what))
+        parts = self.down(lambda received: bundle([*unbundle(received), own]), what)
+        return unbundle(self.up(lambda received: parts if received is None else received, what))
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, in rank order, on rank 0; None elsewhere."""
-        parts = self.up(lambda received: _pack([own, *_split(received)]), what)
-        return _split(parts) if self.rank == 0 else None
+        parts = self.up(lambda received: bundle([own, *unbundle(received)]), what)
+        return unbundle(parts) if self.rank == 0 else None
 
     def wait_sent(self, what: str) -> None:
         """Wait until the neighbours have taken what this rank sent: then it may end, and they still know.
@@ -111,12 +115,14 @@ def _pass_on(source: Neighbour | None, target: Neighbour | None, hand_on: HandOn
     return value
 
 
-def _pack(parts: list[bytes]) -> bytes:
+def bundle(parts: list[bytes]) -> bytes:
+    """Several messages as one."""
     sizes = json.dumps([len(part) for part in parts]).encode()
     return len(sizes).to_bytes(8, "little") + sizes + b"".join(parts)
 
 
-def _split(data: bytes | None) -> list[bytes]:
+def unbundle(data: bytes | None) -> list[bytes]:
+    """The other way round; of None, none."""
     if data is None:
         return []
     end = 8 + int.from_bytes(data[:8], "little")

@@ -22,17 +22,25 @@ class Clock:
     error_seconds: float
 
 
-def align_clocks(chain: Chain) -> Clock:
-    """How this rank's clock differs from rank 0's: from neighbour to neighbour, by the quickest of some round trips (Cristian
+def align_clocks(chain: Chain, replicas: Chain | None = None) -> Clock:
+    """How this rank's clock differs from rank 0's: along the first ranks of the `replicas`, then along the `chain` of each. Collective."""
+    of_first = Clock(0.0, 0.0)
+    if replicas is not None and chain.rank == 0:
+        of_first = _align(replicas, of_first)
+    return _align(chain, of_first)
+
+
+def _align(chain: Chain, of_first: Clock) -> Clock:
+    """How this rank's clock differs from that which the first of the chain differs from by `of_first`: from neighbour to neighbour, by the quickest of some round trips (Cristian
     1989, *Probabilistic clock synchronization*, section 4; four times per trip as in Mills 1991, *Internet time
-    synchronization*, section 3). Collective.
+    synchronization*, section 3).
 
         rank r - 1   -- passed up -------- passed down --     of this rank's round trip the neighbour has
         rank r     passed up ----------------- passed down    had the message for the time in between
     """
-    clock = Clock(0.0, 0.0)
+    clock = of_first
     trips: list[tuple[float, float]] = []  # how wrong the neighbour's offset may be, and the offset
-    for _ in range(_NUM_TRIPS):
+    for _ in range(_NUM_TRIPS if chain.num_ranks > 1 else 0):
         (passed_up,) = _TIME.unpack(chain.up(lambda _: _TIME.pack(time.perf_counter()), _WHAT))
 
         def stamp(received: bytes | None, passed_up: float = passed_up) -> bytes:

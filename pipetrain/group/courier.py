@@ -21,15 +21,23 @@ Transfer = Callable[[], Work | None]
 
 
 class Courier:
-    """Runs jobs one after the other in a thread of its own. A job transfers, and returns what publishes its result."""
+    """Runs jobs one after the other in a thread of its own. A job transfers, and returns what publishes its result.
 
-    def __init__(self, name: str, peer: str, monitor: Monitor) -> None:
-        self.peer = peer
+    `peer` is what the other rank is called, or says so when it is asked.
+    """
+
+    def __init__(self, name: str, peer: str | Callable[[], str], monitor: Monitor) -> None:
+        self._peer = peer
         self._monitor = monitor
         self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._num_given = self._num_ended = 0  # each counted by one thread alone
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def peer(self) -> str:
+        """The rank at the other end, in messages."""
+        return self._peer if isinstance(self._peer, str) else self._peer()
 
     def submit(self, what: str, job: Job) -> None:
         self._num_given += 1

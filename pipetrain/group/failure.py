@@ -82,11 +82,20 @@ class Monitor:
     `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then, on any thread, and breaks off what
     any thread waits in. `has_lost_a_rank` says whether it began with a connection that broke. `waits` collects, after a time-out,
     what the other ranks wait in; without it a message names this rank's own wait only.
+    `named` says what a rank is called in messages; `name` is this one's.
     `doing` is what the computing thread is in, for who looks after it; `is_waiting`, whether that is a wait in here.
     """
 
-    def __init__(self, rank: int, board: FailureBoard, timeout_seconds: float, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        board: FailureBoard,
+        timeout_seconds: float,
+        waits: Waits | None = None,
+        named: Callable[[int], str] = "rank {}".format,
+    ) -> None:
         self.rank = rank
+        self.named = named
         self.board = board
         self.timeout_seconds = timeout_seconds
         self._waits = waits or Waits(None, rank, 1)
@@ -98,6 +107,10 @@ class Monitor:
         self.on_failure: Callable[[], None] = lambda: None
         self.has_lost_a_rank = False
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
+
+    @property
+    def name(self) -> str:
+        return self.named(self.rank)
 
     def done(self, finish: Callable[[], None]) -> None:
         """A transfer ended: run `finish`, which publishes its result, and wake who waits."""
@@ -197,7 +210,7 @@ class Monitor:
         assert self._lost is not None
         peer, where = self._lost
         first = self.board.post(
-            f"{peer} is gone: rank {self.rank} lost its connection in {where}. It was killed, ran out of memory, or its "
+            f"{peer} is gone: {self.name} lost its connection in {where}. It was killed, ran out of memory, or its "
             "machine or the network between them is down: see its own output"
         )
         return self._ending(first, what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
@@ -11,15 +12,18 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group.address import is_rank
 from pipetrain.group.asking import Waits
 from pipetrain.group.chain import Chain
-from pipetrain.group.coordinates import Grid
+from pipetrain.group.coordinates import REPLICA_STAGE, Grid, Names, grid_of
+from pipetrain.group.everyone import Everyone
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
 from pipetrain.group.torch_distributed import name_of_attempt, start_torch_distributed
+from pipetrain.group.torch_mesh import check_mesh, grid_of_mesh, make_mesh, ranks_of
 
 _T = TypeVar("_T")
 
@@ -29,11 +33,14 @@ _numbers: Counter[str] = Counter()
 
 
 class Group:
-    """One rank among `size`, which agree over a chain from neighbour to neighbour, wait with a time-out, and fail together.
+    """One rank among `size`, which agree over chains from neighbour to neighbour, wait with a time-out, and fail together.
 
     What a rank opens does not grow with the number of ranks, and no wait is for a device. `store` is this group's own part of
-    the store at which the ranks meet, None for a rank alone; `coordinates` are the rank's in the `grid`. With
+    the store at which the ranks meet, None for a rank alone; `coordinates` are the rank's in the `grid`. `chain` are the ranks of its
+    replica, `replicas` those that stand where it does in each replica, `everyone` all. With
     `owns_process_group` torch.distributed was started for this group, and ends with it.
+
+    `mesh` is what torch.distributed has of the grid, where the user made it; `members`, which ranks of torch.distributed these are.
 
     As a context manager it is closed at the end; an error in the block is told to the other ranks instead.
 
@@ -49,19 +56,35 @@ class Group:
         store: Store | None,
         timeout_seconds: float,
         *,
+        grid: Grid | None = None,
+        mesh: DeviceMesh | None = None,
+        members: list[int] | None = None,
         owns_process_group: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.store = store
-        self.grid = Grid(stage=size)
+        self.grid = Grid(stage=size) if grid is None else grid
         self.coordinates = self.grid.coordinates_of(rank)
+        self.names = Names(self.grid)
         self.board = FailureBoard(store)
-        self.monitor = Monitor(rank, self.board, timeout_seconds, Waits(store, rank, size))
-        self.chain = Chain(store, rank, size, self.monitor)
-        self.monitor.on_failure = self.chain.abort
+        waits = Waits(store, rank, size, self.names)
+        self.monitor = Monitor(rank, self.board, timeout_seconds, waits, self.names)
+        self.chain = self._chain_of(self.grid.ranks_of_replica(rank), f"replica/{self.coordinates.replica}")
+        self.replicas = self._chain_of(self.grid.ranks_of_stage(rank), f"place/{self.coordinates.stage}")
+        self.everyone = Everyone(self.chain, self.replicas)
+        self.monitor.on_failure = self.everyone.abort
+        self._mesh = mesh
+        self._members = list(range(size)) if members is None else members
         self._owns_process_group = owns_process_group
+
+    def _chain_of(self, ranks: tuple[int, ...], name: str) -> Chain:
+        """All ranks meet along their replicas first, so none waits in a ring."""
+        store = self.store if len(ranks) > 1 else None
+        if store is not None and self.grid.replica > 1:
+            store = PrefixStore(name, store)
+        return Chain(store, ranks.index(self.rank), len(ranks), self.monitor, ranks)
 
     def __enter__(self) -> Self:
         return self
@@ -77,12 +100,12 @@ class Group:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on: the other ranks are told why, and nobody waits for it any more."""
         line = (str(error).strip().splitlines() or [""])[0]
-        text = f"rank {self.rank} failed: {type(error).__name__}: {line}"
+        text = f"{self.monitor.name} failed: {type(error).__name__}: {line}"
         self.monitor.fail(str(error) if isinstance(error, PipelineError) else text)
 
     def close(self) -> None:
-        """End the chain, and torch.distributed if it was started for this group."""
-        self.chain.close()
+        """End the chains, and torch.distributed if it was started for this group."""
+        self.everyone.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -103,12 +126,12 @@ class Group:
     def largest(self, value: int) -> int:
         """The largest `value` of any rank. Collective."""
         with self._naming_a_loss():
-            return self.chain.largest(value, "what all ranks agree on")
+            return self.everyone.largest(value, "what all ranks agree on")
 
     def from_first(self, value: _T) -> _T:
         """The `value` of rank 0, of what JSON knows (a tuple becomes a list). Collective."""
         with self._naming_a_loss():
-            shared: _T = json.loads(self.chain.broadcast(json.dumps(value).encode(), 0, "what rank 0 says"))
+            shared: _T = json.loads(self.everyone.broadcast(json.dumps(value).encode(), "what rank 0 says"))
             return shared
 
     @contextlib.contextmanager
@@ -119,7 +142,31 @@ class Group:
         except PipelineError as error:
             if not self.monitor.has_lost_a_rank:
                 raise
-            raise PipelineError(f"rank {self.rank} lost another rank between two steps ({error})") from error
+            raise PipelineError(f"{self.monitor.name} lost another rank between two steps ({error})") from error
+
+    # For libraries of torch.distributed ---------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid as torch.distributed knows it, with the dimensions `replica` and `stage`. Made when it is first asked for, which is
+        collective.
+
+        Raises:
+            RuntimeError: torch.distributed was not initialised, as for a rank alone.
+        """
+        if self._mesh is None:
+            if not dist.is_initialized():
+                raise RuntimeError("a rank alone has no mesh: initialise torch.distributed, as torchrun's variables do")
+            self._mesh = make_mesh(self.grid, self.rank, self._members, self.device.type, self.monitor.timeout_seconds)
+        return self._mesh
+
+    def replica_process_group(self) -> ProcessGroup | None:
+        """The ranks that stand where this one does in each replica, in their order, as a process group; None with one replica. Collective
+        the first time."""
+        if self.grid.replica == 1:
+            return None
+        group: ProcessGroup = self.mesh.get_group("replica")
+        return group
 
 
 def join_group(
@@ -129,27 +176,62 @@ def join_group(
     timeout_seconds: float,
     starts_alone: bool = False,
     shares_gpus: bool = False,
+    num_replicas: int = 1,
+    order: str = REPLICA_STAGE,
+    mesh: object = None,
 ) -> Group:
     """A new group of the ranks of `process_group`, of torch.distributed, of torchrun's variables, or of this one alone.
 
-    Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
+    They make `num_replicas` replicas, in an `order` of `coordinates.ORDERS`; or they are those of a `mesh` of torch.distributed with
+    the dimensions `replica` and `stage`, which then says both. Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
     it `starts_alone`, for who uses it beside the group. `device`, `shares_gpus`: see `choose_device`.
 
     Raises:
-        ValueError: this process is not in `process_group`; the ranks have different versions of what they run on.
+        ValueError: this process is not in `process_group`, or the ranks make no such replicas; they have different versions of what
+            they run on.
         PipelineError: another rank could not be met within `timeout_seconds`.
     """
+    given = None if mesh is None else _fitting(check_mesh(mesh), process_group, num_replicas)
+    if given is None and not dist.is_initialized():  # before anybody waits for anybody
+        grid_of(int(os.environ["WORLD_SIZE"]) if is_rank() else 1, num_replicas, order)
     chosen = choose_device(device, shares_gpus=shares_gpus)
     owns = not dist.is_initialized() and (starts_alone or is_rank())
     if owns:
         start_torch_distributed(chosen, timeout_seconds)
     if not dist.is_initialized():
         return Group(0, 1, chosen, None, timeout_seconds)
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if rank < 0:
-        raise ValueError("this process is not in `group`: make the Pipeline on the ranks of the group only")
-    members = "" if process_group is None else "-" + "-".join(map(str, dist.get_process_group_ranks(process_group)))
+    ranks = dist.get_process_group_ranks(process_group) if given is None else ranks_of(given)
+    if dist.get_rank() not in ranks:
+        what = "group" if given is None else "mesh"
+        raise ValueError(f"this process is not in `{what}`: make the Pipeline on the ranks of the {what} only")
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    grid = grid_of(size, num_replicas, order) if given is None else grid_of_mesh(given)
+    members = "" if size == dist.get_world_size() else "-" + "-".join(map(str, ranks))
     number, _numbers[members] = _numbers[members], _numbers[members] + 1
     name = f"pipetrain/{name_of_attempt()}/group-{number}{members}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store()) if size > 1 else None
-    return Group(rank, size, chosen, store, timeout_seconds, owns_process_group=owns)
+    return Group(
+        rank,
+        size,
+        chosen,
+        store,
+        timeout_seconds,
+        grid=grid,
+        mesh=given,
+        members=ranks,
+        owns_process_group=owns,
+    )
+
+
+def _fitting(mesh: DeviceMesh, process_group: Any, num_replicas: int) -> DeviceMesh:
+    """Raises:
+    ValueError: what is said beside the mesh is not what it says.
+    """
+    replicas = grid_of_mesh(mesh).replica
+    if num_replicas not in (1, replicas):
+        raise ValueError(
+            f"num_replicas={num_replicas}: the mesh has {replicas} along 'replica'; leave num_replicas out where there is a mesh"
+        )
+    if process_group is not None:
+        raise ValueError("group and mesh were both given: a mesh says which ranks these are, so leave group out")
+    return mesh

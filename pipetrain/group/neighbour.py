@@ -24,14 +24,14 @@ _MOST_UNSENT = 4
 class Neighbour:
     """One neighbouring rank: host messages in both directions, in order, each direction on a thread of its own."""
 
-    def __init__(self, pair: Pair, rank: int, peer: int, monitor: Monitor) -> None:
+    def __init__(self, pair: Pair, other: int, peer: int, monitor: Monitor) -> None:
+        """`other` is the neighbour's place in the `pair`, `peer` its rank."""
         self._pair = pair
-        self._other = int(peer > rank)
-        self._rank = rank
+        self._other = other
         self._peer = peer
         self._monitor = monitor
-        self._out = Courier(f"to rank {peer}", f"rank {peer}", monitor)
-        self._in = Courier(f"from rank {peer}", f"rank {peer}", monitor)
+        self._out = Courier(f"to rank {peer}", self._named, monitor)
+        self._in = Courier(f"from rank {peer}", self._named, monitor)
         self._num_given = self._num_sent = 0  # each counted by one thread alone
 
     def send(self, data: bytes, what: str) -> None:
@@ -57,7 +57,7 @@ class Neighbour:
         """
         self._monitor.wait(
             lambda: self._num_given - self._num_sent <= most_unsent,
-            lambda: f"rank {self._rank} waits for rank {self._peer} to take {what}",
+            lambda: f"{self._monitor.name} waits for {self._named()} to take {what}",
         )
 
     def receive(self, what: str) -> bytes:
@@ -72,7 +72,7 @@ class Neighbour:
         theirs = frame[_HEAD.size : start].decode()
         if theirs != what:
             text = (
-                f"rank {self._rank} called {what} where rank {self._peer} called {theirs}: every rank must call the same "
+                f"{self._monitor.name} called {what} where {self._named()} called {theirs}: every rank must call the same "
                 "methods in the same order"
             )
             self._monitor.fail(text)
@@ -105,8 +105,11 @@ class Neighbour:
             return lambda: arrived.append(True)
 
         self._in.submit(what, job)
-        self._monitor.wait(lambda: bool(arrived), lambda: f"rank {self._rank} waits for {what} from rank {self._peer}")
+        self._monitor.wait(lambda: bool(arrived), lambda: f"{self._monitor.name} waits for {what} from {self._named()}")
         return tensor.numpy().tobytes()
+
+    def _named(self) -> str:
+        return self._monitor.named(self._peer)
 
     def close(self) -> None:
         self._out.close()

@@ -1,4 +1,4 @@
-"""A communicator of two ranks over gloo, for messages of the host: what the chain and the stage edges on a CPU are made of."""
+"""Communicators over gloo, for messages of the host: of two ranks, which the chain and the stage edges on a CPU are made of, and of several that add up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipetrain.group.failure import PipelineError
+from pipetrain.group.torch_distributed import connecting_on_use
 
 _TAG_NOBODY_SENDS = 1
 
 
 class Pair(Protocol):
-    """A communicator of two ranks, 0 and 1."""
+    """A communicator of two ranks, 0 and 1; or of several, in a ring."""
 
     def send(self, tensors: list[Tensor], target: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work: ...
@@ -37,6 +38,43 @@ def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pa
             f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
         ) from error
     return pair
+
+
+def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_seconds: float) -> Pair:
+    """A communicator of `num_ranks` ranks, which add up: each connects to those before and after it alone. `name` is unique and the same on
+    all; `place` counts from 0.
+
+    Raises:
+        PipelineError: another rank did not come.
+    """
+    if num_ranks == 2:
+        return make_pair(store, name, place, timeout_seconds)
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_seconds)
+    try:
+        with connecting_on_use():
+            ring: Pair = ProcessGroupGloo(PrefixStore(name, store), place, num_ranks, options.timeout)  # type: ignore[assignment]
+        ring.allreduce([torch.zeros(1)], options).wait(options.timeout)  # now, and not in a step
+    except RuntimeError as error:
+        raise PipelineError(
+            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): one of {num_ranks} ranks did not start, or its "
+            f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
+        ) from error
+    return ring
+
+
+def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
+    """The places with which that one is connected."""
+    return sorted({(place - 1) % num_ranks, (place + 1) % num_ranks})
+
+
+def is_broken(pair: Pair, other: int) -> bool:
+    """Whether the connection to `other` is closed already. If not, it is afterwards: for who has lost one of several and asks which."""
+    try:
+        pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(milliseconds=50))
+    except RuntimeError as error:
+        return "imed out" not in str(error)
+    return False
 
 
 def break_off(pair: Pair, other: int) -> None:

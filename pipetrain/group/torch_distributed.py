@@ -37,12 +37,12 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float) -> Non
     else:
         rank, size, store = 0, 1, HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    with _connecting_on_use():
+    with connecting_on_use():
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
 @contextlib.contextmanager
-def _connecting_on_use() -> Iterator[None]:
+def connecting_on_use() -> Iterator[None]:
     """Gloo groups made meanwhile connect two ranks when these first talk to each other."""
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"

@@ -34,7 +34,7 @@ class Watchdog:
                 seen, since = doing, time.monotonic()
             elif time.monotonic() - since > self._monitor.timeout_seconds:
                 self._monitor.fail(
-                    f"rank {self._monitor.rank} is in {doing} and came no further for {self._monitor.timeout_seconds:g} s "
+                    f"{self._monitor.name} is in {doing} and came no further for {self._monitor.timeout_seconds:g} s "
                     "(timeout_seconds): its host waits for its device, which waits for a message, or a layer hangs"
                 )
             if self._monitor.failure is not None:

@@ -59,36 +59,44 @@ class Nodes:
         )
 
 
-def choose_ranks_per_node(cluster: ClusterConfig, pipeline: PipelineConfig, num_ranks: int) -> int:
-    """How many of `num_ranks` ranks, which `pipeline` asks for, each machine starts.
+def choose_ranks_per_node(
+    cluster: ClusterConfig, pipeline: PipelineConfig, ranks_per_replica: int, num_replicas: int = 1
+) -> int:
+    """How many ranks each machine starts, of those that `num_replicas` times `pipeline` ask for.
 
     Raises:
         ValueError: machines and ranks do not fit each other.
     """
+    num_ranks = num_replicas * ranks_per_replica
+    needed = _needed(pipeline, num_ranks, num_replicas)
     if cluster.gpus_per_node is None:
         per_node, rest = divmod(num_ranks, cluster.num_nodes)
         if rest or per_node == 0:
             raise ValueError(
-                f"cluster.num_nodes={cluster.num_nodes}: {_needed(pipeline, num_ranks)}, which cannot be spread evenly; "
+                f"cluster.num_nodes={cluster.num_nodes}: {needed}, which cannot be spread evenly; "
                 "the number of ranks must be a multiple of the number of nodes"
             )
         return per_node
     there_are = cluster.num_nodes * cluster.gpus_per_node
     if there_are != num_ranks:
+        stages, rest = divmod(there_are * pipeline.stages_per_rank, num_replicas)
+        fitting = [] if rest else [f"pipeline.num_stages={stages}"]
+        if there_are % ranks_per_replica == 0:
+            fitting.append(f"parallel.num_replicas={there_are // ranks_per_replica}")
         raise ValueError(
             f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node} make {there_are} ranks, "
-            f"but {_needed(pipeline, num_ranks)}; set pipeline.num_stages={there_are * pipeline.stages_per_rank}, "
-            "or other nodes and ranks per node"
+            f"but {needed}; set {', or '.join([*fitting, 'other nodes and ranks per node'])}"
         )
     return cluster.gpus_per_node
 
 
-def _needed(pipeline: PipelineConfig, num_ranks: int) -> str:
-    if pipeline.num_stages is None:
+def _needed(pipeline: PipelineConfig, num_ranks: int, num_replicas: int) -> str:
+    replicas = f"parallel.num_replicas={num_replicas} and " if num_replicas > 1 else ""
+    if pipeline.num_stages is None and not replicas:
         return f"there are {num_ranks} ranks"
     return (
-        f"pipeline.num_stages={pipeline.num_stages} with pipeline.stages_per_rank={pipeline.stages_per_rank} "
-        f"need {num_ranks} ranks"
+        f"{replicas}pipeline.num_stages={pipeline.num_stages or num_ranks // num_replicas * pipeline.stages_per_rank} with "
+        f"pipeline.stages_per_rank={pipeline.stages_per_rank} need {num_ranks} ranks"
     )
 
 

@@ -51,14 +51,15 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self._skips_in_a_row = 0
-        self._batches_passed_over = 0  # by rollbacks
+        # By rollbacks: (a, b) where the run went back from step b to step a, so that the batches of steps a + 1 to b do not come again.
+        self.passed_over: list[tuple[int, int]] = []
         self.num_skipped = 0
         self.num_rollbacks = 0
         self.incident: Incident | None = None  # of the last step
 
     def batch_of(self, step: int) -> int:
         """The number (from 0) of the batch for `step` (from 1)."""
-        return step - 1 + self._batches_passed_over
+        return step - 1 + sum(end - start for start, end in self.passed_over)
 
     def accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
         """Whether `step` may change the weights. Where not, `incident` says why, and what to do."""
@@ -121,9 +122,10 @@ class Guard:
     def rolled_back(self, to_step: int, state: Mapping[str, Any]) -> None:
         """The run is as it was after `to_step`, with `state` of then; the batches up to the incident's do not come again."""
         assert self.incident is not None
-        next_batch, rollbacks, skipped = self.incident.batch + 1, self.num_rollbacks + 1, self.num_skipped
+        passed_over = [*self.passed_over, (to_step, self.incident.step)]
+        rollbacks, skipped = self.num_rollbacks + 1, self.num_skipped
         self.load_state_dict(state)
-        self._batches_passed_over = next_batch - to_step
+        self.passed_over = passed_over
         self.num_rollbacks, self.num_skipped = rollbacks, skipped
         self.incident = None
 
@@ -133,7 +135,7 @@ class Guard:
             "losses": list(self._losses),
             "norms": list(self._norms),
             "skips_in_a_row": self._skips_in_a_row,
-            "batches_passed_over": self._batches_passed_over,
+            "passed_over": [list(steps) for steps in self.passed_over],
             "num_skipped": self.num_skipped,
             "num_rollbacks": self.num_rollbacks,
         }
@@ -143,6 +145,7 @@ class Guard:
         self._losses = deque(state.get("losses", ()), maxlen=self._config.spike_window)
         self._norms = deque(state.get("norms", ()), maxlen=self._config.spike_window)
         self._skips_in_a_row = state.get("skips_in_a_row", 0)
-        self._batches_passed_over = state.get("batches_passed_over", 0)
+        before = state.get("batches_passed_over", 0)  # what an older version wrote
+        self.passed_over = [(start, end) for start, end in state.get("passed_over", [(0, before)] if before else [])]
         self.num_skipped = state.get("num_skipped", 0)
         self.num_rollbacks = state.get("num_rollbacks", 0)

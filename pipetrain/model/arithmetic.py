@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.size import ModelSize
 from pipetrain.model.style import Style
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def num_kv_heads(config: ModelConfig) -> int:
@@ -29,26 +33,35 @@ def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_
     """The layers of `transformer.py` in numbers; operations and parameters where the vocabulary is known."""
     kinds = ("embedding", *["block"] * config.num_blocks, "head")
     if vocabulary_size is None:
-        return ModelSize(len(kinds), kinds)
+        return ModelSize(len(kinds), kinds, width=config.hidden_size)
     return ModelSize(
         len(kinds),
         kinds,
         flops_per_layer=tuple(forward_flops_per_layer(config, vocabulary_size, sequence_length)),
         parameters_per_layer=tuple(parameters_per_layer(config, vocabulary_size)),
+        shapes_per_layer=tuple(shapes_per_layer(config, vocabulary_size)),
+        width=config.hidden_size,
     )
 
 
 def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
     """Parameters of each of the num_blocks + 2 layers, in order."""
-    hidden, biased = config.hidden_size, config.name == Style.GPT2
-    norm = hidden * (2 if biased else 1)
-    positions = config.max_sequence_length * hidden if biased else 0
-    block = _matrices_of_block(config) + 2 * norm
-    if biased:
-        block += 5 * hidden + mlp_size(config)  # query, key, value, attention output, MLP output; MLP input
-    embedding = vocabulary_size * hidden + positions
-    head = norm + vocabulary_size * hidden
-    return [embedding, *[block] * config.num_blocks, head]
+    return [sum(map(math.prod, shapes)) for shapes in shapes_per_layer(config, vocabulary_size)]
+
+
+def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:
+    """The shapes of the parameters of each of the num_blocks + 2 layers, in order."""
+    hidden, inner, is_gpt2 = config.hidden_size, mlp_size(config), config.name == Style.GPT2
+    kv_size = hidden // config.num_heads * num_kv_heads(config)
+    norm: Shapes = ((hidden,), (hidden,)) if is_gpt2 else ((hidden,),)
+    words: Shapes = ((vocabulary_size, hidden),)
+    positions: Shapes = ((config.max_sequence_length, hidden),) if is_gpt2 else ()
+    into_attention = ((hidden, hidden), (kv_size, hidden), (kv_size, hidden), (hidden, hidden))
+    into_mlp = ((inner, hidden), (hidden, inner)) if is_gpt2 else ((inner, hidden), (inner, hidden), (hidden, inner))
+    matrices: Shapes = (*into_attention, *into_mlp)
+    biases: Shapes = tuple((rows,) for rows, _ in matrices) if is_gpt2 else ()
+    block = (*norm, *matrices, *biases, *norm)
+    return [words + positions, *[block] * config.num_blocks, norm + words]
 
 
 def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:

@@ -16,6 +16,7 @@ class ModelSize:
     kinds: layers of one kind (`block`) do the same work; a layer like no other has a kind of its own.
     tied: pairs of layers (lower, higher) that share a parameter, as a head its embedding's.
     flops_per_layer: floating-point operations of one token's forward; a multiplication with its addition are two.
+    shapes_per_layer: of each parameter of the layer. width: numbers of a token that go from one layer to the next.
     """
 
     num_layers: int
@@ -23,6 +24,8 @@ class ModelSize:
     flops_per_layer: tuple[float, ...] | None = None
     parameters_per_layer: tuple[int, ...] | None = None
     tied: tuple[tuple[int, int], ...] = ()
+    shapes_per_layer: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    width: int | None = None
 
     @property
     def flops_per_token(self) -> float | None:
@@ -34,7 +37,7 @@ class ModelSize:
         return None if self.flops_per_layer is None else 3.0 * sum(self.flops_per_layer)
 
     def __post_init__(self) -> None:
-        for name in ("kinds", "flops_per_layer", "parameters_per_layer"):
+        for name in ("kinds", "flops_per_layer", "parameters_per_layer", "shapes_per_layer"):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.num_layers:
                 raise ValueError(f"{name} has {len(entries)} entries for {self.num_layers} layers: give one per layer")

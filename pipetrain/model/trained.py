@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -25,3 +25,12 @@ class Optimizer(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer whose `state` is a share, that of some parameters: other ranks have the rest of the state of the same groups."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether it wants the state of `parameter`, whole, when one is loaded."""
+        ...

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipetrain.observe.mesh_drawing import MeshShown, mesh_html, meshes_svg
 from pipetrain.observe.output import write_text
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
@@ -36,8 +37,8 @@ def _picture(one: Shown, width: int, colour: bool) -> str:
     return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}{said}"
 
 
-def write_drawing(shown: Sequence[Shown], path: Path) -> None:
-    """The schedules in the format that the name of `path` asks for.
+def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:
+    """The schedules in the format that the name of `path` asks for. With `meshes` a page and JSON have these, too, and a picture is theirs.
 
     Raises:
         ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
@@ -47,7 +48,10 @@ def write_drawing(shown: Sequence[Shown], path: Path) -> None:
         raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
     if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
         raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
-    write_text(path, _FORMATS[ending](*shown))
+    if meshes and ending in _FORMATS_OF_MESHES:
+        write_text(path, _FORMATS_OF_MESHES[ending](shown, meshes))
+    else:
+        write_text(path, _FORMATS[ending](*shown))
 
 
 _FORMATS: dict[str, Callable[..., str]] = {
@@ -56,5 +60,10 @@ _FORMATS: dict[str, Callable[..., str]] = {
     ".csv": lambda one: write_csv(one.schedule),
     ".trace.json": lambda one: chrome_trace(one.timeline),
     ".json": lambda one: json.dumps(one.as_json(), indent=2) + "\n",
+}
+_FORMATS_OF_MESHES: dict[str, Callable[..., str]] = {
+    ".svg": lambda _, meshes: meshes_svg(meshes),
+    ".html": lambda shown, meshes: html(*shown, above=list(map(mesh_html, meshes))),
+    ".json": lambda shown, meshes: json.dumps({**shown[0].as_json(), "mesh": meshes[0].as_json()}, indent=2) + "\n",
 }
 _FORMATS_FOR_SEVERAL = (".svg", ".html")

@@ -13,9 +13,10 @@ SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a
 
 
 class EventFile:
-    """A sink for events. It holds those of one step and writes them when the step is over, away from the hot path."""
+    """A sink for the events of a rank. It holds those of one step and writes them when the step is over, away from the hot path."""
 
-    def __init__(self, path: Path, num_steps: int, first_step: int = 1) -> None:
+    def __init__(self, path: Path, rank: int, num_steps: int, first_step: int = 1) -> None:
+        self._rank = rank
         self._file = LineFile(path, first_step)
         self._every = max(num_steps // SPREAD_STEPS, 1)
         self._events: list[OpEvent] = []
@@ -27,7 +28,7 @@ class EventFile:
         """Writes the events of `step` (from 1), or drops them where the file has enough."""
         events, self._events = self._events, []
         if step <= FIRST_STEPS or step % self._every == 0:
-            self._file.write(_line(step, event) for event in events)
+            self._file.write(_line(step, self._rank, event) for event in events)
 
     def rewind(self, first_step: int) -> None:
         """Drops the events of `first_step` and later ones, and those of a step that has not ended."""
@@ -38,10 +39,10 @@ class EventFile:
         self._file.close()
 
 
-def _line(step: int, event: OpEvent) -> str:
+def _line(step: int, rank: int, event: OpEvent) -> str:
     record = {
         "step": step,
-        "rank": event.rank,
+        "rank": rank,  # of the run, where the event counts those of a replica
         "lane": event.lane.value,
         "op": str(event.op),
         "start": event.start,

@@ -78,6 +78,10 @@ class RunFolder:
     def inspect(self) -> Path:
         return self.path / "inspect"
 
+    def phase(self, number: int) -> RunFolder:
+        """What there is of a phase by itself, under the same names: its plan, its schedule, and when it is over its report, page and profile."""
+        return RunFolder(self.path / "phases" / str(number))
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank:04d}.jsonl"
 

@@ -35,4 +35,6 @@ class StepMetrics:
     peak_memory_bytes: tuple[int | None, ...]
     peak_reserved_bytes: tuple[int | None, ...]
     communicator_bytes: tuple[int | None, ...]
+    reduce_exposed_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
+    phase: int | None = None  # its phase, from 0; None: the run has none

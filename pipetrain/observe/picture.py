@@ -37,12 +37,12 @@ def loss_plot(curves: Mapping[str, Curve], file_format: str) -> bytes:
 
 
 def _draw(one: Shown, axis: Any) -> None:
-    start = one.timeline.start
+    start = one.start
     for rank in range(one.schedule.num_ranks):
         events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
         spans = [(event.start - start, event.end - event.start) for event in events]
         axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=[looks_of(event.op.kind).fill for event in events])
-    axis.set_yticks(range(one.schedule.num_ranks), [f"rank {rank}" for rank in range(one.schedule.num_ranks)])
+    axis.set_yticks(range(one.schedule.num_ranks), [one.rank_name(rank) for rank in range(one.schedule.num_ranks)])
     axis.invert_yaxis()
     axis.set_title(f"{one.title}: step {one.step_seconds:.4g} s, bubble {one.bubble_fraction:.0%}", loc="left", size=10)
 

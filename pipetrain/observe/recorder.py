@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +14,8 @@ from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.progress import make_reporter
-from pipetrain.observe.report import RunReport, as_markdown, write_report
-from pipetrain.observe.run_page import run_page
+from pipetrain.observe.report import RunReport, as_markdown, read_report, write_report
+from pipetrain.observe.run_page import run_page, slowest_of
 from pipetrain.observe.trackers.chosen import make_trackers
 from pipetrain.observe.trackers.tracker import Ending, Trackers
 from pipetrain.plan.plan import Plan
@@ -27,44 +27,56 @@ from pipetrain.timeline.shown import Shown
 
 
 class Recorder:
-    """Writes into a folder that exists, from `first_step` on. `metrics` and the `timelines` of the steps in `keep` are what rank 0 remembers."""
+    """Writes into a folder that exists, from `first_step` on. `metrics` and the `timelines` (of each replica) of the steps in `keep` are what rank 0 remembers."""
 
     def __init__(
         self, folder: RunFolder, rank: int, config: ObserveConfig, *, num_steps: int, keep: range, first_step: int = 1
     ) -> None:
         self.metrics: list[StepMetrics] = []
-        self.timelines: list[Timeline] = []
+        self.timelines: list[Sequence[Timeline]] = []
+        self.last_step: int | None = None  # that has ended, on every rank
         self._folder = folder
         self._keep = keep
         self._stack = ExitStack()
-        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), num_steps, first_step)))
+        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
         self.is_first = rank == 0
         self._reporter = self._stack.enter_context(make_reporter(num_steps, shown=config.progress and self.is_first))
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
-    def start(self, config_text: str, config: Mapping[str, Any], plan: Plan, schedule: Schedule) -> None:
-        """What was to be done, before it is done: the configuration as the text of its file, and as plain values."""
-        if self.is_first:
-            self._folder.config.write_text(config_text)
-            self._folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
-            self._folder.schedule.write_text(write_csv(schedule))
-            self._trackers.start({**config, "plan": asdict(plan)})
+    def start(self, config_text: str, config: Mapping[str, Any], *phases: tuple[Plan, Schedule]) -> None:
+        """What was to be done, before it is done: the configuration as the text of its file, and as plain values; plan and schedule of the run,
+        or of each of its phases. In the folder itself are those of the first."""
+        if not self.is_first:
+            return
+        self._folder.config.write_text(config_text)
+        folders = map(self._folder.phase, range(len(phases))) if len(phases) > 1 else ()
+        for folder, (plan, schedule) in zip((self._folder, *folders), (phases[0], *phases)):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
+            folder.schedule.write_text(write_csv(schedule))
+        self._trackers.start({**config, "plan": asdict(phases[0][0])})
+
+    def begin_phase(self, keep: range) -> None:
+        """What comes is of a phase: of the timelines, those of the steps in `keep` are remembered."""
+        self._keep = keep
+        self.timelines = []
 
     def on_event(self, event: OpEvent) -> None:
         """The sink for this rank's events."""
         self._events(event)
 
-    def end_step(self, step: int, metrics: StepMetrics | None = None, timeline: Timeline | None = None) -> None:
-        """Step number `step` is over; rank 0 has its figures."""
+    def end_step(self, step: int, metrics: StepMetrics | None = None, timelines: Sequence[Timeline] = ()) -> None:
+        """Step number `step` is over; rank 0 has its figures, and of each replica what ran when."""
         self._events.end_step(step)
+        self.last_step = step
         if metrics is None:
             return
         self._trackers.step(metrics)
         self._reporter.step(metrics)
         self.metrics.append(metrics)
-        if timeline is not None and step in self._keep:
-            self.timelines.append(timeline)
+        if timelines and step in self._keep:
+            self.timelines.append(timelines)
 
     def rewind(self, first_step: int) -> None:
         """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
@@ -84,21 +96,36 @@ class Recorder:
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
     def finish(
-        self, report: RunReport, measured: Shown | None, predicted: Shown | None, clock_error_seconds: float | None
+        self,
+        report: RunReport,
+        measured: Sequence[Shown],
+        predicted: Shown | None,
+        clock_error_seconds: float | None,
     ) -> None:
-        """What was predicted, and what was done. Without `measured` there is nothing to draw or to plan with: no timeline.html and no profile.json."""
-        write_report(self._folder.report, report)
-        self._folder.report_text.write_text(as_markdown(report))
-        if measured is None or clock_error_seconds is None:
+        """What was predicted, and what was done on each replica. Without `measured` there is nothing to draw or to plan with: no timeline.html
+        and no profile.json. Of a phase: in its own folder, and no tracker is told."""
+        folder = self._folder if report.phase is None else self._folder.phase(report.phase)
+        write_report(folder.report, report)
+        folder.report_text.write_text(as_markdown(report))
+        if not measured or clock_error_seconds is None:
             return
-        profile = Profile(measured.costs, measured.schedule.num_microbatches)
-        self._folder.profile.write_text(profile.as_json())
+        profile = Profile(measured[0].costs, measured[0].schedule.num_microbatches)
+        folder.profile.write_text(profile.as_json())
         drawn = run_page(
             report, measured, predicted, predicted_from=self._keep, clock_error_seconds=clock_error_seconds
         )
-        self._folder.timeline.write_text(drawn)
-        pictures = [measured] if predicted is None else [predicted, measured]
-        self._trackers.finish(Ending(report, pictures, drawn))
+        folder.timeline.write_text(drawn)
+        slowest = measured[slowest_of(measured)]
+        pictures = [slowest] if predicted is None else [predicted, slowest]
+        if report.phase is None:
+            self._trackers.finish(Ending(report, pictures, drawn))
+
+    def report_of_phase(self, number: int) -> RunReport | None:
+        """What a phase that is over has reported, perhaps before this process went on from a snapshot; None: nothing that can be read."""
+        try:
+            return read_report(self._folder.phase(number).report)
+        except ValueError:
+            return None
 
     def close(self) -> None:
         self._stack.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipetrain.timeline.draw.table import Table, number, size
+from pipetrain.timeline.rank_place import RankPlace, name_of, num_replicas_of
 from pipetrain.timeline.stragglers import Straggler
 
 FORMAT_VERSION = 1
@@ -50,6 +52,19 @@ class RunReport:
     heldout_perplexity: float | None = None
     tokens_seen: int | None = None  # by all steps that changed the weights, those before a resume too; with padding
     counted_tokens_seen: int | None = None  # of these, those that counted in the loss
+    ranks: tuple[RankPlace, ...] = ()  # the replica and the stages of each
+    batch_size: int | None = (
+        None  # samples of a step; this and the next two: in the last phase, where there are several
+    )
+    sequence_length: int | None = None  # tokens of a sample
+    num_microbatches: int | None = None
+    first_step: int | None = (
+        None  # the first of the steps that medians and peaks are of; None: an older version wrote it
+    )
+    phase: int | None = None  # the phase that it is the report of, from 0; None: it is that of the run
+    phases: tuple[
+        RunReport, ...
+    ] = ()  # that of each phase that is over, and of the last one; none: the run has no phases
 
 
 def perplexity_of(loss: float | None) -> float | None:
@@ -84,26 +99,34 @@ def read_report(path: Path) -> RunReport:
         raise ValueError(
             f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
         )
+    try:
+        return _of_values(values)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path}: this is not a report of this version ({error})") from error
+
+
+def _of_values(values: Mapping[str, Any]) -> RunReport:
     fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
-    try:
-        return RunReport(**fields)
-    except TypeError as error:
-        raise ValueError(f"{path}: this is not a report of this version ({error})") from error
+    fields["ranks"] = tuple(RankPlace(**{**rank, "stages": tuple(rank["stages"])}) for rank in values.get("ranks", ()))
+    fields["phases"] = tuple(map(_of_values, values.get("phases", ())))
+    return RunReport(**fields)
 
 
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
     notes = remarks(report)
+    steps = f"{report.steps} steps" if report.phase is None else f"phase {report.phase}, {_steps_of(report)}"
     lines = [
-        f"# {report.experiment}: {report.steps} steps{stopped}",
+        f"# {report.experiment}: {steps}{stopped}",
         "",
         in_a_line(report),
         "",
         totals(report).as_markdown(),
         "",
         rank_totals(report).as_markdown(),
+        *(["", of_the_last_phase(report), "", phase_totals(report).as_markdown()] if report.phases else []),
         *(["", *notes] if notes else []),
     ]
     return "\n".join(lines) + "\n"
@@ -112,7 +135,9 @@ def as_markdown(report: RunReport) -> str:
 def in_a_line(report: RunReport) -> str:
     """How the model was split and its activations were kept."""
     layers = ", ".join(map(str, report.balance))
-    return f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers."
+    replicas = num_replicas_of(report.ranks)
+    copies = f", {replicas} replicas" if replicas > 1 else ""
+    return f"Schedule {report.schedule}, recompute {report.recompute_mode}, stages of {layers} layers{copies}."
 
 
 def remarks(report: RunReport) -> list[str]:
@@ -122,12 +147,23 @@ def remarks(report: RunReport) -> list[str]:
         found.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
     if report.rollbacks:
         found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
+    for replica in _slow_replicas(report):
+        found.append(
+            f"Replica {replica} is slow: each of its ranks is, so all others wait for it at the end of a step."
+        )
     for one in report.stragglers:
         than = "as at the start" if one.against == "start" else "as on ranks with equal work"
         found.append(
-            f"Rank {one.rank} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
+            f"{name_of(one.rank, report.ranks).capitalize()} is slow: its {one.kind} takes {one.ratio:.1f} times as long {than}, from step {one.since_step} on."
         )
     return found
+
+
+def _slow_replicas(report: RunReport) -> list[int]:
+    """Those of which every rank is slow, where there are others."""
+    slow = {one.rank for one in report.stragglers}
+    quick = {where.replica for where in report.ranks if where.rank not in slow}
+    return sorted({where.replica for where in report.ranks} - quick) if quick else []
 
 
 def totals(report: RunReport) -> Table:
@@ -147,10 +183,49 @@ def totals(report: RunReport) -> Table:
     return Table(("", "run"), rows)
 
 
+def of_the_last_phase(report: RunReport) -> str:
+    """What the numbers above the table of the phases are of."""
+    return f"The run had {len(report.phases)} phases: times and shares above are of the last one, peaks of all since step {report.first_step}."
+
+
+def phase_totals(report: RunReport) -> Table:
+    """A line per phase."""
+    header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
+    rows = [
+        (
+            str(one.phase),
+            _steps_of(one).removeprefix("steps "),
+            f"{one.batch_size} x {one.sequence_length}",
+            str(one.num_microbatches),
+            one.recompute_mode,
+            number(one.step_seconds_measured, "{:.4f} s"),
+            number(one.step_seconds_predicted, "{:.4f} s"),
+            number(one.bubble_fraction, "{:.1%}"),
+            number(_most(one.recompute_exposed_seconds), "{:.4f} s"),
+            size(_most(one.peak_activation_bytes)),
+            number(one.loss, "{:.3f}"),
+            number(one.heldout_loss, "{:.3f}"),
+        )
+        for one in report.phases
+    ]
+    return Table((*header, "R exposed, most", "peak activations, most", "loss", "held-out loss"), rows)
+
+
+def _most(of_ranks: PerRank) -> float | None:
+    return max((value for value in of_ranks if value is not None), default=None)
+
+
+def _steps_of(report: RunReport) -> str:
+    return f"steps {report.first_step} to {report.steps}"
+
+
 def rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
     shares = [share or 0.0 for share in report.deferred_share]
+    is_replicated = num_replicas_of(report.ranks) > 1
     rows = [
+        *([("replica", *(str(where.replica) for where in report.ranks))] if is_replicated else []),
+        *([("stages", *(" ".join(map(str, where.stages)) for where in report.ranks))] if is_replicated else []),
         ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
         ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
         *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),

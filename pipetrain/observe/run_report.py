@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.report import RunReport, perplexity_of
@@ -40,6 +40,7 @@ def metrics_of(
     figures: StepFigures,
     tokens: TokenFigures,
     mfu_of_a_token_per_second: float | None = None,
+    phase: int | None = None,
 ) -> StepMetrics:
     """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
     ops, unknown = figures.ops, (None,) * figures.num_ranks
@@ -64,25 +65,35 @@ def metrics_of(
         fill_seconds=per_rank("fill_seconds"),
         drain_seconds=per_rank("drain_seconds"),
         imbalance_seconds=per_rank("imbalance_seconds"),
+        reduce_exposed_seconds=per_rank("reduce_exposed_seconds"),
         unexplained_seconds=per_rank("other_seconds"),
         peak_activation_bytes=unknown if ops is None else ops.peak_activation_bytes,
         peak_memory_bytes=figures.peak_memory_bytes,
         peak_reserved_bytes=unknown if ops is None else ops.peak_reserved_bytes,
         communicator_bytes=unknown if ops is None else ops.communicator_bytes,
         skipped=not result.is_accepted,
+        phase=phase,
     )
 
 
 def measured_and_predicted(
-    schedule: Schedule, last: Report | None, early: Sequence[Timeline]
-) -> tuple[Shown | None, Shown | None]:
-    """The last step, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
+    schedule: Schedule, last: Report | None, early: Sequence[Sequence[Timeline]]
+) -> tuple[tuple[Shown, ...], Shown | None]:
+    """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
-        return None, None
-    costs = measure_costs(schedule.num_stages, early or [last.timeline])
+        return (), None
+    costs = measure_costs(schedule.num_stages, early or [last.timelines])
     # In the last step microbatches that count nothing may have been skipped.
-    measured = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
-    return measured, show_schedule(schedule, costs) if early else None
+    whole = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
+    predicted = show_schedule(schedule, costs) if early else None
+    if len(last.timelines) == 1:
+        return (whole,), predicted
+    span = last.start, last.start + last.step_seconds
+    replicas = tuple(
+        replace(whole, timeline=timeline, breakdown=last.breakdown_of(number), ranks=last.ranks_of(number), span=span)
+        for number, timeline in enumerate(last.timelines)
+    )
+    return replicas, predicted
 
 
 def make_report(
@@ -99,7 +110,8 @@ def make_report(
 ) -> RunReport:
     """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
 
-    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks.
+    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks. Likewise those of a
+    phase.
     """
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
@@ -127,9 +139,7 @@ def make_report(
         stopped_by=stopped_by,
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
-        peak_activation_bytes=tuple(
-            _known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics))
-        ),
+        peak_activation_bytes=peak_activation_bytes(metrics),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
         mfu=median("mfu"),
         set_bytes=last.ops.set_bytes if last.ops else (),
@@ -137,6 +147,11 @@ def make_report(
         kept_bytes=last.ops.kept_bytes if last.ops else (),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
     )
+
+
+def peak_activation_bytes(metrics: Sequence[StepMetrics]) -> tuple[float | None, ...]:
+    """The most that each rank held in any of these steps."""
+    return tuple(_known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics)))
 
 
 def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:

@@ -6,6 +6,8 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+from pipetrain.schedule.policy import CutStage
+
 _HALVINGS = 50
 _ROUNDING = 1 + 1e-9
 
@@ -49,6 +51,16 @@ def balance_by_work(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
         counts.append(end - start)
         start = end
     return (*counts, num_layers - start)
+
+
+def cut_by_work(work: Sequence[float], balance: Sequence[int]) -> CutStage:
+    """Cuts a stage of `balance` layers into parts of about equal work; `work` has an entry per layer of the model, such as bytes."""
+    starts = list(itertools.accumulate(balance, initial=0))
+
+    def cut(stage: int, num_parts: int) -> Sequence[int]:
+        return balance_by_work(work[starts[stage] : starts[stage + 1]], num_parts)
+
+    return cut
 
 
 def _least_maximum(work: Sequence[float], sums: Sequence[float], num_stages: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, layers_per_stage, make_plan, whole_number
@@ -18,8 +19,11 @@ def plan_of(
     num_microbatches: int,
     balance: str | Sequence[int],
     work: Sequence[float] | None = None,
+    num_replicas: int = 1,
+    order: str = "replica-stage",
 ) -> Plan:
-    """The plan that was `given`, if it fits the model and the ranks and nothing else says otherwise; else one made of the rest.
+    """The plan that was `given`, if it fits the model and the ranks and nothing else says otherwise; else one made of the rest. `num_ranks`
+    are those of one replica.
 
     Raises:
         ValueError: what does not fit.
@@ -33,6 +37,8 @@ def plan_of(
             num_microbatches=num_microbatches,
             balance=balance,
             work=work,
+            num_replicas=num_replicas,
+            order=order,
         )
     if not isinstance(given, Plan):
         raise ValueError(f"plan={given!r}: give what make_plan({num_layers}, ...) returns, or leave plan out")
@@ -43,13 +49,38 @@ def plan_of(
             f"make it with make_plan({num_layers}, ...)"
         )
     if given.num_ranks != num_ranks:
-        raise ValueError(
-            f"plan: it is for {given.num_ranks} ranks, and there are {num_ranks}: start {given.num_ranks} ranks, or make it with "
-            f"make_plan(..., num_ranks={num_ranks})"
-        )
+        raise ValueError(_other_ranks(given.num_ranks, num_ranks, num_replicas))
     stage_ranks_of(given.stage_ranks, len(given.balance), num_ranks)
     _check_said_once(given, num_stages, stages_per_rank, num_microbatches, balance)
-    return given
+    return dataclasses.replace(given, num_replicas=num_replicas, order=order)
+
+
+def replicas_said(num_replicas: int, plan: Plan | None) -> int:
+    """The number of replicas, said by an argument, by a plan or by neither.
+
+    Raises:
+        ValueError: both say it, and not the same.
+    """
+    said = whole_number("parallel.num_replicas", num_replicas)
+    planned = plan.num_replicas if isinstance(plan, Plan) else 1
+    if said != 1 and planned not in (1, said):
+        raise ValueError(
+            f"num_replicas={said}: the plan says {planned}; leave num_replicas out where there is a plan, or make another plan"
+        )
+    return max(said, planned)
+
+
+def _other_ranks(planned: int, found: int, num_replicas: int) -> str:
+    if num_replicas > 1:
+        return (
+            f"plan: it is for {planned} ranks of each replica, and there are {found * num_replicas} ranks for num_replicas={num_replicas}: "
+            f"start {planned * num_replicas} ranks, or make it with make_plan(..., num_ranks={found})"
+        )
+    more = f", or set num_replicas={found // planned}" if found % planned == 0 else ""
+    return (
+        f"plan: it is for {planned} ranks, and there are {found}: start {planned} ranks, or make it with make_plan(..., num_ranks={found})"
+        f"{more}"
+    )
 
 
 def _check_said_once(

@@ -59,7 +59,7 @@ def _path(folder: Path, spec: ScheduleSpec, costs: Costs) -> Path:
         asdict(costs),
         spec.stage_ranks,
         spec.num_microbatches,
-        (policy.mode, policy.sets, policy.stash, policy.segments, policy.parts),
+        (policy.mode, policy.sets, policy.stash, policy.segments, policy.parts, policy.shares),
         spec.first_backward,
         spec.transport_ahead,
         spec.split_backward,

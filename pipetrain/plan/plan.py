@@ -20,7 +20,7 @@ DEFAULT_MICROBATCHES = 8
 class Plan:
     """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica. `split_backward` makes I and W of each B of the schedule.
+    Ranks count from 0 within one replica; of `num_replicas` the ranks stand in an `order` of `group/coordinates.py`. `split_backward` makes I and W of each B of the schedule.
     `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     `transport_ahead`, `communicators` and `edges` say how messages go between stages, as the keys of `transport` do.
     """
@@ -34,6 +34,7 @@ class Plan:
     transport_ahead: int = 2
     communicators: str = "edge"
     edges: str = "auto"
+    order: str = "replica-stage"
 
     @property
     def num_stages(self) -> int:
@@ -47,6 +48,11 @@ class Plan:
     def num_ranks(self) -> int:
         """Ranks of one replica."""
         return ranks_named_in(self.stage_ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, ascending."""
@@ -131,6 +137,7 @@ def make_plan(
     transport_ahead: int = 2,
     communicators: str = "edge",
     edges: str = "auto",
+    order: str = "replica-stage",
 ) -> Plan:
     """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
 
@@ -158,6 +165,7 @@ def make_plan(
         transport_ahead=whole_number("transport.ahead", transport_ahead, least=0),
         communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
         edges=_one_of("transport.edges", edges, EDGES),
+        order=order,
     )
 
 

@@ -6,6 +6,7 @@ a run               costs of its stages, and its microbatches    -> costs of tho
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -137,6 +138,25 @@ def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequenc
         set_bytes=tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages),
         kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective else (),
     )
+
+
+def bytes_of_layers(profile: Profile) -> tuple[float, ...]:
+    """What each layer of the model adds to the set of a stage that begins before it; the last one with the loss."""
+    layers = [profile.layer(number) for number in range(profile.num_layers + profile.has_loss)]
+    borders = [left.saves_output or right.saves_input for left, right in itertools.pairwise(layers)]
+    ends = [*borders, layers[-1].saves_output]
+    own = [layer.inner_bytes + layer.output_bytes * is_saved for layer, is_saved in zip(layers, ends)]
+    if profile.has_loss:
+        own[-2:] = [own[-2] + own[-1]]
+    return tuple(map(float, own))
+
+
+def seconds_of_layers(profile: Profile) -> tuple[float, ...]:
+    """What R of each layer of the model takes; of the last one with the loss."""
+    own = [profile.layer(number).recompute_seconds for number in range(profile.num_layers + profile.has_loss)]
+    if profile.has_loss:
+        own[-2:] = [own[-2] + own[-1]]
+    return tuple(own)
 
 
 class _Stage:

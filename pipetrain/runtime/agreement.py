@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.group.chain import Chain
+from pipetrain.group.everyone import Everyone
+from pipetrain.group.group import Group
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Introduction:
 
 
 @contextmanager
-def introduced(chain: Chain) -> Iterator[Introduction]:
+def introduced(group: Group) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
     Raises:
@@ -39,13 +40,13 @@ def introduced(chain: Chain) -> Iterator[Introduction]:
     except (ValueError, TypeError) as error:
         own.problem, problem = str(error), error
     try:
-        introduce(own, chain)
+        introduce(own, group.everyone, group.rank)
     except ValueError as agreed:
         raise agreed from problem
 
 
-def introduce(own: Introduction, chain: Chain) -> None:
-    """Compare with rank 0, whose introduction goes down the chain; what the last rank then knows comes back. Collective.
+def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
+    """Compare with rank 0, whose introduction goes down to all; what the last rank of each replica then knows comes back. Collective.
 
     Raises:
         ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same
@@ -57,15 +58,24 @@ def introduce(own: Introduction, chain: Chain) -> None:
         header: dict[str, Any] = (
             {"first": asdict(own), "gpus": {}, "error": ""} if received is None else json.loads(received)
         )
-        error = _mistake(chain.rank, own, Introduction(**header["first"]))
+        error = _mistake(own_rank, own, Introduction(**header["first"]))
         if own.gpu:
-            rank = header["gpus"].setdefault(own.gpu, chain.rank)
-            error = error or (_shared(own.gpu, rank, chain.rank) if rank != chain.rank else "")
+            rank = header["gpus"].setdefault(own.gpu, own_rank)
+            error = error or (_shared(own.gpu, rank, own_rank) if rank != own_rank else "")
         header["error"] = header["error"] or error
         return json.dumps(header).encode()
 
-    known = json.loads(chain.down(compare, what))
-    if error := chain.broadcast(known["error"].encode(), chain.num_ranks - 1, what).decode():
+    known = json.loads(everyone.down(compare, what))
+    chain, several = everyone.chain, everyone.replicas.num_ranks > 1
+    part = {key: known[key] for key in ("error", *(("gpus",) if several else ()))}
+    of_replica = chain.broadcast(json.dumps(part).encode(), chain.num_ranks - 1, what)
+    of_all = [json.loads(one) for one in everyone.replicas.concatenate(of_replica, what)]
+    gpus: dict[str, int] = {}
+    for found in of_all:
+        for gpu, rank in found.get("gpus", {}).items():
+            other = gpus.setdefault(gpu, rank)
+            found["error"] = found["error"] or (_shared(gpu, other, rank) if other != rank else "")
+    if error := next((found["error"] for found in of_all if found["error"]), ""):
         raise ValueError(error)
 
 

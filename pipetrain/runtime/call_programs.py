@@ -7,7 +7,9 @@ import hashlib
 import os
 import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 
+from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.alive import idle_places
@@ -18,7 +20,7 @@ from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.reduce import with_ties
+from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.without import without_microbatches
@@ -36,7 +38,8 @@ class Programs:
     """A program for each kind of call: which stages need gradients, how many microbatches there are, which are skipped.
 
     `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks. `tied`: the pairs of stages that share
-    parameters, also where a schedule is given that was made without a word of the model.
+    parameters, also where a schedule is given that was made without a word of the model. `work` has an entry per layer: what stages
+    are cut by into parts where the schedule does not say which layers make one; None: by their number.
 
     Raises:
         ValueError: what was given makes no schedule of this plan.
@@ -52,23 +55,26 @@ class Programs:
         *,
         runs_ahead: bool = False,
         tied: tuple[tuple[int, int], ...] = (),
+        work: Sequence[float] | None = None,
     ) -> None:
         self._rank = rank
         self._runs_ahead = runs_ahead
         self._given = None
+        cut = None if work is None else cut_by_work(work, plan.balance)
         if isinstance(given, Schedule):
             _check_fits(given, plan)
-            in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance))
-            self._given = with_ties(in_parts, tied)
+            in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance, cut, work))
+            self._given = with_reduces(in_parts, tied, plan.num_replicas)
         self._spec = ScheduleSpec(
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
-            policy=policy.of_layers(plan.balance),
+            policy=policy.of_layers(plan.balance, cut, work),
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,
             tied=tied,
+            num_replicas=plan.num_replicas,
         )
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last

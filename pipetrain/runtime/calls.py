@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.chain import Chain
+from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.counting import Counted
-from pipetrain.runtime.cut import cut, num_rows, rows_fault
+from pipetrain.runtime.cut import cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Op
@@ -32,7 +34,7 @@ class Call:
     `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
     the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
     stages all come before it. No rank runs the microbatches `skipped`: they count nothing. `weights` is what each weighs in the
-    loss, on the rank of the last stage where targets are counted; else None.
+    loss of all replicas, where targets are counted or there are several replicas; else None.
     """
 
     num_microbatches: int
@@ -50,6 +52,9 @@ class Calls:
     Where stages are placed in the order of the ranks one message goes down the chain, and a rank knows of the stages up to its
     own: no others matter to it. With any other placement, and where targets are counted or stages share parameters, everything goes up the chain, and then down
     to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
+
+    Then each rank compares with those that stand where it does in the other replicas: what counts is shared out over all, and a mistake in one
+    replica's batch is raised in each.
     """
 
     def __init__(
@@ -58,16 +63,20 @@ class Calls:
         plan: Plan,
         stages: Mapping[int, AnyStage],
         copies: Mapping[str, nn.Parameter] | None = None,
+        replicas: Chain | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """`copies` are the parameters of this rank that a stage elsewhere shares, by their first name in the whole model; None:
-        no two stages share any."""
+        no two stages share any. `replicas` are the ranks with these stages in each replica, where there are several."""
         self._chain = chain
+        self._replicas = replicas if replicas is not None and replicas.num_ranks > 1 else None
+        self._monitor = monitor
         self._copies = {} if copies is None else copies
         self._shares = copies is not None
         self._plan = plan
         self._stages = stages
-        self._signatures = Signatures(chain.rank)
-        self._is_in_order = all(low <= high for low, high in pairwise(plan.stage_ranks))
+        self._signatures = Signatures(f"rank {chain.rank}" if monitor is None else monitor.name)
+        self._is_in_order = all(low <= high for low, high in itertools.pairwise(plan.stage_ranks))
         self._forms: dict[int, dict[Op, Form]] = {}
         self._told: dict[int, tuple[_Told, _Told]] = {}  # by signature: over the edges before, and after
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
@@ -123,11 +132,38 @@ class Calls:
             whole = self._chain.up(add, what)
             header = json.loads(self._chain.broadcast(whole, 0, what))
             changes = (header["changes"], header["changes"])
-        problem = _problem_of(header)
+        headers = [header] if self._replicas is None else self._compare(header, kind, what)
+        weights, problem = None, next(filter(None, map(_problem_of, headers)), None)
+        if problem is not None and len(headers) > 1:
+            where = next(number for number, one in enumerate(headers) if _problem_of(one))
+            problem += f" (in replica {where})"
+        if problem is None and (count is not None or len(headers) > 1):
+            weights, problem = _weights_of(headers)
         if problem:
-            self._chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+            for chain in filter(None, (self._chain, self._replicas)):
+                chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
             raise ValueError(problem) from (None if counted is None else counted.problem)
-        return self._call_of(header, changes, counted)
+        header["first_backward"] = min(one["first_backward"] for one in headers)
+        number = 0 if self._replicas is None else self._replicas.rank
+        return self._call_of(header, changes, None if weights is None else weights[number])
+
+    def _compare(self, header: Mapping[str, Any], kind: str, what: str) -> list[dict[str, Any]]:
+        """The headers of all replicas, as the ranks with these stages know them.
+
+        Raises:
+            PipelineError: a step in which they train other parameters than this rank.
+        """
+        assert self._replicas is not None
+        own = {**header, "trains": zlib.crc32(repr(self._trainable).encode())}
+        headers = [json.loads(one) for one in self._replicas.concatenate(json.dumps(own).encode(), what)]
+        odd = next((place for place, one in enumerate(headers) if one["trains"] != headers[0]["trains"]), None)
+        if kind != "step" or odd is None:
+            return headers
+        stages = " and ".join(map(str, self._stages))
+        text = f"replica {odd} trains other parameters of stage {stages} than replica 0: set requires_grad alike in all replicas"
+        if self._monitor is not None:  # ranks with other stages know nothing of it
+            self._monitor.fail(text)
+        raise PipelineError(text)
 
     def _look_at_parameters(self) -> int:
         """Count it where other parameters need a gradient than at the last call; returns the first of this rank's stages in
@@ -140,9 +176,10 @@ class Calls:
         self._trainable = trainable
         return min((index for index, flags in trainable.items() if any(flags)), default=self._plan.num_stages)
 
-    def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], counted: Counted | None) -> Call:
+    def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
-        skipped = frozenset(header.get("skipped", ()))
+        # A count may be so small beside the others that its share is 0.
+        skipped = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
         before, after = self._told.setdefault(number, (_Told(), _Told()))
         return Call(
             num_microbatches=m,
@@ -151,7 +188,7 @@ class Calls:
             first_backward=header["first_backward"],
             described=(before.tell(changes[0], m, skipped), after.tell(changes[1], m, skipped)),
             skipped=skipped,
-            weights=None if counted is None else counted.weights(m),
+            weights=weights,
         )
 
 
@@ -176,7 +213,25 @@ class _Told:
 def _header_of(counted: Counted) -> dict[str, Any]:
     """What the other ranks are told of the targets; a mistake in them travels as one in the inputs does."""
     problem = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
-    return {"target_rows": counted.rows, "target_error": problem, "skipped": [] if problem else counted.skipped}
+    return {"target_rows": counted.rows, "target_error": problem, "counts": counted.counts}
+
+
+def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
+    """What each microbatch of each replica weighs in the loss of all, by what counts of it, or else by its rows; or what is wrong with that.
+
+    Where nothing of the targets is cut, those of a replica weigh the same.
+    """
+    counts = [
+        header["counts"][: header["num_microbatches"]]
+        if "counts" in header
+        else row_counts(header["rows"], header["num_microbatches"])
+        for header in headers
+    ]
+    try:
+        weights = iter(weights_of([count for own in counts for count in own]))
+    except ValueError as error:
+        return [], str(error)
+    return [list(itertools.islice(weights, len(own))) for own in counts], None
 
 
 def _problem_of(header: Mapping[str, Any]) -> str | None:
@@ -195,8 +250,9 @@ def _of_two_minds(name: str) -> str:
 class Signatures:
     """Numbers the kinds of calls whose messages have the same forms; on the rank that holds stage 0."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, name: str) -> None:
+        """`name` is what that rank is called."""
+        self._name = name
         self._numbers: dict[Any, int] = {}
 
     def ask(self, kind: str, inputs: Any, most_microbatches: int, training: bool) -> dict[str, Any]:
@@ -207,7 +263,7 @@ class Signatures:
             if not rows:
                 found = f"no {'inputs' if inputs is None else 'rows'}"
                 raise ValueError(
-                    f"{kind} was given {found} on rank {self._rank}, which holds the first stage: give the batch there"
+                    f"{kind} was given {found} on {self._name}, which holds the first stage: give the batch there"
                 )
             wanted = most_microbatches if kind == "step" else min(most_microbatches, rows)
             if rows < wanted:

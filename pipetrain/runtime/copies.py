@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
 from pipetrain.model.sharing import Tie, groups_of, parameter_of, put_in_place
-from pipetrain.parallel.tied import SharedGradients, make_equal
+from pipetrain.parallel.tied import make_equal
 from pipetrain.schedule.op import Op
 
 Layers = Mapping[int, nn.Module]  # by global index
@@ -60,9 +60,9 @@ class Copies:
         """
         make_equal([(tie.name, tie.copy) for tie in self._ties], self._own, chain)
 
-    def gradients(self, reduces: Iterable[Op]) -> SharedGradients:
-        """What the REDUCE_GRAD of this rank add up."""
-        return SharedGradients({op: list(self._bucket(op)) for op in reduces})
+    def buckets(self, reduces: Iterable[Op]) -> dict[Op, list[nn.Parameter]]:
+        """What those of the REDUCE_GRAD of this rank add up that are of two stages."""
+        return {op: list(self._bucket(op)) for op in reduces if op.peer is not None}
 
     def _bucket(self, op: Op) -> Iterator[nn.Parameter]:
         for tie in self._ties:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.runtime.cut import cut, num_rows, weights_of
+from pipetrain.runtime.cut import cut, num_rows
 
 CountFn = Callable[[Any], Any]
 """What of a microbatch's target counts in the loss: a number, 0 or more."""
@@ -58,15 +58,6 @@ class Counted:
     counts: tuple[int | float, ...] = ()
     problem: ValueError | TypeError | None = None
 
-    def weights(self, num_microbatches: int) -> list[float]:
-        """What each microbatch weighs in the loss. Where nothing of the targets is cut, all weigh the same."""
-        return weights_of(self.counts[:num_microbatches])
-
-    @property
-    def skipped(self) -> list[int]:
-        """The microbatches that weigh nothing. A count may be so small beside the others that its share is 0."""
-        return [number for number, weight in enumerate(self.weights(len(self.counts))) if weight == 0]
-
 
 def count_targets(targets: Any, most_microbatches: int, count_fn: CountFn, *, all_of_them: bool) -> Counted:
     """Cut the targets of a call and count each microbatch: `most_microbatches`, or fewer where there are fewer rows, unless
@@ -76,7 +67,6 @@ def count_targets(targets: Any, most_microbatches: int, count_fn: CountFn, *, al
         rows = num_rows(targets, "targets")
         wanted = most_microbatches if all_of_them or rows is None else max(1, min(most_microbatches, rows))
         counts = counts_of(cut(targets, wanted, "targets"), count_fn)
-        weights_of(counts)
     except (ValueError, TypeError) as problem:
         return Counted(rows, problem=problem)
     return Counted(rows, tuple(counts))

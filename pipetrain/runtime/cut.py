@@ -95,6 +95,23 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
     return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(num_microbatches)]
 
 
+def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
+    """The rows of one replica: its slices, where each gets `num_microbatches`; of fewer rows than make so many, its share of them.
+
+    Raises:
+        ValueError: fewer rows than replicas, or tensors that disagree on their number.
+    """
+    rows = num_rows(batch, "the batch")
+    if num_replicas == 1 or rows is None:
+        return batch
+    if rows < num_replicas:
+        raise ValueError(f"the batch has {rows} rows, fewer than num_replicas={num_replicas}: each replica needs one")
+    of_each = num_microbatches if rows >= num_replicas * num_microbatches else 1
+    counts = row_counts(rows, num_replicas * of_each)
+    start, end = (sum(counts[: number * of_each]) for number in (replica, replica + 1))
+    return pytree.tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
 def join(outputs: Sequence[Tree]) -> Tree:
     """The outputs of all microbatches as one batch: tensors are concatenated along dimension 0."""
     spec = pytree.tree_structure(outputs[0])

@@ -37,6 +37,7 @@ class Sighting:
     where: Where
     microbatch: int  # -1: of no single one
     layer: int
+    replica: int = 0
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -89,18 +90,19 @@ class Diagnosis:
     def of(parts: Iterable[bytes]) -> Diagnosis:
         """From what `FiniteWatch.as_json` gave on each rank."""
         seen: list[Sighting] = []
-        places: dict[int, LayerPlace] = {}
+        places: dict[tuple[int, int], LayerPlace] = {}  # by replica and layer
         losses: dict[int, float | None] = {}
         inputs_are_finite = True
         for record in map(json.loads, parts):
-            seen += [Sighting(Where(where), microbatch, layer) for where, microbatch, layer in record["seen"]]
-            places |= {int(number): LayerPlace(**place) for number, place in record["places"].items()}
+            replica = record["replica"]
+            seen += [Sighting(Where(where), number, layer, replica) for where, number, layer in record["seen"]]
+            places |= {(replica, int(number)): LayerPlace(**place) for number, place in record["places"].items()}
             losses |= {int(number): loss for number, loss in record["losses"].items()}
             inputs_are_finite &= record["inputs_are_finite"]
         if not seen:
             return Diagnosis(None, losses)
         first = min(seen, key=lambda sighting: sighting.order)
-        place = places[first.layer]
+        place = places[first.replica, first.layer]
         finding = Finding(
             where=first.where,
             microbatch=first.microbatch if first.microbatch >= 0 else None,
@@ -114,10 +116,15 @@ class Diagnosis:
 
 
 class FiniteWatch:
-    """Sees every layer of one rank while a step runs in its `with` block. Waits for the device at each: not for the hot path."""
+    """Sees every layer of one rank while a step runs in its `with` block. Waits for the device at each: not for the hot path.
 
-    def __init__(self, rank: int, stages: Mapping[int, AnyStage]) -> None:
+    `replica` is the rank's; its microbatches count from `first_microbatch` among those of all.
+    """
+
+    def __init__(self, rank: int, stages: Mapping[int, AnyStage], replica: int = 0, first_microbatch: int = 0) -> None:
         self._rank = rank
+        self._replica = replica
+        self._first = first_microbatch
         self._stages = stages
         self._layers = {
             number: layer for stage in stages.values() for number, layer in stage.layers_by_number().items()
@@ -166,12 +173,16 @@ class FiniteWatch:
         seen = self._seen or self._sums()
         first = min(seen, key=lambda sighting: sighting.order, default=None)
         record = {
-            "seen": [] if first is None else [(first.where, first.microbatch, first.layer)],
+            "replica": self._replica,
+            "seen": [] if first is None else [(first.where, self._number(first.microbatch), first.layer)],
             "places": {number: asdict(place) for number, place in self._places().items()},
-            "losses": {number: loss if math.isfinite(loss) else None for number, loss in losses.items()},
+            "losses": {self._number(number): loss if math.isfinite(loss) else None for number, loss in losses.items()},
             "inputs_are_finite": all(map(_is_finite, _floats(inputs))),
         }
         return json.dumps(record).encode()
+
+    def _number(self, microbatch: int) -> int:
+        return microbatch if microbatch < 0 else self._first + microbatch
 
     def _sums(self) -> list[Sighting]:
         return [

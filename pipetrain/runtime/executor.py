@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.parallel.tied import SharedGradients
+from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program, Turns
 from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.grid import grid
@@ -46,6 +46,7 @@ class Step:
         default_factory=dict
     )  # leaves that are one tensor for all microbatches, and their names
     whole_targets: Mapping[int, str] = field(default_factory=dict)
+    first_microbatch: int = 0  # of this replica, among those of all
     scale: float = 1.0
     past: Past | None = None  # the tokens before, where text is made: stages go on from them
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
@@ -53,7 +54,8 @@ class Step:
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
 
     def seed_of(self, microbatch: int) -> Callable[[int], int]:
-        return lambda layer: layer_seed(self.seed, self.index, microbatch, layer)
+        number = self.first_microbatch + microbatch
+        return lambda layer: layer_seed(self.seed, self.index, number, layer)
 
 
 class _Turn(NamedTuple):
@@ -118,6 +120,11 @@ class Executor:
         # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
         self._results: dict[Op, _Result] = {}
 
+    def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
+        """What the next steps run on; between two steps nothing is held of the one before."""
+        self._assert_nothing_is_held()
+        self._stages, self._shared = stages, shared
+
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
 
@@ -178,7 +185,7 @@ class Executor:
 
     def _describe(self, op: Op, awaited: Op) -> str:
         """What this rank waits in."""
-        return self._transport.describe(awaited) or f"rank {self.rank} waits in {op} for {awaited}"
+        return self._transport.describe(awaited) or f"{self._monitor.name} waits in {op} for {awaited}"
 
     # The table ----------------------------------------------------------------------------------------------------
 
@@ -300,7 +307,7 @@ class Executor:
     def _report(self, error: BaseException, turn: _Turn) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
         op, lane, program, step = turn
-        place = f"rank {self.rank} failed in {op} ({lane} lane, step {step.index})"
+        place = f"{self._monitor.name} failed in {op} ({lane} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
         error.add_note(f"{place}\n{grid(program.schedule, op)}")

@@ -24,8 +24,12 @@ def measure_rank(
     memory: DeviceMemory,
     communicator_bytes: int | None,
     peak_stage_bytes: int,
+    *,
+    replica: int = 0,
+    place: int | None = None,
 ) -> RankReport:
-    """The report of a step. On a GPU this waits for the step to end there."""
+    """The report of a step; `rank` is that of the run, `place` (if it is another) that in the replica. On a GPU this waits for the step to
+    end there."""
     shift = clock.offset_seconds
     on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in recording.events())
     return RankReport(
@@ -42,6 +46,9 @@ def measure_rank(
         set_bytes=_most(stage.set_bytes for stage in stages.values()),
         input_bytes=_most(stage.stash_bytes for stage in stages.values()),
         kept_bytes=_most(stage.kept_bytes for stage in stages.values()),
+        replica=replica,
+        place=place,
+        stages=tuple(sorted(stages)),
     )
 
 

@@ -7,20 +7,27 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group.clocks import align_clocks
+from pipetrain.group.coordinates import REPLICA_STAGE, Coordinates
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import join_group
 from pipetrain.group.own_device import identity_of
 from pipetrain.model.sharing import SharedState
 from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in, spec_of
 from pipetrain.parallel.clipping import clip_grad_norm
-from pipetrain.plan.given_plan import plan_of
+from pipetrain.parallel.replicas import SharedGradients
+from pipetrain.parallel.same_weights import check_replicas_equal, make_replicas_equal
+from pipetrain.plan.given_plan import plan_of, replicas_said
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
@@ -35,24 +42,25 @@ from pipetrain.runtime.arguments import (
 from pipetrain.runtime.build import build_stage_layers
 from pipetrain.runtime.call_programs import GivenSchedule, Programs
 from pipetrain.runtime.copies import Copies, make_one
-from pipetrain.runtime.cut import join
+from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
-from pipetrain.runtime.segmented import AnyStage, make_stage
+from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode, Outputs, RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
+from pipetrain.transport.fetch import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
 
 
@@ -69,9 +77,12 @@ class Pipeline:
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
         balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
-        num_stages: default: ranks x stages_per_rank.
+        num_stages: default: ranks of one replica x stages_per_rank.
+        num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
+        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and perhaps `tensor` of one rank. It takes the place of
+            `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ones.
         group: a process group of torch.distributed; default: all its ranks. Where torch.distributed is not initialised,
             it is from torchrun's variables, and without them the pipeline has one rank.
         device: default: this rank's GPU where there are enough, else the CPU.
@@ -101,6 +112,7 @@ class Pipeline:
         stages_per_rank: int = 1,
         num_replicas: int = 1,
         plan: Plan | None = None,
+        mesh: DeviceMesh | None = None,
         group: Any = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -109,11 +121,7 @@ class Pipeline:
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
         timeout_seconds = checked_timeout(timeout_seconds)  # before this rank waits for another
-        replicas = whole_number("parallel.num_replicas", num_replicas)
-        if isinstance(plan, Plan):
-            replicas = max(replicas, plan.num_replicas)
-        if replicas != 1:
-            raise ValueError(f"parallel.num_replicas={replicas}: only one replica is supported so far")
+        replicas = replicas_said(num_replicas, plan)
         spec = spec_of(model).for_loss(loss_fn)
         self._take_batch = spec.take_batch
         if loss_fn is None:
@@ -126,11 +134,19 @@ class Pipeline:
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         self._meter = ActivationMeter()
         shares = isinstance(plan, Plan) and plan.edges == PINNED
-        self._group = join_group(group, device, timeout_seconds=timeout_seconds, shares_gpus=shares)
-        self._lanes = make_lanes(self._group.rank, self._group.device)
+        self._group = join_group(
+            group,
+            device,
+            timeout_seconds=timeout_seconds,
+            shares_gpus=shares,
+            num_replicas=replicas,
+            order=plan.order if isinstance(plan, Plan) else REPLICA_STAGE,
+            mesh=mesh,
+        )
+        self._lanes = make_lanes(self._place, self._group.device)
         with self._group.starting():
-            self._clock = align_clocks(self._group.chain)
-            with introduced(self._group.chain) as own:
+            self._clock = align_clocks(self._group.chain, self._group.replicas)
+            with introduced(self._group) as own:
                 own.seed = self._seed = checked_seed(seed)
                 check_callable("loss_fn", loss_fn, "of an output and its target")
                 check_callable("count_fn", count_fn, "of a microbatch's target")
@@ -140,35 +156,41 @@ class Pipeline:
                 self.plan = plan_of(
                     plan,
                     spec.num_layers,
-                    num_ranks=self._group.size,
+                    num_ranks=self._group.grid.stage,
                     num_stages=num_stages,
                     stages_per_rank=stages_per_rank,
                     num_microbatches=num_microbatches,
                     balance=balance,
                     work=spec.size.flops_per_layer,
+                    num_replicas=self._group.grid.replica,
+                    order=self._group.grid.order,
                 )
-                policy = RecomputePolicy.of(recompute)
+                self._group.names.tell_stages(self.plan.stage_ranks)
+                self._policy = policy = RecomputePolicy.of(recompute)
                 policy.check_layers(self.plan.num_layers)
                 ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
-                self._programs = Programs(
-                    schedule,
-                    policy,
-                    self.plan,
-                    self._group.rank,
+                self._given_schedule = schedule
+                self._make_programs = partial(
+                    Programs,
+                    rank=self._place,
                     runs_ahead=self._lanes.device.runs_ahead,
                     tied=self.plan.tied_stages(tie.layers for tie in ties),
+                    work=spec.size.flops_per_layer,
                 )
+                self._programs = self._make_programs(schedule, policy, self.plan)
                 own.plan, own.schedule = repr(self.plan), self._programs.describe()
                 if self._group.size > 1:
                     own.carrier = carrier_of(self.plan.edges, self.device)
                     own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                kept = () if policy.mode is Mode.NEVER else policy.selective
-                self._stages = self._build(spec, loss_fn, kept, checked=plan is None and balance == "auto")
+                self._name_of, self._loss_fn = name_in(spec), loss_fn
+                layers = self._build(spec, checked=plan is None and balance == "auto")
+                self._stages = self._stages_of(layers, self._programs, policy)
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())
             self._copies.make_equal(self._group.chain)
+            make_replicas_equal(self._tensors(), self._group.replicas, self._fetch)
             self._runner = CallRunner(
                 self._group,
                 self.plan,
@@ -179,35 +201,89 @@ class Pipeline:
                 loss_fn,
                 count_fn,
                 policy.verify,
-                self._copies.gradients(self._programs.whole().reduces),
+                self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
             )
 
-    def _build(
-        self, spec: ModelSpec, loss_fn: LossFn | None, kept: Sequence[Outputs], *, checked: bool
-    ) -> dict[int, AnyStage]:
-        """The stages of this rank."""
-        policy = self.schedule.policy
+    def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:
+        """The layers of each stage of this rank."""
         layers = {
             index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
-            for index in self.plan.stages_of(self.rank)
+            for index in self.plan.stages_of(self._place)
         }
         numbers = (number for index in layers for number in self.plan.layers_of(index))
         make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
+        return layers
+
+    def _stages_of(
+        self, layers: Mapping[int, Sequence[nn.Module]], programs: Programs, policy: RecomputePolicy
+    ) -> dict[int, AnyStage]:
+        """The stages of this rank, which have these layers."""
+        parts = programs.whole().schedule.policy
         return {
             index: make_stage(
                 index,
-                layers[index],
-                policy.parts[index] if policy.in_parts else (),
+                own,
+                parts.parts[index] if parts.in_parts else (),
                 first_layer=self.plan.layers_of(index).start,
                 device=self.device,
                 meter=self._meter,
-                loss_fn=loss_fn if index == self.plan.num_stages - 1 else None,
-                name_of=name_in(spec),
-                selective=kept,
+                loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
+                name_of=self._name_of,
+                selective=() if policy.mode is Mode.NEVER else policy.selective,
             )
-            for index in self.plan.stages_of(self.rank)
+            for index, own in layers.items()
         }
+
+    def change(
+        self,
+        *,
+        num_microbatches: int | None = None,
+        schedule: GivenSchedule | None = None,
+        recompute: str | RecomputePolicy | None = None,
+    ) -> None:
+        """From the next call on, cut a batch into other microbatches, run them by another schedule, or recompute otherwise. Collective.
+
+        What is None stays as it is: and in any case the layers, on their ranks, with their parameters, buffers and gradients, the connections,
+        and `step_index`. What is proved of the first microbatch of a kind of step is proved again.
+
+        Raises:
+            ValueError: values that do not fit each other or the plan, or other ones than on rank 0; on every rank, and the pipeline is as
+                it was.
+            PipelineError: another rank failed.
+        """
+        self._check_open()
+        self._runner.check_whole()
+        self._emit_events()
+        with introduced(self._group) as own:
+            given = self._given_schedule if schedule is None else schedule
+            if isinstance(given, Schedule) and schedule is None and recompute is not None:
+                raise ValueError(
+                    f"change(recompute={recompute!r}): the pipeline runs a Schedule that it was given, which says itself what is "
+                    "recomputed; give another one, as change(schedule=...)"
+                )
+            policy = self._policy if recompute is None else RecomputePolicy.of(recompute)
+            if isinstance(schedule, Schedule) and recompute is None:
+                policy = schedule.policy
+            policy.check_layers(self.plan.num_layers)
+            m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
+            plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
+            programs = self._make_programs(given, policy, plan)
+            own.seed, own.plan, own.schedule = self._seed, repr(plan), programs.describe()
+            stages = self._stages_of({index: one.layers for index, one in self._stages.items()}, programs, policy)
+        self.plan, self._given_schedule, self._policy = plan, given, policy
+        self._programs, self._stages = programs, stages
+        self._runner.change(plan, programs, stages, policy.verify, self._shared_gradients(stages, programs))
+
+    def _shared_gradients(self, stages: Mapping[int, AnyStage], programs: Programs) -> SharedGradients:
+        """What the REDUCE_GRAD of this rank add up."""
+        of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {
+            (index, part): parameters
+            for index, stage in stages.items()
+            for part, parameters in enumerate(parameters_of_parts(stage))
+        }
+        copies = self._copies.buckets(programs.whole().reduces)
+        return SharedGradients(copies, of_parts, runs_ahead=self._lanes.device.runs_ahead)
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 
@@ -232,8 +308,48 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process among the ranks of the pipeline."""
+        """This process among the ranks of all replicas."""
         return self._group.rank
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Which replica this rank belongs to, and where it stands in it."""
+        return self._group.coordinates
+
+    @property
+    def num_replicas(self) -> int:
+        return self.plan.num_replicas
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. It is made when it is first asked
+        for, which all ranks have to do.
+
+        Raises:
+            RuntimeError: torch.distributed was not initialised, as for a rank alone.
+        """
+        return self._group.mesh
+
+    def replica_process_group(self) -> ProcessGroup | None:
+        """The ranks with this rank's stages in each replica, in the order of the replicas, as torch.distributed knows them; None with one
+        replica. Collective the first time. For libraries that share out over replicas, such as `ZeroRedundancyOptimizer`."""
+        return self._group.replica_process_group()
+
+    @property
+    def _place(self) -> int:
+        """This process among the ranks of its replica, as plan and schedule count them."""
+        return self._group.chain.rank
+
+    def own_rows(self, batch: Any) -> Any:
+        """Of a whole batch, a tensor or a (nested) tuple or dict, the rows of this replica: what `step` wants where each rank has all.
+
+        They are those that `torch.tensor_split` into num_replicas x num_microbatches slices gives it; of fewer rows than that, for
+        `evaluate`, into num_replicas slices.
+
+        Raises:
+            ValueError: fewer rows than replicas, or tensors that disagree on their number.
+        """
+        return own_rows(batch, self.coordinates.replica, self.num_replicas, self.plan.num_microbatches)
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +357,8 @@ class Pipeline:
         """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank's host.
 
         Args:
-            inputs: the batch, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the rank that holds the first stage.
+            inputs: the batch of this replica, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the rank that holds the first
+                stage.
             targets: likewise, on the rank that holds the last stage.
             scale: multiplies what is back-propagated, and not the loss that is returned.
 
@@ -257,17 +374,19 @@ class Pipeline:
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         # Not the step itself, which holds the batch until the next one has ended.
         index, recording = step.index, self._lanes.recording()
-        peak, peak_of_stages = self._meter.peak_bytes, self._meter.peak_stage_bytes
+        peak, peak_of_stages, stages = self._meter.peak_bytes, self._meter.peak_stage_bytes, self._stages
         self._last_report = lambda: measure_rank(
             self.rank,
             index,
             recording,
             self._clock,
-            self._stages,
+            stages,
             peak,
             self._lanes.device.memory(),
             self._runner.communicator_bytes,
             peak_of_stages,
+            replica=self.coordinates.replica,
+            place=self._place,
         )
         self.step_index += 1
         if self._on_event is not None:
@@ -285,7 +404,7 @@ class Pipeline:
         )
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The loss of a batch of any size, on every rank's host; layers in eval mode, no gradients."""
+        """The loss of a batch of any size, of which each replica gets its own rows, on every rank's host; layers in eval mode, no gradients."""
         with self._in_eval_mode():
             step = self._new_step(with_graph=False, with_loss=True)
             self._run("evaluate", step, inputs, targets)
@@ -305,7 +424,7 @@ class Pipeline:
                 module.training = mode
 
     def __call__(self, inputs: Any = None) -> Any:
-        """The output of the model on the last stage's rank, without a graph; None on the others."""
+        """The output of the model on the last stage's rank, of the rows of its replica, without a graph; None on the others."""
         step = self._new_step(with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
@@ -350,6 +469,10 @@ class Pipeline:
         """
         if self._closed:
             raise PipelineError("the pipeline is closed")
+        if self.num_replicas > 1:
+            raise ValueError(
+                f"generate was called with num_replicas={self.num_replicas}: make a Pipeline of one replica for it"
+            )
         self._runner.check_whole()
         self._emit_events()
 
@@ -376,7 +499,8 @@ class Pipeline:
 
         Dropout draws the same, buffers stay as they are; the gradients are dropped, before and after. It costs a step.
         """
-        watch = FiniteWatch(self.rank, self._stages)
+        replica = self.coordinates.replica
+        watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
         step = self._new_step(with_graph=True, with_loss=True)
         step.index, step.on_layer = self.step_index - 1, watch.on_layer
         self.zero_grad()
@@ -385,7 +509,7 @@ class Pipeline:
         losses = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
         own = watch.as_json(inputs if self.is_first else None, losses)
         self.zero_grad()
-        return Diagnosis.of(self._group.chain.concatenate(own, "what is not finite"))
+        return Diagnosis.of(self._group.everyone.concatenate(own, "what is not finite"))
 
     def _new_step(self, *, with_graph: bool, with_loss: bool, scale: float = 1.0) -> Step:
         return Step(
@@ -398,8 +522,7 @@ class Pipeline:
         )
 
     def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
-        if self._closed:
-            raise PipelineError("the pipeline is closed")
+        self._check_open()
         self._emit_events()
         if self._take_batch is not None:
             try:
@@ -407,6 +530,10 @@ class Pipeline:
             except ValueError as error:
                 mistake = mistake or str(error)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
 
     def _emit_events(self, *, of_all: bool = False) -> None:
         """Hand over the events of the steps that have ended; `of_all`: of the others, too, for which this waits."""
@@ -464,6 +591,28 @@ class Pipeline:
             uncounted=self._copies.second,
         )
 
+    def check_replicas(self) -> None:
+        """Whether all replicas hold the same weights, by a sum over the bits of each. Collective.
+
+        Raises:
+            PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
+        """
+        names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self.rank)]
+        own = dict(weights.named_parameters(self._layers()))
+        check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._fetch)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank's layers, by name."""
+        return {
+            f"{number}.{name}": tensor
+            for number, layer in sorted(self._layers().items())
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+            if tensor.layout is torch.strided
+        }
+
+    def _fetch(self, tensor: Tensor, what: str) -> Tensor:
+        return fetch(tensor, what, self._lanes.device, self._group.monitor)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors, under the whole model's names."""
         return weights.state_dict(self._layers())
@@ -484,11 +633,12 @@ class Pipeline:
         weights.load_state_dict(self._layers(), self._copies.in_state(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's tensors on the CPU of rank 0, None on the others. Collective.
+        """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective.
 
         Only rank 0 needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB.
         """
-        gathered = weights.gather(self.state_dict(), self._group.chain)
+        first = self.coordinates.replica == 0
+        gathered = weights.gather(self.state_dict(), self._group.chain) if first else None
         if gathered is None:
             return None
         return dict(sorted(gathered.items(), key=lambda item: int(item[0].split(".", 1)[0])))
@@ -522,7 +672,7 @@ class Pipeline:
 
     def gather_report(self) -> Report | None:
         """The last step of all ranks on rank 0, None on the others. Collective."""
-        parts = self._group.chain.gather(self.report.to_json(), "the reports")
+        parts = self._group.everyone.gather(self.report.to_json(), "the reports")
         return None if parts is None else Report.of(map(RankReport.from_json, parts), self._runner.trained)
 
     # The end ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group
 from pipetrain.group.watchdog import Watchdog
 from pipetrain.model.sharing import SharedState
-from pipetrain.parallel.tied import SharedGradients
+from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.call_programs import Programs
@@ -56,29 +57,39 @@ class CallRunner:
         copies: Mapping[str, nn.Parameter] | None,
     ) -> None:
         self._group = group
-        self._plan = plan
-        self._programs = programs
-        self._stages = stages
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
-        self._proving = Proving(stages, verify)
+        self._copies = copies
+        self._adopt(plan, programs, stages, verify, shared_gradients)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        self._calls = Calls(group.chain, plan, stages, copies)
         before = lanes.device.memory().other_bytes
+        replicas = _stage_ranks_of_replicas(group, plan)
+        stage_ranks = replicas[group.coordinates.replica]
         edges = None
         if group.store is not None:
+            several = len(replicas) > 1
             edges = make_edges(
-                group.store,
+                PrefixStore(f"replica/{group.coordinates.replica}", group.store) if several else group.store,
                 lanes,
                 group.monitor,
                 group.device,
-                plan.stage_ranks,
+                stage_ranks,
                 edges=plan.edges,
                 communicators=plan.communicators,
+                of_all=group.store,
             )
-        tied = programs.whole().schedule.tied
-        self.transport = Transport(plan.stage_ranks, group.rank, edges, meter, group.device, lanes, tied)
+        self.transport = Transport(
+            stage_ranks,
+            group.rank,
+            edges,
+            meter,
+            group.device,
+            lanes,
+            programs.whole().schedule.tied,
+            replicas,
+            group.monitor.named,
+        )
         after = lanes.device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
@@ -89,6 +100,34 @@ class CallRunner:
         self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
         self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
+
+    def _adopt(
+        self,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, AnyStage],
+        verify: str | int,
+        shared_gradients: SharedGradients,
+    ) -> None:
+        group = self._group
+        self._plan = plan
+        self._programs = programs
+        self._stages = stages
+        self._proving = Proving(stages, verify)
+        self._calls = Calls(group.chain, plan, stages, self._copies, group.replicas, group.monitor)
+        self._shared_gradients = shared_gradients
+
+    def change(
+        self,
+        plan: Plan,
+        programs: Programs,
+        stages: Mapping[int, AnyStage],
+        verify: str | int,
+        shared_gradients: SharedGradients,
+    ) -> None:
+        """What the next calls run by; the connections stay. On every rank, between the same two calls."""
+        self._adopt(plan, programs, stages, verify, shared_gradients)
+        self.executor.change(stages, shared_gradients)
 
     def run(
         self,
@@ -117,12 +156,12 @@ class CallRunner:
         call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
         without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
         with self.failing_together(
-            f"{kind} was given no targets on rank {self._group.rank}, which holds the last stage"
+            f"{kind} was given no targets on {self._group.monitor.name}, which holds the last stage"
             if without_targets
             else ""
         ):
             if mistake is not None:  # of this rank, not of the first
-                raise ValueError(f"{mistake} (on rank {self._group.rank})")
+                raise ValueError(f"{mistake} (on {self._group.monitor.name})")
             self._cut(call, step, inputs, targets)
             with shared.unchanged(is_training=is_training):
                 self._execute(call, step)
@@ -182,6 +221,7 @@ class CallRunner:
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""
         m, last = call.num_microbatches, self._plan.num_stages - 1
+        step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
         if 0 in self._stages:
             step.microbatches = cut(self._here(inputs), m)
             step.whole_inputs = whole_tensors(inputs, "inputs")
@@ -212,6 +252,8 @@ class CallRunner:
         self.transport.start_step(self._calls.forms(call), described=call.described)
         with generators_restored(self._group.device):
             self.executor.run(program, step)
+        if step.with_graph:
+            self._shared_gradients.finish(self.fetch)
 
     def _weights(self) -> Iterator[Tensor]:
         for stage in self._stages.values():
@@ -220,14 +262,16 @@ class CallRunner:
                 yield from layer.buffers()
 
     def loss_of(self, step: Step) -> Tensor:
-        """The sum of the microbatches' losses, in order, on every rank's host. Collective.
+        """The sum of the microbatches' losses of all replicas, in order, on every rank's host. Collective.
 
         Raises:
             LossNotFinite: one of them is not finite.
         """
-        root = self._plan.stage_ranks[-1]
-        own = losses.summed(step.outputs, self.fetch) if self._group.rank == root else b""
-        data = self._group.chain.broadcast(own, root, f"the loss of step {step.index}")
+        root, what, data = self._plan.stage_ranks[-1], f"the loss of step {step.index}", b""
+        if self._group.chain.rank == root:
+            own = losses.told(step.outputs, step.first_microbatch, self.fetch)
+            data = losses.added_up(self._group.replicas.concatenate(own, what))
+        data = self._group.chain.broadcast(data, root, what)
         return losses.checked(data, step.index)
 
     def fetch(self, tensor: Tensor, what: str) -> Tensor:
@@ -247,4 +291,12 @@ class CallRunner:
     def _break_off(self) -> None:
         """Whoever waits in a connection of this rank, on whichever thread or device, stops waiting."""
         self.transport.abort()
-        self._group.chain.abort()
+        self._group.everyone.abort()
+
+
+def _stage_ranks_of_replicas(group: Group, plan: Plan) -> list[list[int]]:
+    """Which rank holds each stage, in each replica."""
+    return [
+        [group.grid.ranks_of_replica(first)[place] for place in plan.stage_ranks]
+        for first in group.grid.ranks_of_stage(0)
+    ]

@@ -278,6 +278,12 @@ def make_stage(
     )
 
 
+def parameters_of_parts(stage: AnyStage) -> list[list[nn.Parameter]]:
+    """Of each part of a stage its parameters, in the order of its layers."""
+    parts = stage._parts if isinstance(stage, SegmentedStage) else [stage]
+    return [[parameter for layer in part.layers for parameter in layer.parameters()] for part in parts]
+
+
 def _handed_over(part: Stage, output: StageOutput, given: StageInput) -> StageInput:
     """The output of `part`, which got `given`, as the next one gets it: as a stage of the same rank would."""
     fixed = memories(given.leaves, given.fixed)

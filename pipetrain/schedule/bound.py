@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import WAYS, Direction, Kind
-from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -72,11 +71,16 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     of a recomputed one its part of r + b, so that the first term is k n_kept L. Where backward is split, the part of it up to the end of I does, and with
     the W it does for a tail of 0.
 
-    Shared parameters. A REDUCE_GRAD of stage s comes after all F, R and backwards of s, and after one microbatch's way to the end
-    of its backward there: T >= head_s + work of s + reduce, and T >= that way + reduce.
+    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s, and after one microbatch's way to the end
+    of its backward there; those of a rank come one after the other: T >= head_s + work of s + reduces of s, and T >= that way + reduces.
+    Of a stage in parts that of part k comes after all F, and the R and B of the parts from k on, and those of the parts before k come after
+    it: with work and reduces likewise, T >= head_s + m f + work of k and later + reduces of k and before, of each k.
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
+    if not schedule.microbatches:  # all are left out, and the reduces of a rank are what is left
+        own = [(schedule.stage_ranks[stage], ends[0][1]) for stage, ends in links.reduces.items()]
+        return max((sum(seconds for rank, seconds in own if rank == one) for one, _ in own), default=0.0)
     kept = Counter(stage for stage, _ in schedule.kept)
     return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
 
@@ -99,10 +103,29 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     return found
 
 
+def _reduces_by_stage(
+    costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]
+) -> dict[int, list[tuple[float, float]]]:
+    """`_Links.reduces`, by the parts of each stage from the last to the first; what it adds up with other stages comes at the end."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for stage in sorted({op.stage for op in reduces}):
+        own = [op for op in reduces if op.stage == stage]
+        shared = sum(max(costs.of(op.kind, True)[one] for one in (stage, op.peer)) for op in own if op.peer is not None)
+        in_parts = policy.num_parts(stage) > 1
+        parts = sorted((op.part or 0 for op in own if op.peer is None), reverse=True)
+        shares = [policy.share_of(stage, part if in_parts else None) for part in parts]
+        seconds = costs.of(own[0].kind)[stage]
+        found[stage] = [
+            (sum(shares[: place + 1]), sum(shares[place:]) * seconds + shared) for place in range(len(shares))
+        ] or [(1.0, shared)]
+    return found
+
+
 class _Links:
     """Path times of one microbatch, and the work of each stage: 0 where there is no message or no backward.
 
-    `reduce` is what each stage that shares parameters takes to add them up. `turn` is from the arrival of a gradient to that of the stage's own input, `after` what then is left of the backward;
+    `reduces` are, of each stage that has some, what its REDUCE_GRAD take: pairs of the share of R and backward that each comes behind, and
+    the seconds from its start to the end of the last; `reduce` those of the last alone. `turn` is from the arrival of a gradient to that of the stage's own input, `after` what then is left of the backward;
     both of the shortest way. `backward` is what all microbatches take, `late` how much of it may follow the last turn.
     """
 
@@ -127,8 +150,8 @@ class _Links:
         self.recompute = costs.recompute
         self.places = [policy.places_of(stage) for stage in range(len(stage_ranks))]
         self.parts = [policy.num_parts(stage) for stage in range(len(stage_ranks))]
-        ends = {op: costs.of(op.kind)[op.stage] for op in reduces}
-        self.reduce = {op.stage: max(seconds, ends[partner_of(op)]) for op, seconds in ends.items()}
+        self.reduces = _reduces_by_stage(costs, policy, tuple(reduces))
+        self.reduce = {stage: ends[-1][1] for stage, ends in self.reduces.items()}
         self.turn, self.after, self.backward, self.late = [], [], [], []
         for stage, counts in enumerate(ways):
             needed = counts if stage >= first_backward else Counter[Way]()
@@ -209,10 +232,11 @@ def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> floa
         before_last_turn = work - sum(links.late[s] for s in own)
         head = min(map(links.head, own))
         least = max(least, head + work, head + before_last_turn + min(map(links.tail, own)))
-    for stage, seconds in links.reduce.items():
-        work = microbatches * links.forward[stage] + links.backward[stage] + recompute[stage]
-        back = links.forward[stage] + links.beyond(stage) + links.turn[stage] + links.after[stage]
-        least = max(least, links.head(stage) + max(work, back) + seconds)
+    for stage, ends in links.reduces.items():
+        for share, seconds in ends:
+            work = microbatches * links.forward[stage] + share * (links.backward[stage] + recompute[stage])
+            back = links.forward[stage] + links.beyond(stage) + share * (links.turn[stage] + links.after[stage])
+            least = max(least, links.head(stage) + max(work, back) + seconds)
     for hop in (*links.hop_forward, *links.hop_backward):  # the tensors of one link, between the first's and last's way
         least = max(least, way + (microbatches - 1) * hop)
     return least

@@ -16,7 +16,6 @@ from pipetrain.schedule.families import fault_of_part
 from pipetrain.schedule.graph import find_circle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import (
-    GIVES_GRADIENTS,
     MESSAGE_LANES,
     RECOMPUTE,
     REDUCING,
@@ -29,7 +28,7 @@ from pipetrain.schedule.launches import launch_order, recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, send_of, source_of, takes
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.reduce import reduces_of
+from pipetrain.schedule.reduce import gradients_of, in_turn, reduces_of
 from pipetrain.schedule.schedule import Schedule, in_parts
 from pipetrain.schedule.waits import read_by
 
@@ -101,8 +100,10 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
 
 def _fault_of_form(schedule: Schedule, op: Op) -> str | None:
     if op.kind.row.per_stage:
-        named = op.microbatch is None and op.part is not None and op.peer is not None
-        return None if named else "is not spelled with a bucket and another stage, as 3REDUCE_GRAD.0>0 is"
+        named = op.microbatch is None and op.part is not None
+        return (
+            None if named else "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
+        )
     if op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
         return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
     if op.microbatch in schedule.skipped:
@@ -197,20 +198,47 @@ def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:
     yield from ((op, "moves a tensor that nobody needs") for op in sorted(there - wanted, key=_reading_order))
 
 
-def _reading_order(op: Op) -> tuple[int, str, int]:
-    return op.stage, op.kind.value, op.microbatch or 0
+def _reading_order(op: Op) -> tuple[int, str, int, int]:
+    return op.stage, op.kind.value, op.microbatch or 0, op.part or 0
 
 
 def each_shared_gradient(schedule: Schedule) -> Iterator[Fault]:
     """Stages that share a parameter and live on two ranks add up its gradients once, and no others do."""
-    there = {op for _, _, op in schedule.ops() if op.kind in REDUCING}
-    wanted = set(reduces_of(schedule))
+    yield from _reduces_where(schedule, over_stages=True, unasked="adds up what nobody shares")
+
+
+def each_gradient_of_replicas(schedule: Schedule) -> Iterator[Fault]:
+    """With several replicas each stage with a backward adds up its gradients over them, a bucket for each part; with one, none does."""
+    replicas = schedule.num_replicas
+    unasked = "there is one replica" if replicas == 1 else f"is no bucket of {replicas} replicas"
+    yield from _reduces_where(schedule, over_stages=False, unasked=unasked)
+
+
+def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> Iterator[Fault]:
+    there = {op for _, _, op in schedule.ops() if op.kind in REDUCING and (op.peer is not None) == over_stages}
+    wanted = {op for op in reduces_of(schedule) if (op.peer is not None) == over_stages}
     yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
-    yield from ((op, "adds up what nobody shares") for op in sorted(there - wanted, key=_reading_order))
+    yield from ((op, unasked) for op in sorted(there - wanted, key=_reading_order))
+
+
+def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Fault]:
+    """A rank adds up over the replicas in the order in which its gradients become ready, of one stage the last part first.
+
+    Where microbatches are left out, the order is that of the whole step, as other replicas may leave out others.
+    """
+    turns = {op: number for number, op in enumerate(in_turn(schedule))}
+    queues: dict[tuple[int, int | None], list[Op]] = {}
+    for rank, lane, op in schedule.ops():
+        if lane is Lane.REDUCE and op in turns:
+            queues.setdefault((rank, op.stage if schedule.skipped else None), []).append(op)
+    for queue in queues.values():
+        for first, second in itertools.pairwise(queue):
+            if turns[first] > turns[second]:
+                yield first, f"stands before {second}, which becomes ready before it"
 
 
 def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
-    """The sends and the receives of a link stand in the same order on both ends, and so do the REDUCE_GRAD of two ranks."""
+    """The sends and the receives of a link stand in the same order on both ends, and so do the REDUCE_GRAD that two ranks share."""
     sends: dict[tuple[int, Kind], list[Op]] = {}
     receives: dict[tuple[int, Kind], list[Op]] = {}
     for _, lane, op in schedule.ops():
@@ -276,8 +304,7 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     """The ops without which `op` has nothing to work on."""
     row = op.kind.row
     if op.kind in REDUCING:
-        compute = schedule.lane(schedule.stage_ranks[op.stage], Lane.COMPUTE)
-        yield from (one for one in compute if one.stage == op.stage and one.kind in GIVES_GRADIENTS)
+        yield from gradients_of(schedule, op)
     for kind in row.reads:
         yield Op(op.stage, kind, op.microbatch)
     if row.lane is Lane.SEND and row.direction is Direction.BACKWARD:
@@ -387,6 +414,8 @@ RULES: tuple[Rule, ...] = (
     each_set_kept_or_recomputed,
     each_message_has_two_ends,
     each_shared_gradient,
+    each_gradient_of_replicas,
+    each_reduce_in_its_turn,
     each_link_in_one_order,
     each_wait_is_for_an_op,
     each_op_after_what_it_reads,

@@ -24,7 +24,8 @@ class Costs:
 
     `input_share` is what such an input is of a set, and `kept_share` what is kept, where only that is known.
 
-    `reduce` is what a stage takes to add up a bucket of gradients with another stage, one entry per stage; empty: no time.
+    `reduce` is what a stage takes to add up all its gradients over the replicas, one entry per stage; empty: no time. Of a part of the
+    stage it takes what the part has of the layers. `reduce_shared` is what it takes to add up a bucket with another stage; empty: as `reduce`.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -45,6 +46,7 @@ class Costs:
     kept_bytes: tuple[float, ...] = ()
     kept_share: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    reduce_shared: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,8 +60,9 @@ class Costs:
     def num_stages(self) -> int:
         return len(self.forward)
 
-    def of(self, kind: Kind) -> tuple[float, ...]:
-        """Seconds of an op of `kind`, per stage. A message takes as long at both its ends; 0 where a stage has none.
+    def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
+        """Seconds of an op of `kind`, per stage; of one that is said to be with another stage (`Op.peer`), if `to_stage`. A message takes
+        as long at both its ends; 0 where a stage has none.
 
         Raises:
             ValueError: nothing runs ops of this kind yet.
@@ -69,7 +72,7 @@ class Costs:
             raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
-            return seconds or (0.0,) * self.num_stages
+            return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages
         if row.meets is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
         starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage

@@ -27,22 +27,27 @@ class OpEvent:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All events of one step, of every rank, by rank and start."""
+    """All events of one step, of every rank of one replica, by rank and start."""
 
     num_ranks: int
     events: tuple[OpEvent, ...]
 
     @property
     def start(self) -> float:
-        """When the first F, R or B of any rank started."""
-        return min((event.start for event in self.events if event.op.kind.computes), default=0.0)
+        """When the first F, R or B of any rank started; of a step without any, the first REDUCE_GRAD."""
+        starts = (event.start for event in self.events if event.op.kind.computes)
+        return min(starts, default=min((event.start for event in self.events), default=0.0))
+
+    @property
+    def last_op_end(self) -> float:
+        """When the last F, R or B of any rank ended."""
+        return max((event.end for event in self.events if event.op.kind.computes), default=0.0)
 
     @property
     def end(self) -> float:
         """When the last F, R or B of any rank ended, or the last REDUCE_GRAD, without which no optimizer may go on."""
-        return max(
-            (event.end for event in self.events if event.op.kind.computes or event.op.kind in REDUCING), default=0.0
-        )
+        reduced = max((event.end for event in self.events if event.op.kind in REDUCING), default=self.last_op_end)
+        return max(reduced, self.last_op_end)
 
     @property
     def step_seconds(self) -> float:

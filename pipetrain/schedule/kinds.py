@@ -44,7 +44,7 @@ class Kind(enum.StrEnum):
     RECV_F = "RECV_F"  # the input of F from the stage before
     SEND_B = "SEND_B"  # the gradient of the input to the stage before
     RECV_B = "RECV_B"  # the gradient of the output from the next stage
-    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, added up with who has the same parameters
+    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, added up with who has the same parameters: another stage, the other replicas
     STEP = "STEP"  # the optimizer step of a stage
 
     # Ops are hashed millions of times; the hash of Enum is a function of Python.
@@ -163,7 +163,8 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, meets=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
-    # It reads what all backwards of its stage have added up, and gives both ends the sum.
+    # It reads what all backwards of its stage, or of its part of it, have added up, and gives all who have a copy the sum. Only where
+    # the copy is another stage's it meets an op of the same schedule: all replicas run the same one.
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, meets=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
     Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }

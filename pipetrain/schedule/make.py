@@ -45,6 +45,7 @@ def make_schedule(
     transport_ahead: int = 2,
     split_backward: bool = False,
     tied: Sequence[tuple[int, int]] = (),
+    num_replicas: int = 1,
 ) -> Schedule:
     """The schedule of a family, of a file that ends in .csv, or of a generator: all lanes, and what each op waits for.
 
@@ -66,6 +67,7 @@ def make_schedule(
             transport_ahead=transport_ahead,
             split_backward=split_backward,
             tied=tuple(tied),
+            num_replicas=num_replicas,
         )
     )
 
@@ -180,6 +182,7 @@ def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
         first_backward=spec.first_backward,
         transport_ahead=spec.transport_ahead,
         tied=spec.tied,
+        num_replicas=spec.num_replicas,
     )
     return keep_all(draft) if isinstance(compute, AllKept) else draft
 

@@ -74,7 +74,7 @@ def _crosses(schedule: Schedule, stage: int, other: int) -> bool:
 
 
 def partner_of(op: Op) -> Op:
-    """The receive that meets the send `op`, the send that meets the receive, or the other end of a REDUCE_GRAD."""
+    """The receive that meets the send `op`, the send that meets the receive, or the other end of a REDUCE_GRAD of two stages."""
     row = op.kind.row
     assert row.meets is not None
     if op.peer is not None:

@@ -3,6 +3,7 @@
     2R1        stage 2 recomputes microbatch 1        0SEND_F1    stage 0 sends the output of microbatch 1 on
     2R1.3      only part 3 of the stage               0SEND_F1>3  ... to stage 3, which is not its neighbour
     2STEP      the optimizer step of stage 2          3REDUCE_GRAD.0>0 stage 3 adds up bucket 0 of its gradients with stage 0
+                                                      2REDUCE_GRAD.0   ... stage 2 with the other replicas
 
 This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has the kinds.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import Kind, Lane
+from pipetrain.schedule.kinds import REDUCING, Kind, Lane
 
 __all__ = ["Kind", "Lane", "Op"]  # kind and lane belong to the words in which ops are spoken of
 
@@ -26,7 +27,8 @@ class Op:
     """`kind` done by `stage` for `microbatch` (None for STEP and REDUCE_GRAD, which belong to no microbatch).
 
     `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` is the other stage of a transfer,
-    where it is not the neighbour; of a REDUCE_GRAD the one that has a copy of the same parameters.
+    where it is not the neighbour; of a REDUCE_GRAD the one that has a copy of the same parameters; None: the copies are those of the
+    other replicas.
     """
 
     stage: int
@@ -43,6 +45,11 @@ class Op:
         part = "" if self.part is None else f".{self.part}"
         peer = "" if self.peer is None else f">{self.peer}"
         return f"{self.stage}{self.kind.value}{microbatch}{part}{peer}"
+
+    @property
+    def meets_none(self) -> bool:
+        """Whether it is a transfer without another end in the schedule: those that it meets are of other replicas."""
+        return self.peer is None and self.kind in REDUCING
 
     @staticmethod
     def parse(text: str) -> Op:

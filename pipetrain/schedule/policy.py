@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import enum
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
 
 PerStage = int | tuple[int, ...]  # a number for all stages, or one for each
+CutStage = Callable[[int, int], Sequence[int]]  # a stage and in how many parts it is cut -> the layers of each part
 Sets = float | tuple[float, ...]  # likewise; with segments parts of a set, too
 
 
@@ -96,8 +98,8 @@ class RecomputePolicy:
     With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
     between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A place is then one of a part:
     `sets` may be a multiple of 1 / segments, a kept set takes as many places as there are parts, and with less than one set
-    the last stage recomputes as well. `sets=None` is one place. `parts` are the layers in each part of each stage,
-    where the stages are known (`of_layers`). Nothing of it with `mode=never`.
+    the last stage recomputes as well. `sets=None` is one place. `parts` are the layers in each part of each stage, and `shares`
+    what each is of its stage's work, where that is known (`of_layers`). Nothing of it with `mode=never`.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
@@ -114,6 +116,7 @@ class RecomputePolicy:
     selective: tuple[Outputs, ...] = ()
     segments: int | str = 1
     parts: tuple[tuple[int, ...], ...] = ()
+    shares: tuple[tuple[float, ...], ...] = ()
     verify: str | int = field(default=FIRST, compare=False, repr=False)
     ahead: InitVar[int | None] = None  # of before there was one pool: refused
 
@@ -157,16 +160,24 @@ class RecomputePolicy:
         """Whether stages are recomputed in parts."""
         return self.segments != 1 and self.mode is not Mode.NEVER
 
-    def of_layers(self, balance: Sequence[int]) -> RecomputePolicy:
-        """The policy for stages of so many layers: their parts, as equal as whole layers allow.
+    def of_layers(
+        self, balance: Sequence[int], cut: CutStage | None = None, work: Sequence[float] | None = None
+    ) -> RecomputePolicy:
+        """The policy for stages of so many layers: with the parts that it has already, where they are of such stages, else with
+        those of `cut`, and where that is None of equal numbers of layers. `work` of each layer is what the parts share a
+        stage's time by; None: their number.
 
         Raises:
             ValueError: a stage has fewer layers than segments are wanted, or `sets` is no multiple of a part.
         """
-        if not self.in_parts:
+        if not self.in_parts or [sum(parts) for parts in self.parts] == list(balance):
             return self
-        parts = tuple(_cut(layers, self._segments_of(stage, layers)) for stage, layers in enumerate(balance))
-        known = replace(self, parts=parts)
+        segments = [self._segments_of(stage, layers) for stage, layers in enumerate(balance)]
+        parts = tuple(
+            tuple(cut(stage, count)) if cut is not None else _cut(layers, count)
+            for stage, (layers, count) in enumerate(zip(balance, segments))
+        )
+        known = replace(self, parts=parts, shares=() if work is None else _shares(parts, work))
         known.check_stages(len(balance))
         return known
 
@@ -201,9 +212,11 @@ class RecomputePolicy:
         return self.segments
 
     def share_of(self, stage: int, part: int | None) -> float:
-        """What `part` is of the layers of its stage; all of them: None."""
+        """What `part` is of the work of its stage, or of its layers; all of them: None."""
         if part is None:
             return 1.0
+        if self.shares:
+            return self.shares[stage][part]
         return self.parts[stage][part] / sum(self.parts[stage]) if self.parts else 1 / self.num_parts(stage)
 
     def places_of(self, stage: int) -> int | None:
@@ -304,6 +317,17 @@ def _cut(layers: int, parts: int) -> tuple[int, ...]:
     """Equal numbers of layers, the remainder to the last parts."""
     share, rest = divmod(layers, parts)
     return tuple(share + (part >= parts - rest) for part in range(parts))
+
+
+def _shares(parts: Sequence[Sequence[int]], work: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """What each part is of the work of its stage; of a stage without work, of its layers."""
+    found, start = [], 0
+    for sizes in parts:
+        ends = list(itertools.accumulate(sizes, initial=start))
+        own = [sum(work[first:last]) for first, last in itertools.pairwise(ends)]
+        total, start = sum(own), ends[-1]
+        found.append(tuple(one / total for one in own) if total else tuple(size / sum(sizes) for size in sizes))
+    return tuple(found)
 
 
 def _numbers(key: str, value: PerStage | Sequence[int], reason: str) -> PerStage:

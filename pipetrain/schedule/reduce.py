@@ -1,64 +1,135 @@
-"""The pass of reduces: where two stages share a parameter, each has a copy, and the two add up what they gave it.
+"""The pass of reduces: gradients of parameters that have copies, added up when they are whole.
+
+Over the replicas, of each stage, or with `recompute.segments` of each of its parts, from the last:
+
+    rank 1   compute  ... 1B2 1B3                            ... 1B3.2 1B3.1 1B3.0
+             reduce               1REDUCE_GRAD.0                       1REDUCE_GRAD.2 1REDUCE_GRAD.1 1REDUCE_GRAD.0
+    rank 0   compute  ...     0B2 0B3                        the same at the same places in every replica
+             reduce                   0REDUCE_GRAD.0
+
+Where two stages share a parameter, each has a copy, and the two add up what they gave it:
 
     rank 3   compute  ... 3B6 3F7 3B7                        the last stage is done first
              reduce                   3REDUCE_GRAD.0>0 ====|
     rank 0   compute  0F0 ...            0B5 0B6 0B7       |  both end together, with the sum of both
              reduce                             0REDUCE_GRAD.0>3
 
-    [1] a REDUCE_GRAD waits for the last op of its stage that may add to a gradient   3REDUCE_GRAD.0>0 <- 3B7
-    [2] all ranks go through the buckets in one order, the pair whose lower stage is done first in front
+    [1] a REDUCE_GRAD waits for the last op that may add to one of its gradients   3REDUCE_GRAD.0>0 <- 3B7   1REDUCE_GRAD.2 <- 1B3.2
+    [2] those over the replicas go in the order in which they become ready: the lane never waits with one that could go
+    [3] those of two stages stand behind them, on all ranks in one order, the pair whose lower stage is done first in front
 
-Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op, and by [2] no two can stand in each
-other's way. Where both stages live on one rank there is one parameter, and nothing to add up.
+Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op. All replicas have the same lanes, also where they
+leave out different microbatches (`without.py` takes no REDUCE_GRAD away), so by [2] all of them start the same ones in the same order; by
+[3] no two ranks of a replica can stand in each other's way. Where both stages live on one rank there is one parameter, and nothing to add
+up between them. A parameter of two stages is in the bucket of the two alone, which then is one of both stages in all replicas.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from pipetrain.schedule.kinds import GIVES_GRADIENTS, REDUCING
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule import Schedule, in_parts
 
 (_REDUCE,) = REDUCING
 
 
 def reduces_of(schedule: Schedule) -> tuple[Op, ...]:
-    """All REDUCE_GRAD that the ties of its stages ask for, in the order in which every rank has its own."""
+    """All REDUCE_GRAD that replicas and ties ask for: [2] stage by stage, then [3] in the order in which every rank has its own."""
+    return (*_over_replicas(schedule), *_over_stages(schedule))
+
+
+def _over_replicas(schedule: Schedule) -> Iterator[Op]:
+    if schedule.num_replicas > 1:
+        for stage in range(schedule.first_backward, schedule.num_stages):
+            num_parts = schedule.policy.num_parts(stage)
+            whole = Op(stage, _REDUCE, None, 0)
+            yield from (whole,) if num_parts == 1 else in_parts(whole, num_parts)
+
+
+def _over_stages(schedule: Schedule) -> Iterator[Op]:
     ranks = schedule.stage_ranks
-    return tuple(
-        Op(stage, _REDUCE, None, bucket, other)
-        for bucket, (low, high) in enumerate(schedule.tied)
-        if low >= schedule.first_backward and ranks[low] != ranks[high]
-        for stage, other in ((high, low), (low, high))
-    )
+    for bucket, (low, high) in enumerate(schedule.tied):
+        if low >= schedule.first_backward and ranks[low] != ranks[high]:
+            yield from (Op(stage, _REDUCE, None, bucket, other) for stage, other in ((high, low), (low, high)))
 
 
-def last_gradient(schedule: Schedule, stage: int) -> Op | None:
-    """The last op of `stage` that may add to the gradients of its parameters; None: it has no backward."""
-    compute = schedule.lane(schedule.stage_ranks[stage], Lane.COMPUTE)
-    return next((op for op in reversed(compute) if op.stage == stage and op.kind in GIVES_GRADIENTS), None)
+def gradients_of(schedule: Schedule, reduce: Op) -> tuple[Op, ...]:
+    """The ops that may add to what `reduce` adds up, in their order: those of its part, and of the whole stage."""
+    part = _part_of(schedule, reduce)
+    compute = schedule.lane(schedule.stage_ranks[reduce.stage], Lane.COMPUTE)
+    own = (op for op in compute if op.stage == reduce.stage and op.kind in GIVES_GRADIENTS)
+    return tuple(op for op in own if part is None or op.part in (None, part))
+
+
+def _part_of(schedule: Schedule, reduce: Op) -> int | None:
+    """The part of its stage whose gradients `reduce` adds up; None: of the whole stage."""
+    return reduce.part if reduce.peer is None and schedule.policy.num_parts(reduce.stage) > 1 else None
 
 
 def add_reduces(schedule: Schedule) -> Schedule:
-    """`schedule` with the REDUCE_GRAD of its ties, and their waits; all else stays as it is."""
+    """`schedule` with the REDUCE_GRAD of its replicas and ties, and their waits; all else stays as it is."""
     reduces = reduces_of(schedule)
     if not reduces:
         return schedule
+    ready = _ready(schedule, reduces)
+    waits = {**schedule.waits, **{op: (last,) for op, (_, last) in ready.items()}}  # [1]
     own: list[list[Op]] = [[] for _ in range(schedule.num_ranks)]
-    waits = dict(schedule.waits)
-    for op in reduces:
+    for op in (*in_turn(schedule), *(op for op in reduces if op.peer is not None)):
         own[schedule.stage_ranks[op.stage]].append(op)
-        last = last_gradient(schedule, op.stage)
-        if last is not None:
-            waits[op] = (last,)  # [1]
     lanes = tuple({**lanes, Lane.REDUCE: tuple(ops)} if ops else lanes for lanes, ops in zip(schedule.lanes, own))
     return dataclasses.replace(schedule, lanes=lanes, waits=waits)
 
 
-def with_ties(schedule: Schedule, tied: tuple[tuple[int, int], ...]) -> Schedule:
-    """`schedule`, made without a word of the model, for one in which the stages of `tied` share parameters."""
-    if schedule.tied == tied:
-        return schedule
-    assert not schedule.tied, f"a schedule of ties {schedule.tied} was given for {tied}"
-    return dataclasses.replace(add_reduces(dataclasses.replace(schedule, tied=tied)), launch_order=())
+def in_turn(schedule: Schedule) -> list[Op]:
+    """[2]: those over the replicas, of each rank in the order in which its compute lane has them ready.
+
+    Of several that one op makes ready the last part is first.
+    """
+    reduces = tuple(_over_replicas(schedule))
+    ready = _ready(schedule, reduces)
+    return sorted(reduces, key=lambda op: (ready[op][0] if op in ready else -1, -(op.part or 0)))
+
+
+def _ready(schedule: Schedule, reduces: Sequence[Op]) -> dict[Op, tuple[int, Op]]:
+    """The last op that may add to what each adds up, and its place in its compute lane; nothing where there is none."""
+    last: dict[tuple[int, int | None], tuple[int, Op]] = {}  # by stage and part; part None: the last of any
+    whole: dict[tuple[int, int | None], tuple[int, Op]] = {}  # ... the last of the whole stage
+    for rank in range(schedule.num_ranks):
+        for place, op in enumerate(schedule.lane(rank, Lane.COMPUTE)):
+            if op.kind in GIVES_GRADIENTS:
+                last[op.stage, None] = last[op.stage, op.part] = place, op
+                if op.part is None:
+                    whole[op.stage, None] = place, op
+    found = {}
+    for reduce in reduces:
+        part = _part_of(schedule, reduce)
+        ends = [last.get((reduce.stage, part)), whole.get((reduce.stage, None))]
+        known = [end for end in ends if end is not None]
+        if known:
+            found[reduce] = max(known, key=lambda end: end[0])
+    return found
+
+
+def with_reduces(schedule: Schedule, tied: tuple[tuple[int, int], ...] = (), num_replicas: int = 1) -> Schedule:
+    """`schedule`, perhaps made without a word of the model and of replicas, for one in which the stages of `tied` share parameters and
+    which `num_replicas` run.
+
+    One that was made for several replicas keeps its REDUCE_GRAD for any other number of several.
+    """
+    if schedule.tied != tied:
+        assert not schedule.tied, f"a schedule of ties {schedule.tied} was given for {tied}"
+    elif (schedule.num_replicas > 1) == (num_replicas > 1):
+        same = schedule.num_replicas == num_replicas
+        return schedule if same else dataclasses.replace(schedule, num_replicas=num_replicas)
+    bare = dataclasses.replace(
+        schedule,
+        tied=tied,
+        num_replicas=num_replicas,
+        lanes=tuple({lane: ops for lane, ops in lanes.items() if lane is not Lane.REDUCE} for lanes in schedule.lanes),
+        waits={op: awaited for op, awaited in schedule.waits.items() if op.kind is not _REDUCE},
+        launch_order=(),
+    )
+    return add_reduces(bare)

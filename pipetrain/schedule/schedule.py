@@ -37,7 +37,7 @@ class Schedule:
 
     `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart
     from those before it in its queue. A RECV ends when its SEND does, and so do the two ends
-    of a REDUCE_GRAD; that pairing is not in `waits`.
+    of a REDUCE_GRAD, in all replicas; that pairing is not in `waits`.
 
     `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
     backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
@@ -46,6 +46,9 @@ class Schedule:
     `transport_ahead`: tensors of a link that the waits let come in before they are used.
 
     `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
+
+    `num_replicas` pipelines run this schedule side by side, each with microbatches of its own. With several, the gradients of each stage
+    are added up over them. Ranks are those of one replica.
 
     `skipped` are the microbatches of the step that have no ops, because they count nothing; the others keep their numbers.
 
@@ -65,6 +68,7 @@ class Schedule:
     skipped: frozenset[int] = frozenset()
     launch_order: tuple[tuple[Op, ...], ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
+    num_replicas: int = 1
 
     @property
     def microbatches(self) -> tuple[int, ...]:

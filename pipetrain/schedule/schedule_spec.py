@@ -24,7 +24,8 @@ class ScheduleSpec:
     where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
     gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
     `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: that of
-    the rule. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages` gives them.
+    the rule. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages` gives them. `num_replicas` run it
+    side by side and add up their gradients.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.
@@ -41,6 +42,7 @@ class ScheduleSpec:
     split_backward: bool = False
     order: ComputeLanes | None = None
     tied: tuple[tuple[int, int], ...] = ()
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.family, os.PathLike):
@@ -112,6 +114,8 @@ class ScheduleSpec:
         assert set(self.stage_ranks) == set(range(ranks_named_in(self.stage_ranks)))
         if microbatches < 1:
             raise ValueError(f"pipeline.num_microbatches={microbatches}: at least 1 is needed")
+        if self.num_replicas < 1:
+            raise ValueError(f"parallel.num_replicas={self.num_replicas}: at least 1 is needed, the pipeline itself")
         if stages * microbatches > MOST_PASSES:
             raise ValueError(
                 f"pipeline.num_microbatches={microbatches} with {stages} stages: stages x microbatches may be {MOST_PASSES} at most, "

@@ -7,6 +7,8 @@ The model, which is also what the runtime does:
   reduce lane: `halves.py` asks so where a W would fill a wait.)
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
+- Of replicas there is one: all are taken to be equally far, so a REDUCE_GRAD over them starts when this one's may. Those of a rank
+  take place one after the other, as over one link.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class _Run:
         if other >= 0 and self.start[other] >= 0.0:
             leads = other if self.graph.op_lanes[place] is Lane.RECV else place
             heapq.heappush(self.ends, (now + max(seconds[place], seconds[other]), leads))
+        elif other < 0 and self.graph.ops[place].meets_none:
+            heapq.heappush(self.ends, (now + seconds[place], place))
 
     def _start_next(self, rank: int, now: float) -> None:
         if self.busy[rank]:
@@ -137,12 +141,12 @@ def _end_of_computing(graph: OpGraph, queue: range) -> int:
 
 def _durations(ops: list[Op], costs: Costs, share_of: _ShareOf) -> list[float]:
     """Seconds of each op; a part takes its share of its stage, a transfer has them at both its ends."""
-    tables = {kind: costs.of(kind) for kind in {op.kind for op in ops}}
-    return [tables[op.kind][op.stage] * _share(op, share_of) for op in ops]
+    tables = {key: costs.of(*key) for key in {(op.kind, op.peer is not None) for op in ops}}
+    return [tables[op.kind, op.peer is not None][op.stage] * _share(op, share_of) for op in ops]
 
 
 def _share(op: Op, share_of: _ShareOf) -> float:
-    return share_of(op.stage, op.part) if op.part is not None and not op.kind.row.per_stage else 1.0
+    return share_of(op.stage, op.part) if op.part is not None and op.peer is None else 1.0
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:

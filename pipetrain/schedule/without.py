@@ -25,12 +25,15 @@ _Clock = dict[_Queue, int]  # of each queue the number of the last op that has e
 def without_microbatches(schedule: Schedule, skipped: frozenset[int]) -> Schedule:
     """`schedule`, which `check` has passed, without the ops of the microbatches `skipped`; the others keep their numbers.
 
+    Of one for several replicas all may go: its REDUCE_GRAD stay, as those of the other replicas wait for them.
+
     Raises:
-        ValueError: microbatches that are not in the schedule, or none is left.
+        ValueError: microbatches that are not in the schedule, or none is left of a schedule for one replica.
     """
     if not skipped:
         return schedule
-    if not skipped < set(schedule.microbatches):
+    present = set(schedule.microbatches)
+    if not (skipped <= present if schedule.num_replicas > 1 else skipped < present):
         raise ValueError(
             f"cannot leave out microbatches {sorted(skipped)} of {list(schedule.microbatches)}: some of these, not all"
         )

@@ -20,7 +20,7 @@ from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run
+from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run, told_of_replicas
 from pipetrain.snapshot.state import Part, RunState, tensors_of
 from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
@@ -44,14 +44,24 @@ class Carried(Protocol):
 
 
 class Snapshots:
-    """Every rank has one and calls the same methods. `data` is the fingerprint of the text.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in.
 
     Raises:
         ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, run_dir: Path, ranks: Ranks, *, data: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        run_dir: Path,
+        ranks: Ranks,
+        *,
+        data: str | None = None,
+        replica: int = 0,
+    ) -> None:
         self._config = config
+        self._replica = replica
         self._plan = plan
         self._ranks = ranks
         self._data = data
@@ -94,17 +104,28 @@ class Snapshots:
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
+    def is_due(self, step: int, *, stopping: bool) -> bool:
+        """Whether `after_step` saves."""
+        every = self._config.snapshot.every_steps
+        return stopping or (every is not None and step % every == 0)
+
     def after_step(self, step: int, *, stopping: bool) -> None:
         """Save where it is time to, or where the run stops; then this waits until that is done. Collective."""
         self._saver.poll()
-        every = self._config.snapshot.every_steps
-        if stopping or (every is not None and step % every == 0):
+        if self.is_due(step, stopping=stopping):
             assert self._model is not None
             assert self._optimizer is not None
             guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
             config, plan = _plain(self._config), _plain(self._plan)
             state = RunState(step, self._ranks.size, config, plan, self._data, guard, tokens)
-            self._saver.save(state, tensors_of(self._model, self._optimizer, self._ranks.device))
+            tensors = tensors_of(
+                self._model,
+                self._optimizer,
+                self._ranks.device,
+                replica=self._replica,
+                num_replicas=self._plan.num_replicas,
+            )
+            self._saver.save(state, tensors)
         if stopping:
             self._saver.wait()
 
@@ -159,6 +180,8 @@ class Snapshots:
         check_same_run(path, state, _plain(self._config))
         check_same_data(path, state, self._data)
         _say(f"going on from {path}")
+        for told in told_of_replicas(state, self._plan, self._config.data.batch_size):
+            _say(told)
         return {"path": str(path.resolve())}
 
     def _look_for_newest(self) -> dict[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipetrain.config.phases import batches_before
 from pipetrain.config.schema import guarded_keys
 
 if TYPE_CHECKING:
+    from pipetrain.plan.plan import Plan
     from pipetrain.snapshot.state import RunState
 
 AUTO = "auto"
@@ -45,6 +47,12 @@ def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
                 f"{key}={wanted}: the run of {path} had {was}, and goes on with the same data and model only; "
                 f"set {key}={was}, or start a new run with init_from={path}"
             )
+    was_given, is_given = batches_before(state.config, state.step), batches_before(now, state.step)
+    if was_given != is_given:
+        raise ValueError(
+            f"phases: the first {state.step} steps of the run of {path} had batches of {_told(was_given)}, here it is {_told(is_given)}; "
+            f"let what is new begin with from={state.step} or later, or start a new run with init_from={path}"
+        )
     if state.step > now["steps"]:
         raise ValueError(
             f"steps={now['steps']}: {path} has {state.step} steps behind it; set steps to {state.step} or more"
@@ -61,6 +69,27 @@ def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> Non
             "file was added, removed or changed, or data=stdlib is read by another Python; bring the old text back, or start "
             f"a new run with init_from={path}"
         )
+
+
+def _told(batches: Sequence[tuple[int, Any, Any]]) -> str:
+    return ", ".join(
+        f"data.batch_size={size} data.sequence_length={length} after {done} steps" for done, size, length in batches
+    )
+
+
+def told_of_replicas(state: RunState, plan: Plan, batch_size: int) -> Iterator[str]:
+    """What a user should know where the run goes on with another number of replicas than the snapshot's had."""
+    was, is_now = state.plan.get("num_replicas", 1), plan.num_replicas
+    if was == is_now:
+        return
+    text = f"{is_now} replicas, the run had {was}: the batches stay as they are"
+    slices, before = is_now * plan.num_microbatches, was * state.plan.get("num_microbatches", plan.num_microbatches)
+    if slices < before:
+        text += (
+            f", and a microbatch has up to {-(-batch_size // slices)} samples, it had {-(-batch_size // before)}; where memory is "
+            f"short, set pipeline.num_microbatches={-(-before // is_now)}"
+        )
+    yield text
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

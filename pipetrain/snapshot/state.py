@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.trained import Model, Optimizer, Sharded
 
 
 class Part(StrEnum):
@@ -46,21 +46,39 @@ class RunState:
 Tensors = dict[str, Tensor]
 
 
-def tensors_of(model: Model, optimizer: Optimizer, device: torch.device) -> dict[Part, Tensors]:
+def tensors_of(
+    model: Model, optimizer: Optimizer, device: torch.device, *, replica: int = 0, num_replicas: int = 1
+) -> dict[Part, Tensors]:
     """This rank's share of each part; nothing of it changes before the next optimizer step.
 
-    Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies.
+    Parameters and optimizer state are the tensors themselves; buffers, which a forward pass may change, are copies. What all replicas
+    have alike each writes a part of; buffers are those of replica 0. Of a `Sharded` optimizer each has its own.
     """
     # By their memory: one that two layers share has two names in the state, and one here.
     parameters = {parameter.untyped_storage()._cdata for _, parameter in model.named_parameters()}
+    weights, buffers = Tensors(), Tensors()
+    for name, value in _only_tensors(model.state_dict()):
+        (weights if value.untyped_storage()._cdata in parameters else buffers)[name] = value
+    state = _optimizer_tensors(model, optimizer)
     return {
         Part.WEIGHTS: {
-            name: value if value.untyped_storage()._cdata in parameters else value.clone()
-            for name, value in _only_tensors(model.state_dict())
+            **_share_of(weights, replica, num_replicas),
+            **{name: value.clone() for name, value in buffers.items() if replica == 0},
         },
-        Part.OPTIMIZER: _optimizer_tensors(model, optimizer),
+        Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of(state, replica, num_replicas),
         Part.GENERATORS: _generators(device),
     }
+
+
+def _share_of(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
+    """What one of several that have the same tensors writes: each about as many bytes, and the largest go to whoever has least."""
+    share, taken = Tensors(), [0] * num_replicas
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        least = taken.index(min(taken))
+        taken[least] += tensor.nbytes
+        if least == replica:
+            share[name] = tensor
+    return share
 
 
 def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
@@ -73,11 +91,13 @@ def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Te
     for entry in saved:
         name, _, key = entry.rpartition("/")
         keys_of.setdefault(name, []).append(key)
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    wanted = filter(optimizer.holds, order) if isinstance(optimizer, Sharded) else order
+    restored = {names[id(parameter)] for parameter in wanted} & keys_of.keys()
     state = {
         number: {key: saved[f"{name}/{key}"] for key in keys_of[name]}
-        for number, name in enumerate(order)
-        if name in keys_of
+        for number, parameter in enumerate(order)
+        if (name := names[id(parameter)]) in restored
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

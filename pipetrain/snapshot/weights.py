@@ -2,7 +2,7 @@
 
     rank 0   [1] no index ──► all: own file, whole or not at all ──► [2] rank 0: the index of all names, and the run's weights are there
 
-Nobody gathers the model. The names of the files and of the index are those of sharded models of Hugging Face; one rank alone writes
+Nobody gathers the model, and of several replicas the first writes it. The names of the files and of the index are those of sharded models of Hugging Face; one rank alone writes
 `model.safetensors` and no index.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,21 +31,35 @@ WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
 SINGLE, INDEX_OF_SHARDS = "model.safetensors", "model.safetensors.index.json"
 
 
-def save_weights(folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Ranks) -> None:
-    """Writes this rank's tensors of the model, which have the model's own names. Collective: they are all there when it returns."""
-    name = shard_name(ranks.rank, ranks.size)
+@dataclass(frozen=True)
+class Shard:
+    """Which of `count` files a rank writes; None: another replica of the pipeline has the same tensors, and writes them."""
+
+    number: int | None
+    count: int
+
+
+def save_weights(
+    folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Ranks, shard: Shard | None = None
+) -> None:
+    """Writes this rank's tensors of the model, which have the model's own names, as its `shard`: without one, each rank writes one.
+
+    Collective: they are all there when it returns.
+    """
+    shard = shard or Shard(ranks.rank, ranks.size)
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX_OF_SHARDS).unlink(missing_ok=True)
     ranks.largest(0)
-    write_shard(folder / name, spec.to_file(own))
+    if shard.number is not None:
+        write_shard(folder / shard_name(shard.number, shard.count), spec.to_file(own))
     ranks.largest(0)
     if ranks.rank == 0:
-        names = [shard_name(rank, ranks.size) for rank in range(ranks.size)]
+        names = [shard_name(number, shard.count) for number in range(shard.count)]
         for path in folder.glob("*.safetensors"):
             if path.name not in names:  # the run ended before, on another number of ranks
                 path.unlink()
-        if ranks.size > 1:
+        if shard.count > 1:
             write_index(folder, names)
     ranks.largest(0)
 

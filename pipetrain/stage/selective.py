@@ -45,6 +45,8 @@ OPS_OF: Mapping[str, frozenset[str]] = {
         )
     ),
 }  # fmt: skip
+# What attention is made of where torch has no fused operation for it.
+_SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
 # F and R differ in these under autocast, and they cost next to nothing.
 _CASTS = frozenset(("_to_copy",))
 _Ops = Callable[[Any], bool]
@@ -119,6 +121,31 @@ def _looked_up(func: Any) -> Operation | None:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One of the entries of a selection: what it keeps, and in which layers of the stage."""
+
+    wanted: Wanted
+    names: frozenset[str]
+    layers: frozenset[int]
+    is_all_here: bool  # no other stage has some of its layers
+
+    def told(self, stage: str, *, unfused: bool) -> str | None:
+        """Why the user should know that it keeps nothing in `stage`; None: it may be meant."""
+        if self.names & OPS_OF["attention"] and unfused:
+            return (
+                f"recompute.selective={self.wanted} keeps no attention in {stage}: torch runs it there as products and a softmax, as with "
+                "dropout and with masks that it cannot fuse, so R computes it; keep `matmul`, or the operations that `pipetrain profile` "
+                "names"
+            )
+        if not self.is_all_here and (self.wanted.op is None or self.wanted.op in OPS_OF):
+            return None  # other stages may have them
+        return (
+            f"recompute.selective={self.wanted} keeps nothing in {stage}: none of its layers there runs such an operation, or it draws "
+            "random numbers; `pipetrain profile` names what runs"
+        )
+
+
 class Selection:
     """What is kept in the layers of one stage."""
 
@@ -130,8 +157,13 @@ class Selection:
         self._inside: dict[int, set[str]] = {}  # a submodule's identity -> what is kept in it
         self._open: list[set[str]] = []  # of the submodules that run now
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
+        self._unmet: list[_Entry] = []  # entries that have kept nothing yet
+        self._unfused: set[int] = set()  # layers that run attention in pieces
+        self.is_watched = True  # until the first forward has ended
         for one in wanted:
-            self._add(one, _ops_named(one), layers, first_layer)
+            names = _ops_named(one)
+            self._add(one, names, layers, first_layer)
+            self._unmet += self._entries(one, frozenset(names), len(layers), first_layer)
 
     def _add(self, one: Wanted, names: set[str], layers: Sequence[nn.Module], first_layer: int) -> None:
         if one.first is None or one.last is None:
@@ -150,6 +182,31 @@ class Selection:
             raise ValueError(_no_such_module(one, [layers[number] for number in own]))
         for module in modules:
             self._inside.setdefault(id(module), set()).update(names)
+
+    def _entries(self, one: Wanted, names: frozenset[str], num_layers: int, first_layer: int) -> list[_Entry]:
+        """To be told of where they keep nothing; a word for several kinds is an entry for each."""
+        own, is_all_here = set(range(num_layers)), False
+        if one.first is not None and one.last is not None:
+            asked = set(range(one.first - first_layer, one.last - first_layer + 1))
+            own, is_all_here = own & asked, asked <= own
+        if not own or own & self._compiled:
+            return []
+        kinds = [names & ops for ops in OPS_OF.values() if names & ops] if one.op is None else [names]
+        return [_Entry(one, kind, frozenset(own), is_all_here and len(kinds) == 1) for kind in kinds]
+
+    def see(self, layer: int, name: str, *, kept: bool) -> None:
+        """An operation runs in the first forward."""
+        if kept:
+            self._unmet = [one for one in self._unmet if name not in one.names or layer not in one.layers]
+        elif name in _SOFTMAX:
+            self._unfused.add(layer)
+
+    def kept_nothing(self, stage: str) -> list[str]:
+        """A line for each entry that kept nothing in the first forward of `stage`; once."""
+        self.is_watched = False
+        found = [one.told(stage, unfused=bool(one.layers & self._unfused)) for one in self._unmet]
+        self._unmet.clear()
+        return [line for line in found if line is not None]
 
     @staticmethod
     def of(wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> Selection | None:
@@ -303,7 +360,7 @@ class KeptOutputs:
     """What F of one microbatch keeps for its R. `name_of` a layer, in an error."""
 
     def __init__(self, selection: Selection, meter: ActivationMeter, device: torch.device | None = None) -> None:
-        self._selection = selection
+        self.selection = selection
         self._meter = meter
         self._layers: dict[int, _Layer] = {}
         self._by_storage: dict[int, list[_Output]] = {}
@@ -315,19 +372,19 @@ class KeptOutputs:
         self, layer: int, num_slots: Callable[[], int], *, keeps: bool = True
     ) -> AbstractContextManager[object]:
         """Around a layer in F, which has saved so many tensors by now. Where it `keeps` nothing, writes are watched all the same."""
-        if not self._selection.is_seen(layer):
+        if not self.selection.is_seen(layer):
             return nullcontext()
         return self._mode(_InForward(self, layer, num_slots, keeps=keeps))
 
     @contextmanager
     def _mode(self, mode: TorchDispatchMode) -> Iterator[None]:
-        with self._selection.following(), mode:
+        with self.selection.following(), mode:
             yield
 
     def is_wanted(self, layer: int, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return (
             operation.can_be_kept
-            and self._selection.has(layer, operation.name)
+            and self.selection.has(layer, operation.name)
             and not operation.draws_with(args, kwargs)
         )
 
@@ -387,7 +444,7 @@ class KeptOutputs:
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
         """Around a layer in R; `fail` is told where R goes another way than F."""
-        if not self._selection.is_seen(layer):
+        if not self.selection.is_seen(layer):
             return nullcontext()
         return self._mode(_InRecompute(self, layer, fail))
 
@@ -497,6 +554,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _InForward(_Mode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: KeptOutputs, layer: int, num_slots: Callable[[], int], *, keeps: bool) -> None:
         super().__init__(kept, layer)
+        self._selection = kept.selection
         self._num_slots = num_slots
         self._keeps = keeps
 
@@ -507,7 +565,10 @@ class _InForward(_Mode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         for tensor in _written(operation, args, kwargs):
             self._kept_outputs.before_write(tensor)
-        if self._keeps and self._kept_outputs.is_wanted(self._layer, operation, args, kwargs):
+        kept = self._keeps and self._kept_outputs.is_wanted(self._layer, operation, args, kwargs)
+        if self._selection.is_watched:
+            self._selection.see(self._layer, operation.name, kept=kept)
+        if kept:
             return self._kept_outputs.run_and_keep(self._layer, operation, func, args, kwargs, self._num_slots())
         return func(*args, **kwargs)
 

@@ -229,6 +229,9 @@ class Stage:
         changing = self._state.live_storages() if held.late.is_filled else frozenset()
         held.late.end_forward(changing, needed=any(wants))
         self._learn_who_reads(held.late)
+        if self._selection is not None and self._selection.is_watched and not keep:
+            for line in self._selection.kept_nothing(self._title):
+                warnings.warn(line, stacklevel=2)
         if has_backward or any(wants):
             self._hold(microbatch, held, before)
         detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, REDUCING, WAYS, Direction
 from pipetrain.schedule.messages import source_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
@@ -19,11 +19,14 @@ _BACKWARD = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way)
 
 @dataclass(frozen=True)
 class RankBreakdown:
-    """The step of one rank in seconds. Busy and the six kinds of bubble add up to the step.
+    """The step of one rank in seconds. Busy and the seven kinds of bubble add up to the step, which is that of all replicas.
 
     `fill` is the bubble before the rank's first op and `drain` that after its last. Between them a rank may wait for
     an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
-    because the busiest rank has that much more work. `other` is what is left: everything was there, nothing ran.
+    because the busiest rank of its replica has that much more work. `other` is what is left: everything was there, nothing ran.
+
+    `reduce_exposed` is the rank's own adding up of gradients after the last op that computes on any rank of any replica: without it
+    the step would have ended. What another rank of them adds up then is part of this rank's `drain`.
 
     `recompute_exposed` is the part of R's time in which no F, B, I or W ran although the next one had all its inputs (R
     not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank. `deferred_share` is what W
@@ -42,22 +45,36 @@ class RankBreakdown:
     recompute_exposed_seconds: float
     peak_sets: float
     deferred_share: float = 0.0
+    reduce_exposed_seconds: float = 0.0
 
     @property
     def bubble_seconds(self) -> float:
         waits = self.wait_activation_seconds + self.wait_gradient_seconds + self.imbalance_seconds
-        return self.fill_seconds + self.drain_seconds + waits + self.other_seconds
+        return self.fill_seconds + self.drain_seconds + waits + self.other_seconds + self.reduce_exposed_seconds
 
 
 def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:
     """One record per rank, in rank order."""
+    (only,) = break_down_replicas(schedule, [timeline])
+    return only
+
+
+def break_down_replicas(schedule: Schedule, replicas: Sequence[Timeline]) -> tuple[tuple[RankBreakdown, ...], ...]:
+    """For each replica one record per rank, counted as in its timeline. The step is that of all: none may go on before the last."""
+    computed = max(timeline.last_op_end for timeline in replicas)
+    step = (min(timeline.start for timeline in replicas), max(timeline.end for timeline in replicas))
+    return tuple(_of_replica(schedule, timeline, step, computed) for timeline in replicas)
+
+
+def _of_replica(schedule: Schedule, timeline: Timeline, step: Interval, computed: float) -> tuple[RankBreakdown, ...]:
     of_rank: list[list[OpEvent]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         of_rank[event.rank].append(event)
     busy = [merged(_interval(event) for event in events if event.op.kind.computes) for events in of_rank]
     most = max(map(length, busy), default=0.0)
-    step = (timeline.start, timeline.end)
-    return tuple(_of_rank(schedule, rank, of_rank[rank], busy[rank], step, most) for rank in range(timeline.num_ranks))
+    return tuple(
+        _of_rank(schedule, rank, of_rank[rank], busy[rank], step, most, computed) for rank in range(timeline.num_ranks)
+    )
 
 
 def bubble_fraction(breakdown: Sequence[RankBreakdown]) -> float:
@@ -68,8 +85,15 @@ def bubble_fraction(breakdown: Sequence[RankBreakdown]) -> float:
 
 
 def _of_rank(
-    schedule: Schedule, rank: int, events: Sequence[OpEvent], busy: Sequence[Interval], step: Interval, most: float
+    schedule: Schedule,
+    rank: int,
+    events: Sequence[OpEvent],
+    busy: Sequence[Interval],
+    step: Interval,
+    most: float,
+    computed: float,
 ) -> RankBreakdown:
+    """`most`: busy seconds of the busiest rank; `computed`: when the last op that computes had ended on all ranks."""
     first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
     activation, gradient, other = _waits(schedule, events, busy, first)
     waits = activation + gradient
@@ -77,11 +101,13 @@ def _of_rank(
     rest = 1 - imbalance / waits if waits > 0 else 0.0
     recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
+    reduces = merged(_interval(event) for event in events if event.op.kind in REDUCING)
+    reducing = length(clipped(reduces, (max(last, computed), step[1])))
     return RankBreakdown(
         rank=rank,
         busy_seconds=length(busy),
         fill_seconds=first - step[0],
-        drain_seconds=step[1] - last,
+        drain_seconds=step[1] - last - reducing,
         wait_activation_seconds=activation * rest,
         wait_gradient_seconds=gradient * rest,
         imbalance_seconds=imbalance,
@@ -90,6 +116,7 @@ def _of_rank(
         recompute_exposed_seconds=exposed,
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
         deferred_share=_deferred_share(events),
+        reduce_exposed_seconds=reducing,
     )
 
 

@@ -26,32 +26,48 @@ class Residual:
         return self.measured_seconds - self.predicted_seconds
 
 
-def residuals(predicted: Timeline, measured: Timeline) -> tuple[Residual, ...]:
-    """One record per kind of op that both timelines have, in the order of `Kind`."""
-    expected, taken = op_seconds(predicted), op_seconds(measured)
+def residuals(predicted: Timeline, *measured: Timeline) -> tuple[Residual, ...]:
+    """One record per kind of op that the prediction has and what was measured, on one replica or on each of several, in the order
+    of `Kind`."""
+    expected = op_seconds(predicted)
     found = []
+    taken = [op_seconds(timeline, beside=measured) for timeline in measured]
     for kind in Kind:
-        ops = [op for op in expected if op.kind is kind and op in taken]
-        if ops:
-            before, after = (statistics.fmean(seconds[op] for op in ops) for seconds in (expected, taken))
-            found.append(Residual(kind, len(ops), before, after))
+        pairs = [(expected[op], of[op]) for of in taken for op in expected if op.kind is kind and op in of]
+        if pairs:
+            before, after = (statistics.fmean(seconds) for seconds in zip(*pairs))
+            found.append(Residual(kind, len(pairs), before, after))
     return tuple(found)
 
 
-def op_seconds(timeline: Timeline) -> dict[Op, float]:
+def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[Op, float]:
     """Seconds of each op that computes, of each hop under its RECV, and of each REDUCE_GRAD.
 
-    A hop lasts from the moment when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when both are to the
-    sum; where the other end left no event, there is no entry.
+    A hop lasts from the moment when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when all that add up
+    are to the sum: two stages, or the same stage of all replicas, whose timelines are `beside`. One of several that a rank has
+    for its replicas is charged from the end of the one before, as they share the way. Where the other end left no event, there is
+    no entry.
     """
     by_op = {event.op: event for event in timeline.events}
-    return dict(_seconds(timeline.events, by_op))
+    whole: dict[Op, float] = {}  # when the gradients of each bucket were whole in the last replica
+    for one in (timeline, *beside):
+        for event in one.events:
+            if event.op.meets_none:
+                whole[event.op] = max(event.start, whole.get(event.op, event.start))
+    return dict(_seconds(timeline.events, by_op, whole))
 
 
-def _seconds(events: Iterable[OpEvent], by_op: Mapping[Op, OpEvent]) -> Iterable[tuple[Op, float]]:
+def _seconds(
+    events: Iterable[OpEvent], by_op: Mapping[Op, OpEvent], whole: Mapping[Op, float]
+) -> Iterable[tuple[Op, float]]:
+    ended: dict[int, float] = {}  # per rank, the sum before
     for event in events:
         if event.op.kind.computes:
             yield event.op, event.end - event.start
+        elif event.op.meets_none:
+            begin = max(whole[event.op], ended.get(event.rank, float("-inf")))
+            ended[event.rank] = event.end
+            yield event.op, max(event.end - begin, 0.0)
         elif event.lane in (Lane.RECV, Lane.REDUCE):
             other = by_op.get(partner_of(event.op))
             if other is not None:

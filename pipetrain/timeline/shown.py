@@ -18,6 +18,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
+from pipetrain.timeline.rank_place import RankPlace
 
 _NO_GAP = 1e-9  # a smaller one is rounding
 
@@ -32,6 +33,9 @@ class Shown:
     bound_seconds: float
     breakdown: tuple[RankBreakdown, ...]
     least_seconds: float | None = None  # of an order that was sought: what no order can beat, as far as proven
+    # Where it is the step of one replica of several: its ranks in the run, by place, and from when to when all replicas took.
+    ranks: tuple[RankPlace, ...] = ()
+    span: tuple[float, float] | None = None
 
     @property
     def proof(self) -> str | None:
@@ -39,8 +43,20 @@ class Shown:
         return None if self.least_seconds is None else proof_of(self.step_seconds, self.least_seconds)
 
     @property
+    def start(self) -> float:
+        return self.timeline.start if self.span is None else self.span[0]
+
+    @property
+    def end(self) -> float:
+        return self.timeline.end if self.span is None else self.span[1]
+
+    @property
     def step_seconds(self) -> float:
-        return self.timeline.step_seconds
+        return self.end - self.start
+
+    def rank_name(self, place: int) -> str:
+        """What the rank at this place is called in a picture."""
+        return f"rank {self.ranks[place].rank if self.ranks else place}"
 
     @property
     def bubble_fraction(self) -> float:
@@ -48,7 +64,8 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`."""
+        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
+        replicas, `4 replicas of 2 stages x 8 microbatches`."""
         schedule = self.schedule
         ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
         placement = spelling_of(schedule.stage_ranks)
@@ -56,6 +73,7 @@ class Shown:
         size = (
             f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
         )
+        size = f"{schedule.num_replicas} replicas of {size}" if schedule.num_replicas > 1 else size
         halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
         return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
 

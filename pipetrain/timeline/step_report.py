@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.timeline.breakdown import RankBreakdown, break_down
+from pipetrain.timeline.breakdown import RankBreakdown, break_down_replicas
+from pipetrain.timeline.rank_place import RankPlace
 
 
 @dataclass(frozen=True)
 class RankReport:
     """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, wrong by
     `clock_error_seconds` at most: of the ranks' clocks, and of the device's beside its host's.
+
+    `rank` is that of the run; `place` counts the ranks of its replica, as events and plans do (None: as `rank`), and `stages` are
+    those that live there.
 
     `peak_memory_bytes` are in use by tensors, `peak_reserved_bytes` taken from the device for them, `communicator_bytes` what
     connecting to the neighbouring stages took besides; None where a device does not tell.
@@ -37,6 +41,13 @@ class RankReport:
     set_bytes: int = 0
     input_bytes: int = 0
     kept_bytes: int = 0
+    replica: int = 0
+    place: int | None = None
+    stages: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> RankPlace:
+        return RankPlace(self.rank, self.replica, self.rank if self.place is None else self.place, self.stages)
 
     def to_json(self) -> bytes:
         events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
@@ -45,18 +56,19 @@ class RankReport:
     @staticmethod
     def from_json(text: bytes) -> RankReport:
         record = json.loads(text)
-        rank = record["rank"]
-        events = [OpEvent(rank, Lane(lane), Op.parse(op), start, end) for lane, op, start, end in record["events"]]
-        return RankReport(**{**record, "events": tuple(events)})
+        place = record["rank"] if record["place"] is None else record["place"]
+        events = [OpEvent(place, Lane(lane), Op.parse(op), start, end) for lane, op, start, end in record["events"]]
+        return RankReport(**{**record, "events": tuple(events), "stages": tuple(record["stages"])})
 
 
 @dataclass(frozen=True)
 class Report:
-    """One step of all ranks; lists have one entry per rank."""
+    """One step of all ranks; lists have one entry per rank, `timelines` one per replica."""
 
     step: int
-    schedule: Schedule
-    timeline: Timeline
+    schedule: Schedule  # of each replica
+    timelines: tuple[Timeline, ...]
+    ranks: tuple[RankPlace, ...]
     breakdown: tuple[RankBreakdown, ...]
     peak_activation_bytes: tuple[int, ...]
     peak_activation_bytes_never: tuple[int, ...]
@@ -70,19 +82,44 @@ class Report:
     kept_bytes: tuple[int, ...] = ()
 
     @property
+    def timeline(self) -> Timeline:
+        """That of the first replica."""
+        return self.timelines[0]
+
+    @property
     def step_seconds(self) -> float:
-        """From the start of the first F, R or B of any rank to the end of the last."""
-        return self.timeline.step_seconds
+        """From the start of the first F, R or B of any rank to the end of the last, or of the last REDUCE_GRAD."""
+        return max(one.end for one in self.timelines) - self.start
+
+    @property
+    def start(self) -> float:
+        """When the first F, R or B of any rank started."""
+        return min(one.start for one in self.timelines)
+
+    def ranks_of(self, replica: int) -> tuple[RankPlace, ...]:
+        """Those of one replica, as its timeline counts them."""
+        own = (where for where in self.ranks if where.replica == replica)
+        return tuple(sorted(own, key=lambda where: where.place))
+
+    def breakdown_of(self, replica: int) -> tuple[RankBreakdown, ...]:
+        """Likewise."""
+        return tuple(self.breakdown[where.rank] for where in self.ranks_of(replica))
 
     @staticmethod
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
+        """The step of the ranks that these reports are of, all that there are."""
         ranks = sorted(reports, key=lambda report: report.rank)
-        timeline = Timeline(len(ranks), tuple(event for report in ranks for event in report.events))
+        timelines = _timelines(ranks)
+        parts = break_down_replicas(schedule, timelines)
         return Report(
             step=ranks[0].step,
             schedule=schedule,
-            timeline=timeline,
-            breakdown=break_down(schedule, timeline),
+            timelines=timelines,
+            ranks=tuple(report.where for report in ranks),
+            breakdown=tuple(
+                replace(parts[where.replica][where.place], rank=where.rank)
+                for where in (report.where for report in ranks)
+            ),
             peak_activation_bytes=tuple(report.peak_activation_bytes for report in ranks),
             peak_activation_bytes_never=tuple(report.peak_activation_bytes_never for report in ranks),
             peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
@@ -94,6 +131,20 @@ class Report:
             input_bytes=tuple(report.input_bytes for report in ranks),
             kept_bytes=tuple(report.kept_bytes for report in ranks),
         )
+
+
+def _timelines(reports: Iterable[RankReport]) -> tuple[Timeline, ...]:
+    """One per replica, each with its ranks by their places."""
+    replicas: dict[int, dict[int, RankReport]] = {}
+    for report in reports:
+        replicas.setdefault(report.replica, {})[report.where.place] = report
+    return tuple(
+        Timeline(
+            len(ranks),
+            tuple(replace(event, rank=place) for place in sorted(ranks) for event in ranks[place].events),
+        )
+        for _, ranks in sorted(replicas.items())
+    )
 
 
 @dataclass(frozen=True)

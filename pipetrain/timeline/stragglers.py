@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.op import Kind
+from pipetrain.timeline.rank_place import RankPlace
 
 LIMIT = 1.3  # times as slow: less is noise
 EARLY_STEPS = 8  # the start that later steps are compared with, after the first step, which warms up
@@ -32,25 +33,28 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Is given each step's timeline, and remembers a few numbers per rank.
+    """Is given each step's timelines, and remembers a few numbers per rank.
 
-    `work` says what a rank has to do; ranks with the same value are compared with each other, one without a value with none.
+    `work` says what a place of a replica has to do; ranks with the same value are compared with each other, and so are those of one
+    place in several replicas. `ranks`: which rank has which place in which replica; without, there is one replica.
     """
 
-    def __init__(self, work: Mapping[int, Hashable]) -> None:
-        self._work = work
+    def __init__(self, work: Mapping[int, Hashable], ranks: Sequence[RankPlace] = ()) -> None:
+        self._places = {where.rank: where.place for where in ranks}
+        self._ranks = {(where.replica, where.place): where.rank for where in ranks}
+        self._given_work = work
         self._early: dict[_Key, list[float]] = defaultdict(list)
         self._latest: dict[_Key, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=WINDOW_STEPS))
         self._slow: dict[_Key, Straggler] = {}  # at present
         self._longest: dict[_Key, tuple[int, Straggler]] = {}  # with the number of steps that it lasted
         self._first_step: int | None = None
 
-    def add(self, step: int, timeline: Timeline) -> None:
-        """Step number `step` was measured."""
+    def add(self, step: int, *timelines: Timeline) -> None:
+        """Step number `step` was measured, on each replica."""
         if self._first_step is None:
             self._first_step = step
             return
-        for key, seconds in _seconds(timeline).items():
+        for key, seconds in self._seconds(timelines).items():
             if len(self._early[key]) < EARLY_STEPS:
                 self._early[key].append(seconds)
             else:
@@ -96,11 +100,11 @@ class StragglerWatch:
         """Ranks that were slow from the start: against the others with the same work."""
         found = []
         for (rank, kind), early in self._early.items():
-            work = self._work.get(rank)
+            work = self._work(rank)
             others = [
                 statistics.median(seconds)
                 for (other, same), seconds in self._early.items()
-                if same is kind and other != rank and work is not None and self._work.get(other) == work
+                if same is kind and other != rank and self._work(other) == work
             ]
             if others and len(early) == EARLY_STEPS:
                 ratio = statistics.median(early) / statistics.median(others)
@@ -108,11 +112,17 @@ class StragglerWatch:
                     found.append(Straggler(rank, kind.value, ratio, self._first_step or 1, "others"))
         return found
 
+    def _work(self, rank: int) -> Hashable:
+        """What is equal for ranks that have the same to do."""
+        place = self._places.get(rank, rank)
+        return place if self._given_work.get(place) is None else ("work", self._given_work[place])
 
-def _seconds(timeline: Timeline) -> dict[_Key, float]:
-    """The median time of an op of each kind on each rank, in one step."""
-    spent: dict[_Key, list[float]] = defaultdict(list)
-    for event in timeline.events:
-        if event.op.kind.computes:
-            spent[event.rank, event.op.kind].append(event.end - event.start)
-    return {key: statistics.median(seconds) for key, seconds in spent.items()}
+    def _seconds(self, timelines: Sequence[Timeline]) -> dict[_Key, float]:
+        """The median time of an op of each kind on each rank, in one step."""
+        spent: dict[_Key, list[float]] = defaultdict(list)
+        for replica, timeline in enumerate(timelines):
+            for event in timeline.events:
+                if event.op.kind.computes:
+                    rank = self._ranks.get((replica, event.rank), event.rank)
+                    spent[rank, event.op.kind].append(event.end - event.start)
+        return {key: statistics.median(seconds) for key, seconds in spent.items()}

@@ -28,7 +28,7 @@ def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor
     device.copy(copy, tensor)
     end = device.record(device.current())
     device.waited(what)
-    doing = f"rank {monitor.rank} waits for its device to give {what}"
+    doing = f"{monitor.name} waits for its device to give {what}"
     monitor.wait_polling(lambda: device.has_ended(end), lambda: doing)
     return copy
 

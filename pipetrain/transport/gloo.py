@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.distributed import AllreduceOptions, Store, Work
 
 from pipetrain.group.courier import FOREVER, Courier, Transfer, finish
 from pipetrain.group.failure import Monitor
-from pipetrain.group.pair import Pair, break_off, make_pair
+from pipetrain.group.pair import Pair, break_off, is_broken, make_pair, make_ring, neighbours_in_ring
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.lanes import Lanes
@@ -25,16 +25,19 @@ CPU = torch.device("cpu")
 _TAG = 0
 _SHORT_BYTES = 1 << 16
 _TAG_NOTES = 2  # 1 is that of `pair.break_off`
+# Who has lost one of two others breaks the connection to find out which; whoever sees that must let the first say so.
+_SETTLE_SECONDS = 0.5
 
 
 class GlooEdges:
-    """Makes the ends of the stage edges of one rank."""
+    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks."""
 
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor) -> None:
+    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
         self._store = store
+        self._of_all = store if of_all is None else of_all
         self._lanes = lanes
         self._monitor = monitor
-        self._reduces: Courier | None = None  # one thread, so that what this rank adds up ends in the order of its lane
+        self._reduces: _Reduces | None = None
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooInbound:
         return GlooInbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
@@ -42,13 +45,13 @@ class GlooEdges:
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> GlooOutbound:
         return GlooOutbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
 
-    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> GlooReducer:
-        pair = make_pair(self._store, f"reduce/{ranks[0]}/{ranks[1]}", place, self._monitor.timeout_seconds)
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
+        name = f"reduce/{'/'.join(map(str, ranks))}"
+        ring = make_ring(self._of_all, name, place, len(ranks), self._monitor.timeout_seconds)
         if self._reduces is None:
-            self._reduces = Courier(f"reduce with {peer}", peer, self._monitor)
-        else:
-            self._reduces.peer += f" or {peer}"
-        return GlooReducer(pair, 1 - place, peer, self._reduces, self._lanes)
+            self._reduces = _Reduces(self._monitor)
+        others = {other: self._monitor.named(ranks[other]) for other in neighbours_in_ring(place, len(ranks))}
+        return GlooReducer(ring, others, peer, self._reduces, self._lanes)
 
     def _meet(self, edge: int, direction: str, place: int) -> Pair:
         return make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
@@ -177,14 +180,22 @@ class GlooOutbound:
         break_off(self._pair, self._target)
 
 
-class GlooReducer:
-    """One end of two ranks that add up gradients: `transport.Reducer`."""
+class _Reduces:
+    """The thread on which a rank adds up: one, so that it ends in the order of the lane. `lost` is who was lost there."""
 
-    def __init__(self, pair: Pair, other: int, peer: str, courier: Courier, lanes: Lanes) -> None:
+    def __init__(self, monitor: Monitor) -> None:
+        self.lost = "another rank"
+        self.courier = Courier("reduce", lambda: self.lost, monitor)
+
+
+class GlooReducer:
+    """One end of several ranks that add up gradients, in a ring: `transport.Reducer`. `others` are the two at its sides, by place, or the one."""
+
+    def __init__(self, ring: Pair, others: Mapping[int, str], peer: str, reduces: _Reduces, lanes: Lanes) -> None:
         self.peer = peer
-        self._pair = pair
-        self._other = other
-        self._courier = courier
+        self._ring = ring
+        self._others = others
+        self._reduces = reduces
         self._lanes = lanes
         self._options = AllreduceOptions()
         self._options.timeout = FOREVER
@@ -198,23 +209,37 @@ class GlooReducer:
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
-        start = time.perf_counter()
 
         def job() -> Callable[[], None]:
             ready()
-            for tensor in tensors:
-                finish(self._pair.allreduce([tensor], self._options))
+            start = time.perf_counter()
+            try:
+                for tensor in tensors:
+                    finish(self._ring.allreduce([tensor], self._options))
+            except RuntimeError:
+                self._reduces.lost = " or ".join(self._find_lost())
+                raise
             settle()
             self._lanes.record(Lane.REDUCE, op, start, time.perf_counter())
             return ended
 
-        self._courier.submit(str(op), job)
+        self._reduces.courier.submit(str(op), job)
+
+    def _find_lost(self) -> list[str]:
+        """Of those at its sides, who is gone."""
+        if len(self._others) == 1:
+            return list(self._others.values())
+        time.sleep(_SETTLE_SECONDS)
+        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [
+            *self._others.values()
+        ]
 
     def close(self) -> None:
-        self._courier.close()
+        self._reduces.courier.close()
 
     def abort(self) -> None:
-        break_off(self._pair, self._other)
+        for other in self._others:
+            break_off(self._ring, other)
 
 
 class _NotesIn:

@@ -35,8 +35,8 @@ _MAX_BLOCKS = 4
 
 
 class NcclEdges:
-    """Makes the ends of the stage edges of one rank. `communicators`: one for each edge and direction, or for each pair of
-    ranks and direction."""
+    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks. `communicators`: one for
+    each edge and direction, or for each pair of ranks and direction."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class NcclEdges:
         device: torch.device,
         stage_ranks: Sequence[int],
         communicators: str,
+        of_all: Store | None = None,
     ) -> None:
         self._store = store
+        self._of_all = store if of_all is None else of_all
         self._lanes = lanes
         self._monitor = monitor
         self._device = device
@@ -61,8 +63,9 @@ class NcclEdges:
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclOutbound:
         return NcclOutbound(self._meet(edge, direction, place, peer, sends=True), self._lanes)
 
-    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> NcclReducer:
-        data = self._group(f"reduce/{ranks[0]}/{ranks[1]}", place)
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> NcclReducer:
+        name = f"reduce/{'/'.join(map(str, ranks))}"
+        data = self._group(PrefixStore(name, self._of_all), place, len(ranks))
         data.allreduce([torch.zeros(1, device=self._device)], AllreduceOptions()).wait()
         self._lanes.device.finish(self._lanes.device.current())
         return NcclReducer(data, peer, self._lanes, self._monitor)
@@ -86,7 +89,7 @@ class NcclEdges:
         return self._made[name]
 
     def _data(self, name: str, place: int, *, sends: bool) -> Pair:
-        data = self._group(name, place)
+        data = self._group(PrefixStore(name, self._store), place)
         # The communicator is made at its first use, which waits for the other rank: use it here, where every rank goes
         # through the edges in the same order, and not in a step.
         greeting = torch.zeros(1, device=self._device)
@@ -95,14 +98,14 @@ class NcclEdges:
         self._lanes.device.finish(self._lanes.device.current())
         return data
 
-    def _group(self, name: str, place: int) -> Pair:
+    def _group(self, store: Store, place: int, num_ranks: int = 2) -> Pair:
         options = ProcessGroupNCCL.Options()
         options.config.max_ctas = _MAX_BLOCKS
         # Its kernels run on a stream of its own, of this priority: a message that is there should not wait for F, R or B.
         options.is_high_priority_stream = True
         # torch ends the process when a transfer takes longer: so that the rank that hangs has been named before.
         options._timeout = timedelta(seconds=2 * self._monitor.timeout_seconds + 60)
-        data: Pair = ProcessGroupNCCL(PrefixStore(name, self._store), place, 2, options)  # type: ignore[assignment]
+        data: Pair = ProcessGroupNCCL(store, place, num_ranks, options)  # type: ignore[assignment]
         return data
 
 
@@ -160,7 +163,7 @@ class Communicator:
             return lambda: came.append(form)
 
         self._courier.submit(str(op), job)
-        self._monitor.wait(lambda: bool(came), lambda: f"rank {self._monitor.rank} waits in {op} from {self.peer}")
+        self._monitor.wait(lambda: bool(came), lambda: f"{self._monitor.name} waits in {op} from {self.peer}")
         return came[0]
 
     def close(self) -> None:
@@ -185,7 +188,7 @@ def _shut(data: Pair, peer: str, device: Device, monitor: Monitor) -> None:
     device.waited("the last messages")
     monitor.wait_polling(
         lambda: device.has_ended(ended),
-        lambda: f"rank {monitor.rank} waits for its device: the last messages with {peer}",
+        lambda: f"{monitor.name} waits for its device: the last messages with {peer}",
     )
     data.shutdown()  # type: ignore[attr-defined]
 
@@ -245,7 +248,7 @@ class NcclOutbound:
 
 
 class NcclReducer:
-    """One end of two ranks that add up gradients: `transport.Reducer`. The sums are where the gradients were."""
+    """One end of several ranks that add up gradients: `transport.Reducer`. The sums are where the gradients were."""
 
     def __init__(self, data: Pair, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer

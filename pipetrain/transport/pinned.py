@@ -38,8 +38,8 @@ _POLL_SECONDS = 1e-4
 class PinnedEdges:
     """Makes the ends of the stage edges of one rank."""
 
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor) -> None:
-        self._over_gloo = GlooEdges(store, lanes, monitor)
+    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
+        self._over_gloo = GlooEdges(store, lanes, monitor, of_all)
         self._lanes = lanes
         self._monitor = monitor
 
@@ -49,7 +49,7 @@ class PinnedEdges:
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedOutbound:
         return PinnedOutbound(self._over_gloo.outbound(edge, direction, place, peer), self._lanes, self._monitor)
 
-    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> PinnedReducer:
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> PinnedReducer:
         return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
 
 
@@ -139,7 +139,7 @@ class PinnedOutbound:
 
 
 class PinnedReducer:
-    """One end of two ranks that add up gradients: `transport.Reducer`. The host adds them up, in a slot."""
+    """One end of several ranks that add up gradients: `transport.Reducer`. The host adds them up, in a slot."""
 
     def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = over_gloo.peer

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from pipetrain.group.failure import Monitor
-from pipetrain.schedule.kinds import Direction, Kind
+from pipetrain.schedule.kinds import REDUCING, Direction, Kind
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.transport.carrier import AUTO, NCCL, PER_EDGE, PINNED, carrier_of
@@ -24,6 +24,8 @@ from pipetrain.transport.pinned import PinnedEdges
 from pipetrain.transport.rings import Ring
 
 Collect = Callable[[], list[Tensor]]
+_MOST_NAMED = 8  # ranks, in a message
+
 MakeBuffers = Callable[[Form], list[Tensor]]
 
 
@@ -82,7 +84,7 @@ class Outbound(Protocol):
 
 
 class Reducer(Protocol):
-    """One end of two ranks that add up gradients; on a device `reduce` is called on the stream of the lane `reduce`."""
+    """One end of several ranks that add up gradients; on a device `reduce` is called on the stream of the lane `reduce`."""
 
     peer: str
 
@@ -93,7 +95,7 @@ class Reducer(Protocol):
         settle: Callable[[], None],
         ended: Callable[..., None],
     ) -> None:
-        """Make each of `tensors`, which are dense, the sum of what both ends give, then `settle()`: on that stream, or on
+        """Make each of `tensors`, which are dense, the sum of what all ends give, then `settle()`: on that stream, or on
         another thread. `ended()` is called, perhaps on another thread, when `op` has ended; `ended(land)`, where the thread that launches
         still has to give the device something, by `land()`."""
 
@@ -105,12 +107,12 @@ class Reducer(Protocol):
 
 
 class Edges(Protocol):
-    """Makes the ends of stage edges, and those of ranks that share parameters. `place` is 0 on the rank of the edge's first stage and
-    1 on the other's; of a reducer, 0 on the lower of `ranks`."""
+    """Makes the ends of stage edges, and those of ranks that hold the same parameters. `place` is 0 on the rank of the edge's first stage
+    and 1 on the other's; of a reducer, the place among `ranks`, which ascend."""
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> Inbound: ...
     def outbound(self, edge: int, direction: str, place: int, peer: str) -> Outbound: ...
-    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> Reducer: ...
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> Reducer: ...
 
 
 class Transport:
@@ -133,9 +135,13 @@ class Transport:
         device: torch.device,
         lanes: Lanes,
         tied: Sequence[tuple[int, int]] = (),
+        replicas: Sequence[Sequence[int]] = (),
+        named: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """`tied` are the pairs of stages that share parameters."""
+        """`stage_ranks` are the ranks of this replica, `replicas` those of each, this one too, where there are several; `tied` are the pairs
+        of stages that share parameters. `named` says what a rank is called."""
         self._rank = rank
+        self._named = named
         self._meter = meter
         self._device = device
         self._lanes = lanes
@@ -153,7 +159,7 @@ class Transport:
         self._described = (True, True)
         if edges is not None:
             self._connect(stage_ranks, edges)
-            self._connect_tied(stage_ranks, edges, tied)
+            self._connect_reducers(stage_ranks, edges, tied, replicas or [stage_ranks])
 
     def _connect(self, stage_ranks: Sequence[int], edges: Edges) -> None:
         """Meet the ranks at the other ends.
@@ -166,7 +172,7 @@ class Transport:
             if low == high or self._rank not in (low, high):
                 continue
             place = int(self._rank == high)
-            peer = f"rank {low if place else high}"
+            peer = self._named(low if place else high)
             if place:
                 self._inbound[edge + 1, Kind.RECV_F] = edges.inbound(edge, "F", place, peer)
                 self._outbound[edge + 1, Kind.SEND_B] = edges.outbound(edge, "B", place, peer)
@@ -175,19 +181,36 @@ class Transport:
                 self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
                 self._after |= {(edge, Kind.SEND_F), (edge, Kind.RECV_B)}
 
-    def _connect_tied(self, stage_ranks: Sequence[int], edges: Edges, tied: Sequence[tuple[int, int]]) -> None:
-        """One connection for two ranks, whatever their stages share; all ranks go through the pairs in one order."""
-        made: dict[tuple[int, int], Reducer] = {}
+    def _connect_reducers(
+        self,
+        stage_ranks: Sequence[int],
+        edges: Edges,
+        tied: Sequence[tuple[int, int]],
+        replicas: Sequence[Sequence[int]],
+    ) -> None:
+        """One connection for the same ranks, whatever they have in common; all ranks go through them in one order."""
+        made: dict[tuple[int, ...], Reducer] = {}
+
+        def meet(*stages: int) -> Reducer:
+            ranks = tuple(sorted({ranks[stage] for ranks in replicas for stage in stages}))
+            if ranks not in made:
+                place = ranks.index(self._rank)
+                made[ranks] = edges.reducer(ranks, place, self._others(ranks))
+            return made[ranks]
+
+        for stage, rank in enumerate(stage_ranks):
+            if len(replicas) > 1 and rank == self._rank:
+                self._reducers[stage, None] = meet(stage)
         for stages in tied:
-            ranks = [stage_ranks[stage] for stage in stages]
-            if ranks[0] == ranks[1] or self._rank not in ranks:
-                continue
-            low, high = sorted(ranks)
-            place = int(self._rank == high)
-            if (low, high) not in made:
-                made[low, high] = edges.reducer((low, high), place, f"rank {low if place else high}")
-            own = ranks.index(self._rank)
-            self._reducers[stages[own], stages[1 - own]] = made[low, high]
+            holders = [stage_ranks[stage] for stage in stages]
+            if holders[0] != holders[1] and self._rank in holders:
+                own = holders.index(self._rank)
+                self._reducers[stages[own], stages[1 - own]] = meet(*stages)
+
+    def _others(self, ranks: Sequence[int]) -> str:
+        others = [self._named(rank) for rank in ranks if rank != self._rank]
+        rest = [f"one of {len(others) - _MOST_NAMED} more"] if len(others) > _MOST_NAMED else []
+        return " or ".join([*others[:_MOST_NAMED], *rest])
 
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
@@ -287,7 +310,7 @@ class Transport:
         if expected is not None and form == expected:
             told, expected = None, None
         elif expected is not None and not end.tells_changes:
-            tensors = conform(tensors, expected, form, self._device, f"rank {self._rank} in {op}")
+            tensors = conform(tensors, expected, form, self._device, f"{self._named(self._rank)} in {op}")
             told, expected = None, None
         if told is not None:
             self._forms[op] = told
@@ -316,7 +339,7 @@ class Transport:
             end.send(op, told, tensors, left, expected)
 
     def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None]) -> None:
-        """Make each of `tensors` the sum of what both stages of `op` have, then `settle()`. Who gives them holds them until the step ends."""
+        """Make each of `tensors` the sum of what all ranks have that add up `op`, then `settle()`. Who gives them holds them until the step ends."""
         self._reducing.add(op)
 
         def ended(land: Callable[[], None] = _nothing, /) -> None:
@@ -328,16 +351,18 @@ class Transport:
     def describe(self, op: Op) -> str:
         """What a rank says that waits for a transfer; nothing of another op."""
         key = (op.stage, op.kind)
-        if (op.stage, op.peer) in self._reducers:
-            return f"rank {self._rank} waits in {op} for {self._reducers[op.stage, op.peer].peer}"
+        if op.kind in REDUCING:
+            return f"{self._named(self._rank)} waits in {op} for {self._reducers[op.stage, op.peer].peer}"
         if key in self._inbound:
-            return f"rank {self._rank} waits in {op} from {self._inbound[key].peer}"
-        return f"rank {self._rank} waits in {op} to {self._outbound[key].peer}" if key in self._outbound else ""
+            return f"{self._named(self._rank)} waits in {op} from {self._inbound[key].peer}"
+        return f"{self._named(self._rank)} waits in {op} to {self._outbound[key].peer}" if key in self._outbound else ""
 
     def disconnect(self, op: Op) -> None:
         """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
         key = (op.stage, op.kind)
-        end = self._inbound.get(key) or self._outbound.get(key) or self._reducers.get((op.stage, op.peer))
+        end: Inbound | Outbound | Reducer | None = self._inbound.get(key) or self._outbound.get(key)
+        if op.kind in REDUCING:
+            end = self._reducers.get((op.stage, op.peer))
         for one in [end] if end is not None else self._ends():
             one.abort()
 
@@ -382,8 +407,9 @@ def make_edges(
     *,
     edges: str = AUTO,
     communicators: str = PER_EDGE,
+    of_all: Store | None = None,
 ) -> Edges:
-    """The library that carries the messages, as `carrier_of` says.
+    """The library that carries the messages, as `carrier_of` says. `store` is that of this replica, `of_all` that of all ranks, if another.
 
     Raises:
         ValueError: `edges` names one that there is not here.
@@ -392,5 +418,6 @@ def make_edges(
     if carrier == NCCL:
         from pipetrain.transport.nccl import NcclEdges  # only where torch was built with NCCL
 
-        return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators)
-    return PinnedEdges(store, lanes, monitor) if carrier == PINNED else GlooEdges(store, lanes, monitor)
+        return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
+    made = PinnedEdges if carrier == PINNED else GlooEdges
+    return made(store, lanes, monitor, of_all)

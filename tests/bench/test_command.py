@@ -34,6 +34,16 @@ def test_quick_cost_writes_and_prints_json(tmp_path: Path, capfd: pytest.Capture
     assert printed["targets"][0]["value"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trade", "foreseen", "segments"])
+def test_quick_runs_of_memory_end(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--quick", f"--out={tmp_path}"]) == 0
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert written["tables"]
+    assert written["targets"]
+    assert "crashed" not in capfd.readouterr().out
+
+
 def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rounds=0"]) == 2
     assert main(["overlapp"]) == 2

@@ -34,7 +34,7 @@ PROMISED = (
     "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup pipeline.search_seconds plan.profile "
     "recompute.mode recompute.sets recompute.keep recompute.stash recompute.last_stage recompute.segments recompute.selective "
     "transport.ahead transport.communicators "
-    "transport.edges parallel.num_replicas parallel.zero "
+    "transport.edges parallel.num_replicas parallel.order parallel.check_every_steps parallel.zero "
     "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
     "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
     "cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "

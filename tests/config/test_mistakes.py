@@ -56,6 +56,13 @@ OUT_OF_RANGE = {
     "engine.name=megatron": ["engine.name=megatron", "native or deepspeed"],
     "optim.name=sgd": ["optim.name=sgd", "adamw, deepspeed_cpu_adam, deepspeed_fused_adam"],
     "parallel.zero=4": ["parallel.zero=4", "0 to 3"],
+    "parallel.zero=2": ["parallel.zero=2", "not supported by engine=native", "parallel.zero=1"],
+    "parallel.zero=1": ["parallel.zero=1 with parallel.num_replicas=1", "parallel.zero=0", "parallel.num_replicas=2"],
+    "parallel.num_replicas=0": ["parallel.num_replicas=0", "1 or more, or auto"],
+    "parallel.num_replicas=all": ["parallel.num_replicas=all", "1 or more, or auto"],
+    "parallel.num_replicas=9999": ["parallel.num_replicas=9999", "4096 at most"],
+    "parallel.order=stage": ["parallel.order=stage", "replica-stage or stage-replica"],
+    "parallel.check_every_steps=0": ["parallel.check_every_steps=0", "1 or more"],
     "pipeline.schedule=inference": ["no backward", "gpipe"],
     "cluster.name=pbs": ["cluster.name=pbs", "local or slurm"],
     "cluster.num_nodes=0": ["cluster.num_nodes=0", "1 or more"],
@@ -83,8 +90,6 @@ OUT_OF_RANGE_FOR_SHOW_TOO = {
     "recompute.keep=2": ["recompute.keep=2", "none and auto", "recompute.sets=k+1"],
 }
 UNSUPPORTED = {
-    "parallel.num_replicas=2": "pipeline.num_stages",
-    "parallel.zero=1": "engine=deepspeed",
     "parallel.fsdp=true": "pipeline.num_stages",
     "parallel.tensor=2": "pipeline.num_stages",
 }
@@ -108,6 +113,7 @@ REFUSED_BY_DEEPSPEED = {
     "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],
     "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],
     "data.batch_size=20": ["data.batch_size=20", "pipeline.num_microbatches=8"],
+    "parallel.num_replicas=3": ["parallel.num_replicas=3 x pipeline.num_microbatches=8", "equal size"],
 }
 
 

@@ -169,6 +169,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
 
     from pipetrain.group.chain import Chain
     from pipetrain.group.clocks import align_clocks
+    from pipetrain.group.everyone import Everyone
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
     from pipetrain.group.torch_distributed import start_torch_distributed
@@ -202,7 +203,11 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     plan = make_plan(num_ranks, num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     model = json.dumps(spec_of(_layers(num_ranks)).fingerprint, sort_keys=True)
     schedule = Programs("gpipe", RecomputePolicy.of("overlap"), plan, own).describe()
-    introduce(Introduction(0, model, repr(plan), schedule, carrier="gloo"), chain)
+    introduce(
+        Introduction(0, model, repr(plan), schedule, carrier="gloo"),
+        Everyone(chain, Chain(None, 0, 1, Monitor(own, FailureBoard(None), _SECONDS))),
+        own,
+    )
     edge = min(own, of)
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"

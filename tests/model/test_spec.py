@@ -84,7 +84,7 @@ def test_operations_and_parameters_are_those_of_each_layer(config: ModelConfig) 
 
 
 def test_without_a_vocabulary_the_layers_are_known_and_no_more() -> None:
-    assert size_of(LLAMA) == ModelSize(4, ("embedding", "block", "block", "head"))
+    assert size_of(LLAMA) == ModelSize(4, ("embedding", "block", "block", "head"), width=LLAMA.hidden_size)
     assert size_of(dataclasses.replace(LLAMA, vocabulary_size=VOCABULARY)) == make_spec(LLAMA, VOCABULARY).size
 
 

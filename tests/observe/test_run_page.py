@@ -14,7 +14,7 @@ PREDICTED = show(num_stages=4, num_microbatches=8)
 
 
 def page_of(*, predicted: bool = True) -> str:
-    steps = MEASURED, PREDICTED if predicted else None
+    steps = [MEASURED], PREDICTED if predicted else None
     return run_page(REPORT, *steps, predicted_from=range(2, 5), clock_error_seconds=2e-6)
 
 
@@ -53,6 +53,6 @@ def test_what_was_hidden_and_what_was_exposed_is_said() -> None:
 
 def test_names_are_escaped_and_remarks_are_there() -> None:
     report = dataclasses.replace(REPORT, experiment="<b>", skipped_steps=3)
-    text = run_page(report, MEASURED, None, predicted_from=range(2, 5), clock_error_seconds=0.0)
+    text = run_page(report, [MEASURED], None, predicted_from=range(2, 5), clock_error_seconds=0.0)
     assert "<b>" not in text
     assert "Steps left out because of their loss or gradient: 3." in text

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipetrain.config.load import load
+from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
     LOSS,
     PROFILE,
@@ -14,10 +16,13 @@ from pipetrain.plan.profile import (
     Profile,
     SavedTensor,
     advice_of,
+    bytes_of_layers,
     check_conditions,
     costs_of_layers,
     read_profile,
 )
+from pipetrain.prepare import conditions_of, predict, prepare
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, RecomputePolicy
 
 PRODUCT = OpProfile("mm", "matmul", "mlp", 2, 0.5, 40, 30, 10, 0.125, 10)
@@ -83,6 +88,14 @@ def test_stages_are_the_sums_of_their_layers() -> None:
     assert costs.hop_forward == (0.0,)
 
 
+def test_parts_of_a_stage_have_about_equal_bytes() -> None:
+    assert bytes_of_layers(PROFILE_OF_FOUR) == (0 + 10, 90 + 10, 90 + 10, 90 + 10 + 7)  # the last with the loss
+    unlike = dataclasses.replace(PROFILE_OF_FOUR, layers=(FIRST, BLOCK, dataclasses.replace(END, inner_bytes=400)))
+    policy = RecomputePolicy("inline", segments=2)  # type: ignore[arg-type]
+    for profile, parts in ((PROFILE_OF_FOUR, (2, 2)), (unlike, (3, 1))):
+        assert policy.of_layers([4], cut_by_work(bytes_of_layers(profile), [4])).parts == (parts,)
+
+
 def test_what_is_kept_is_held_and_not_computed() -> None:
     looking = BLOCK.selective_seconds
     costs = costs_of_layers(PROFILE_OF_FOUR, [2, 2], [Outputs("matmul")])
@@ -130,3 +143,26 @@ def test_a_profile_of_another_model_names_what_differs() -> None:
     )
     with pytest.raises(ValueError, match=re.escape(told)):
         check_conditions("FILE", PROFILE_OF_FOUR, {"model.hidden_size": 64})
+
+
+def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
+    """Six layers on two stages, of which the last block and the loss are heavy."""
+    file = tmp_path / PROFILE
+    keys = ["data=stdlib", "pipeline.num_stages=2", "recompute.segments=2", "model.vocabulary_size=256"]
+    blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
+    heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
+    head, loss = dataclasses.replace(BLOCK, numbers=(5,)), dataclasses.replace(END, numbers=(6,), inner_bytes=400)
+    measured = Profile(conditions=conditions_of(load(keys)), layers=(FIRST, blocks, heavy, head, loss))
+    file.write_text(measured.as_json())
+    assert prepare(load(keys)).schedule.policy.parts == ((2, 1), (1, 2))  # by work
+    given = [*keys, f"plan.profile={file}"]
+    policy = prepare(load(given)).schedule.policy
+    assert policy.parts == ((2, 1), (2, 1))
+    assert policy.share_of(1, 0) == (1 + 3) / (1 + 3 + 1 + 1)
+    assert predict(load(given)).schedule.policy == policy
+    with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16_autocast"):
+        prepare(load([*given, "precision=bf16_autocast"]))
+    file.write_text(Profile(Costs.spread(2), 8).as_json())
+    with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):
+        prepare(load(given))
+    assert predict(load(given)).schedule.policy.parts == ()

@@ -22,7 +22,7 @@ COSTS = Costs(
 def test_costs_come_back_from_a_simulated_step(mode: str) -> None:
     schedule = make_schedule("gpipe", num_stages=3, num_microbatches=4, recompute=mode)
     timeline = simulate(schedule, COSTS)
-    found = measure_costs(3, [timeline])
+    found = measure_costs(3, [[timeline]])
     assert found.forward == pytest.approx(COSTS.forward)
     assert found.backward == pytest.approx(COSTS.backward)
     assert found.recompute[:2] == pytest.approx(COSTS.recompute[:2])  # the last stage has no R
@@ -36,7 +36,7 @@ def one_hop(posted: float, sent: float, arrived: float) -> float:
         OpEvent(0, Lane.SEND, Op.parse("0SEND_F0"), sent, arrived),
         OpEvent(1, Lane.RECV, Op.parse("1RECV_F0"), posted, arrived),
     )
-    return measure_costs(2, [Timeline(2, events)]).hop_forward[0]
+    return measure_costs(2, [[Timeline(2, events)]]).hop_forward[0]
 
 
 def test_a_hop_begins_when_both_ends_are_ready() -> None:
@@ -49,4 +49,4 @@ def test_one_slow_step_does_not_count() -> None:
     def step(seconds: float) -> Timeline:
         return Timeline(1, (OpEvent(0, Lane.COMPUTE, Op.parse("0F0"), 0.0, seconds),))
 
-    assert measure_costs(1, [step(1.0), step(9.0), step(1.1)]).forward == (1.1,)
+    assert measure_costs(1, [[step(1.0)], [step(9.0)], [step(1.1)]]).forward == (1.1,)

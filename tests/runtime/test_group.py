@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from parity_cases import assert_same_tensors, mean_square, rows
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group import neighbour as neighbours
 from pipetrain.group.clocks import align_clocks
-from pipetrain.group.coordinates import Coordinates, Grid
+from pipetrain.group.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
 from pipetrain.group.courier import Courier, finish
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.group import join_group
@@ -23,14 +26,41 @@ from pipetrain.runtime import whole_state
 from pipetrain.runtime.pipeline import Pipeline
 
 
-@pytest.mark.parametrize("grid", [Grid(stage=4), Grid(2, 3, 2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(stage=4), Grid(2, 3, 2), Grid(2, 3, order="stage-replica")], ids=str)
 def test_every_rank_has_a_place_in_the_grid(grid: Grid) -> None:
     places = [grid.coordinates_of(rank) for rank in range(grid.size)]
     assert [grid.rank_of(place) for place in places] == list(range(grid.size))
-    assert places == sorted(places, key=lambda place: (place.replica, place.stage, place.tensor))
+    dimensions = [*grid.order.split("-"), "tensor"]
+    assert places == sorted(places, key=lambda place: [getattr(place, name) for name in dimensions])
     assert places[-1] == Coordinates(grid.replica - 1, grid.stage - 1, grid.tensor - 1)
     with pytest.raises(ValueError, match=rf"rank {grid.size} of {grid.size} ranks: they count from 0"):
         grid.coordinates_of(grid.size)
+
+
+def test_who_is_in_a_replica_and_who_holds_the_same_stages() -> None:
+    assert [Grid(2, 3).ranks_of_replica(4), Grid(2, 3).ranks_of_stage(4)] == [(3, 4, 5), (1, 4)]
+    across = Grid(2, 3, order="stage-replica")
+    assert [across.ranks_of_replica(4), across.ranks_of_stage(4)] == [(0, 2, 4), (4, 5)]
+
+
+def test_ranks_that_make_no_replicas_of_equal_size() -> None:
+    for order in ORDERS:
+        assert grid_of(6, 2, order) == Grid(2, 3, order=order)
+    said = "6 ranks make no 4 replicas of equal size; start 4 or 8 ranks, or set parallel.num_replicas=3"
+    with pytest.raises(ValueError, match=f"^parallel.num_replicas=4: {said}$"):
+        grid_of(6, 4)
+    with pytest.raises(ValueError, match=r"start 4 ranks, or set parallel.num_replicas=2$"):
+        grid_of(2, 4)
+    with pytest.raises(ValueError, match=r"parallel.order='stage': allowed are replica-stage and stage-replica"):
+        grid_of(6, 2, "stage")
+
+
+def test_what_ranks_are_called() -> None:
+    alone, names = Names(Grid(stage=3)), Names(Grid(2, 2))
+    assert alone(2) == "rank 2"
+    assert names(3) == "rank 3 (replica 1, place 1)"
+    names.tell_stages((0, 1, 0))
+    assert [names(2), names(3)] == ["rank 2 (replica 1, stages 0 and 2)", "rank 3 (replica 1, stage 1)"]
 
 
 def talk() -> dict[str, Any]:
@@ -122,6 +152,109 @@ def test_what_a_chain_can_carry() -> None:
         assert each["largest"] == -1
         assert each["concatenate"] == [b"", b"1", b"22"]
         assert each["from_first"] == {"rank": 0}
+
+
+def talk_in_replicas(order: str) -> dict[str, Any]:
+    """Of six ranks in two replicas: what each of all hears."""
+    with join_group(timeout_seconds=NEVER_SECONDS, num_replicas=2, order=order) as group:
+        at, everyone, own = group.coordinates, group.everyone, str(group.rank).encode()
+        clock = align_clocks(group.chain, group.replicas)
+        assert clock.offset_seconds == 0.0, "ranks of one machine share their clock"
+        assert (clock.error_seconds > 0) == (group.rank > 0)
+        assert (group.chain.rank, group.replicas.rank) == (at.stage, at.replica)
+        names = group.mesh.mesh_dim_names
+        copies, total = group.replica_process_group(), torch.tensor(10**at.replica)
+        dist.all_reduce(total, group=copies)
+        in_replica = torch.tensor(group.rank)
+        dist.all_reduce(in_replica, group=group.mesh.get_group("stage"))
+        return {
+            "down": everyone.down(lambda received: (received or b"") + own, "down"),
+            "broadcast": everyone.broadcast(b"from the first" if group.rank == 0 else b"", "broadcast"),
+            "largest": group.largest(group.rank),
+            "concatenate": b"".join(everyone.concatenate(own, "all")),
+            "gather": everyone.gather(own, "to the first"),
+            "mesh": (names, int(total), int(in_replica), group.mesh.mesh.tolist()),
+        }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_replicas_say_to_each_other(order: str) -> None:
+    found = run_ranks(6, talk_in_replicas, order)
+    grid = Grid(2, 3, order=order)
+    rows = [grid.ranks_of_replica(first) for first in grid.ranks_of_stage(0)]
+    in_order = "".join(str(rank) for row in rows for rank in row).encode()
+    names = tuple(order.split("-"))
+    mesh = [list(row) for row in (rows if names[0] == "replica" else zip(*rows))]
+    for rank, each in enumerate(found):
+        at = grid.coordinates_of(rank)
+        on_the_way = [*grid.ranks_of_stage(0)[: at.replica], *rows[at.replica][: at.stage + 1]]
+        assert each["down"] == "".join(map(str, on_the_way)).encode()
+        assert each["broadcast"] == b"from the first"
+        assert each["largest"] == 5
+        assert each["concatenate"] == in_order
+        assert each["gather"] == ([bytes([letter]) for letter in in_order] if rank == 0 else None)
+        assert each["mesh"] == (names, 11, sum(rows[at.replica]), mesh)
+
+
+def lost_in_a_replica() -> str:
+    """The second rank of the second replica is gone before the others agree."""
+    with join_group(timeout_seconds=NEVER_SECONDS, num_replicas=2) as group:
+        if group.rank == 3:
+            os._exit(1)
+        with pytest.raises(PipelineError) as caught:
+            group.largest(0)
+        return str(caught.value)
+
+
+def test_a_lost_rank_is_named_by_its_coordinates() -> None:
+    outcomes = run_outcomes(4, lost_in_a_replica)
+    assert outcomes[3].exit_code == 1
+    for outcome in outcomes[:3]:
+        assert "rank 3 (replica 1, place 1) is gone" in outcome.value, outcome
+
+
+def given_meshes() -> list[str]:
+    """Of four ranks: what is said to meshes that are none of a pipeline's; one of them all is."""
+    names, said = ("replica", "stage"), []
+    flat = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("stage",))
+    wrong = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    wide = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=(*names, "tensor"))
+    twisted = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names)
+    plain = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    for mesh in ("2 x 2", flat, wrong, wide, twisted):
+        with pytest.raises(ValueError, match="mesh") as caught:
+            join_group(timeout_seconds=NEVER_SECONDS, mesh=mesh)
+        said.append(str(caught.value))
+    for beside in ({"num_replicas": 4}, {"process_group": dist.group.WORLD}):
+        with pytest.raises(ValueError, match="mesh") as caught:
+            join_group(timeout_seconds=NEVER_SECONDS, mesh=plain, **beside)  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    thin = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "replica", "tensor"))
+    for mesh, order in ((plain, "replica-stage"), (thin, "stage-replica")):
+        with join_group(timeout_seconds=NEVER_SECONDS, mesh=mesh) as group:
+            assert group.grid == Grid(2, 2, order=order)
+            assert group.mesh is mesh
+            assert dist.get_process_group_ranks(group.replica_process_group()) == list(
+                group.grid.ranks_of_stage(group.rank)
+            )
+            assert group.largest(group.rank) == 3
+    return said
+
+
+def test_meshes_of_users() -> None:
+    expected = [
+        "mesh='2 x 2': give a DeviceMesh",
+        r"mesh has the dimensions \['stage'\]: 'replica' and 'stage' are needed",
+        r"mesh has the dimensions \['dp', 'pp'\]: 'replica' and 'stage' are needed",
+        "mesh has 2 ranks along 'tensor': only 1 is supported so far",
+        r"mesh has the ranks \[\[0, 2\], \[1, 3\]\], which do not count up",
+        "num_replicas=4: the mesh has 2 along 'replica'; leave num_replicas out",
+        "group and mesh were both given",
+    ]
+    for said in run_ranks(4, given_meshes):
+        for line, pattern in zip(said, expected, strict=True):
+            assert re.match(pattern, line), line
+            assert "\n" not in line
 
 
 def runs_ahead() -> int:

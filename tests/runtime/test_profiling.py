@@ -134,5 +134,7 @@ def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.Captu
     )
     assert main(["show", *keys, f"plan.profile={file}", "model.hidden_size=64"]) == 2
     assert "measured with model.hidden_size=32, and this has 64" in capsys.readouterr().err
+    assert main(["show", *keys, f"plan.profile={file}", "precision=bf16_autocast"]) == 2
+    assert "measured with precision=auto, and this has bf16_autocast; measure again" in capsys.readouterr().err
     assert main(["profile", *keys, "--rounds=0"]) == 2
     assert "--rounds=0: allowed is 1 or more" in capsys.readouterr().err

@@ -102,6 +102,7 @@ def check_equal(
 # Equal bits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:recompute.selective=.* keeps no")  # not all of them have all operations
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_the_reference(name: str) -> None:
     torch.manual_seed(0)
@@ -243,6 +244,7 @@ class Draws(nn.Module):
         return F.dropout(mixed.tanh(), 0.3)
 
 
+@pytest.mark.filterwarnings("ignore:recompute.selective=.* keeps no")  # as it must not, here
 def test_what_draws_random_numbers_is_never_skipped() -> None:
     torch.manual_seed(0)
     wanted = ["matmul", "attention", "native_dropout", "rand_like", "pipetrain_tests::noisy", "pipetrain_tests::quiet"]
@@ -391,6 +393,50 @@ def test_a_name_that_matches_nothing(entry: str, message: str) -> None:
     wanted = RecomputePolicy(selective=entry).selective
     with pytest.raises(ValueError, match="^.*" + message.replace("?", r"\?")):
         Stage(0, [block(), block()], first_layer=3, device=CPU, meter=ActivationMeter(), selective=wanted)
+
+
+class Attends(nn.Module):
+    """With dropout torch has no fused attention on a CPU."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.linear(x).view(len(x), 1, 2, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "dropout", "message"),
+    [
+        ("attention", 0.3, "recompute.selective=attention keeps no attention in stage 0: torch runs it there as products"),
+        ("0-1:attention", 0.3, "recompute.selective=0-1:attention keeps no attention in stage 0"),
+        ("0-1", 0.3, "recompute.selective=0-1 keeps no attention in stage 0"),
+        ("silu", 0.0, "recompute.selective=silu keeps nothing in stage 0: none of its layers there runs such an operation"),
+        ("1:mm", 0.0, "recompute.selective=1:mm keeps nothing in stage 0"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_keeps_nothing_is_told(entry: str, dropout: float, message: str) -> None:
+    layers = [Attends(dropout), Attends(dropout)]
+    (stage,) = make_stages(layers, [2], mean_square, ActivationMeter(), [entry])
+    with pytest.warns(UserWarning, match="keeps") as told:
+        run_step([stage], *batch(), M)
+    assert [str(one.message)[: len(message)] for one in told] == [message]
+    assert "\n" not in str(told[0].message)
+
+
+@pytest.mark.parametrize("entry", ["attention", "0-1:attention", "0-4:attention", "0-1", "matmul", "addmm"])
+def test_an_entry_that_keeps_something_is_not(entry: str) -> None:
+    (stage,) = make_stages([Attends(0.0), Attends(0.0)], [2], mean_square, ActivationMeter(), [entry])
+    run_step([stage], *batch(), M)
+    assert stage.kept_bytes[0] > 0
+
+
+@pytest.mark.parametrize("entry", ["attention", "0-4:attention", "0-4"])
+def test_what_other_stages_may_have_is_not_missed(entry: str) -> None:
+    (stage,) = make_stages([linear(), linear()], [2], mean_square, ActivationMeter(), [entry])
+    run_step([stage], *batch(), M)
 
 
 def test_a_module_that_only_other_stages_have() -> None:

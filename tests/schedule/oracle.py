@@ -23,6 +23,7 @@ class Oracle:
         self.late = late
         self.done: set[Op] = set()
         self.added: set[tuple[int, frozenset[int]]] = set()
+        self.over_replicas: set[Op] = set()
         self.kept: set[tuple[int, int]] = set()
         self.recomputed: set[tuple[int, int, int | None]] = set()  # the last: which part of a set
         self.peaks = [0] * schedule.num_stages
@@ -56,6 +57,7 @@ class Oracle:
         ):
             pass
         self.need(self.added == self.tied(), "adds up what is not shared, or not what is")
+        self.need(self.over_replicas == self.buckets(), "adds up over replicas what is not to be, or not what is")
         left = [
             op for lanes in self.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE) for op in lanes[lane]
         ]
@@ -76,9 +78,12 @@ class Oracle:
         return range(count if count > 1 else 0)
 
     def add_up(self) -> bool:
-        """Two stages add up gradients as soon as nothing keeps them from it: whoever should wait longer is found too early."""
+        """Gradients are added up as soon as nothing keeps them from it: whoever should wait longer is found too early."""
         heads = {lanes[Lane.REDUCE][0]: lanes[Lane.REDUCE] for lanes in self.lanes if lanes[Lane.REDUCE]}
         for op, queue in heads.items():
+            if op.peer is None and self.ready(op):
+                self.of_replicas(op, queue)
+                return True
             other = Op(op.peer if op.peer is not None else -1, op.kind, None, op.part, op.stage)
             if op.part is not None and other in heads and self.ready(op) and self.ready(other):
                 for one in (op, other):
@@ -91,6 +96,30 @@ class Oracle:
                 heads[other].pop(0)
                 return True
         return False
+
+    def of_replicas(self, op: Op, queue: list[Op]) -> None:
+        """Every other replica has come as far as this one: nothing may add to the bucket any more, and none before it is late."""
+        self.need(op in self.buckets() and op not in self.over_replicas, f"{op}: no bucket, or twice")
+        late = [b for lanes in self.lanes for b in lanes[Lane.COMPUTE] if b.stage == op.stage and b.kind in "BIW"]
+        if self.parts(op.stage):
+            late = [b for b in late if b.part in (None, op.part)]
+        self.need(not late, f"{op} before {late}")
+        self.over_replicas.add(op)
+        self.done.add(op)
+        queue.pop(0)
+        earlier = [one for one in queue if one.peer is None and self.whole_at(one) < self.whole_at(op)]
+        self.need(not earlier, f"{op} in front of {earlier}, which could go earlier")
+
+    def whole_at(self, reduce: Op) -> tuple[int, int]:
+        """How far its rank has come when the bucket is whole; of several at one place the last part goes first."""
+        compute = self.schedule.lane(self.schedule.stage_ranks[reduce.stage], Lane.COMPUTE)
+        bucket = (None, reduce.part) if self.parts(reduce.stage) else (None,)
+        gives = [number for number, op in enumerate(compute) if op.stage == reduce.stage and op.kind in "BIW"]
+        return max(number for number in gives if compute[number].part in bucket), -(reduce.part or 0)
+
+    def buckets(self) -> set[Op]:
+        stages = range(self.schedule.first_backward, self.schedule.num_stages if self.schedule.num_replicas > 1 else 0)
+        return {Op(stage, Kind.REDUCE_GRAD, None, part) for stage in stages for part in self.parts(stage) or [0]}
 
     def tied(self) -> set[tuple[int, frozenset[int]]]:
         """What there is to add up: the bucket, and the stages that share it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -67,24 +68,33 @@ def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[
     """By trial, from the definition: each host launches in `order`, and waits for its device before the ops at `barriers`.
 
     An op on the device starts when it has been launched and its waits and the op before it in its queue have ended; a message
-    moves when both its ends may start.
+    moves when both its ends may start, a sum over the replicas when it may in each. `barriers` are those of the hosts of one replica.
     """
-    ended: set[Op] = set()
+    replicas = range(min(schedule.num_replicas, 2))
+    ended: list[set[Op]] = [set() for _ in replicas]
     before = dict(predecessors(schedule))
-    while True:
-        may_start = []
+
+    def may_start(replica: int) -> Iterator[Op]:
         for launched, stops in zip(order, barriers):
             for number, op in enumerate(launched):
-                if number in stops and not ended.issuperset(launched[:number]):
+                if replica == 0 and number in stops and not ended[0].issuperset(launched[:number]):
                     break
                 awaited = (*schedule.waits.get(op, ()), *before.get(op, ()))
-                if op not in ended and ended.issuperset(awaited):
-                    may_start.append(op)
-        there = set(may_start)
-        moving = {op for op in there if op.kind.row.lane not in TRANSFER_LANES or partner_of(op) in there}
-        if not moving:
-            return len(ended) < sum(map(len, order))
-        ended |= moving
+                if op not in ended[replica] and ended[replica].issuperset(awaited):
+                    yield op
+
+    def moves(op: Op, replica: int) -> bool:
+        if op.kind.row.lane not in TRANSFER_LANES:
+            return True
+        return all(op in one for one in there) if op.meets_none else partner_of(op) in there[replica]
+
+    while True:
+        there = [set(may_start(replica)) for replica in replicas]
+        moving = [{op for op in there[replica] if moves(op, replica)} for replica in replicas]
+        if not any(moving):
+            return min(map(len, ended)) < sum(map(len, order))
+        for replica in replicas:
+            ended[replica] |= moving[replica]
 
 
 def places_where_one_host_hangs_all(schedule: Schedule) -> int:

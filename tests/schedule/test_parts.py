@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from shows import show
 
+from benchmarks import segments
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
@@ -71,6 +72,12 @@ def test_a_part_takes_its_share_of_a_stage() -> None:
     assert taken == {"0F0": 3, "0R0.1": 2, "0B0.1": 4, "0R0.0": 1, "0B0.0": 2}
 
 
+def test_a_part_takes_its_share_of_the_work() -> None:
+    policy = RecomputePolicy("inline", segments=2).of_layers([4, 2], work=[0, 1, 1, 6, 0, 0])  # type: ignore[arg-type]
+    assert [policy.share_of(0, part) for part in (0, 1, None)] == [1 / 8, 7 / 8, 1]
+    assert policy.share_of(1, 0) == 1 / 2  # of the layers, where nothing is known
+
+
 def test_what_is_held_counts_the_inputs_of_parts() -> None:
     shown = show(
         "1f1b", num_stages=4, num_microbatches=16, recompute=RecomputePolicy("inline", segments=4), costs=COSTS
@@ -102,10 +109,10 @@ def test_a_set_and_a_half_in_all_by_the_rule() -> None:
 
 
 def test_a_set_and_a_half_in_all_by_a_search() -> None:
-    """An order that `pipeline.schedule=auto` found with 16000 rules (`Effort(1.0, rules=16000)`)."""
+    """An order that `pipeline.schedule=auto` found with 16000 rules (`Effort(1.0, rules=16000)`); the benchmark runs it."""
     policy = RecomputePolicy("overlap", sets=1.25, stash=12, segments=4)  # type: ignore[arg-type]
     spec = ScheduleSpec("auto", (0, 1, 2, 3), 16, policy, costs=COSTS)
-    path = Path(__file__).with_name("parts_order.csv")
+    path = Path(segments.__file__).with_name("order.csv")
     shown = show_schedule(make(replace(spec, order=read_csv(path, spec.shape))), COSTS)
     assert shown.step_seconds == 64 <= 1.13 * T_NEVER
     held = shown.peak_sets_with_inputs()
@@ -170,3 +177,11 @@ def test_words_are_numbers_where_the_layers_are_known() -> None:
     assert sqrt.of_layers([16, 64, 12, 1]).parts == ((4,) * 4, (8,) * 8, (4,) * 3, (1,))
     assert RecomputePolicy(segments="layers").of_layers([3, 1]).parts == ((1, 1, 1), (1,))
     assert RecomputePolicy().of_layers([3, 1]) == RecomputePolicy()
+
+
+def test_parts_that_are_known_stay() -> None:
+    policy = RecomputePolicy("inline", segments=2)  # type: ignore[arg-type]
+    cut = policy.of_layers([4, 3], lambda stage, parts: (1, 3) if stage == 0 else (2, 1))
+    assert cut.parts == ((1, 3), (2, 1))
+    assert cut.of_layers([4, 3]) is cut
+    assert cut.of_layers([3, 4]).parts == ((1, 2), (2, 2))

@@ -14,7 +14,7 @@ from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.reduce import with_ties
+from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
@@ -77,9 +77,9 @@ def test_pairs_of_layers_become_pairs_of_stages() -> None:
 def test_the_rest_of_a_schedule_stays_as_it_is() -> None:
     """Whoever knows nothing of a model makes a schedule; its ties come later."""
     made = four(tied=())
-    assert with_ties(made, ()) is made
-    assert with_ties(for_device(made), ((0, 3),)).lanes == with_ties(made, ((0, 3),)).lanes == four().lanes
-    assert with_ties(made, ((0, 3),)) == four()
+    assert with_reduces(made, ()) is made
+    assert with_reduces(for_device(made), ((0, 3),)).lanes == with_reduces(made, ((0, 3),)).lanes == four().lanes
+    assert with_reduces(made, ((0, 3),)) == four()
     assert all(four().waits[op] == awaited for op, awaited in made.waits.items())
 
 
@@ -102,7 +102,7 @@ BROKEN = {
     "twice": (edited(four(), 0, "0REDUCE_GRAD.0>3 0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
     "unasked": (edited(four(), 1, "1REDUCE_GRAD.1>2"), "1REDUCE_GRAD.1>2: adds up what nobody shares"),
     "with itself": (edited(four(), 1, "1REDUCE_GRAD.0>1"), "1REDUCE_GRAD.0>1: adds up what nobody shares"),
-    "no bucket": (edited(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is not spelled with a bucket and another stage"),
+    "no bucket": (edited(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is not spelled with a bucket"),
     "other rank": (edited(four(), 1, "0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
     "other lane": (
         dataclasses.replace(
@@ -157,7 +157,7 @@ def test_it_is_drawn_at_the_foot_of_its_rank() -> None:
     picture = svg(show_schedule(four("gpipe"), Costs.spread(4, reduce=5)))
     lines = [line for line in picture.splitlines() if 'class="reduce"' in line]
     assert ["0REDUCE_GRAD.0>3" in lines[0], "3REDUCE_GRAD.0>0" in lines[1], len(lines)] == [True, True, 2]
-    assert "REDUCE_GRAD shared gradients" in picture
+    assert "REDUCE_GRAD gradients added up" in picture
     assert 'class="reduce"' not in svg(show_schedule(four("gpipe", tied=())))
 
 

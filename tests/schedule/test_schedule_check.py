@@ -38,6 +38,9 @@ def in_parts(*changes: tuple[str, str]) -> Schedule:
     return edited(1, Lane.COMPUTE, *changes, schedule=IN_PARTS)
 
 
+REPLICAS = make_schedule(
+    num_stages=3, num_microbatches=3, num_replicas=2, recompute=RecomputePolicy("inline", segments=2)
+)  # type: ignore[arg-type]
 LAUNCHED = for_device(VALID)
 TWO_PLACES = for_device(make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(sets=2, keep="none")))  # type: ignore[arg-type]
 
@@ -96,6 +99,12 @@ BROKEN = {
     "each_message_has_two_ends": (edited(1, Lane.RECV, ("1RECV_F1", "")), "1RECV_F1: is missing"),
     "message": (edited(0, Lane.SEND, ("0SEND_F1", "0SEND_F1 0SEND_B1")), "0SEND_B1: moves a tensor that nobody needs"),
     "each_shared_gradient": (dataclasses.replace(VALID, tied=((0, 2),)), "0REDUCE_GRAD.0>2: is missing"),
+    "each_gradient_of_replicas": (dataclasses.replace(VALID, num_replicas=2), "0REDUCE_GRAD.0: is missing"),
+    "one replica": (dataclasses.replace(REPLICAS, num_replicas=1), "0REDUCE_GRAD.0: there is one replica"),
+    "each_reduce_in_its_turn": (
+        edited(0, Lane.REDUCE, ("0REDUCE_GRAD.1 0REDUCE_GRAD.0", "0REDUCE_GRAD.0 0REDUCE_GRAD.1"), schedule=REPLICAS),
+        "0REDUCE_GRAD.0: stands before 0REDUCE_GRAD.1, which becomes ready before it",
+    ),
     "each_link_in_one_order": (
         edited(1, Lane.RECV, ("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0")),
         "1RECV_F1: meets 0SEND_F0",

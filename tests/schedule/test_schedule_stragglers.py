@@ -9,6 +9,7 @@ import pytest
 
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.stragglers import EARLY_STEPS, LIMIT, WINDOW_STEPS, Straggler, StragglerWatch
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.R: 1.0}
@@ -87,3 +88,40 @@ def test_a_rank_that_was_slow_from_the_start_is_compared_with_equal_work() -> No
 def test_a_short_run_names_nobody() -> None:
     steps = EARLY_STEPS + WINDOW_STEPS
     assert watched(steps, lambda step, rank, kind: 1.0 + LIMIT * (rank == 0 and step > 4)) == ()
+
+
+def two_by_two(step: int, slowness: Slowness) -> tuple[Timeline, Timeline]:
+    """Two replicas of two ranks; in each its ranks count from 0."""
+    return tuple(
+        timeline(step, 2, lambda step, place, kind, replica=replica: slowness(step, 2 * replica + place, kind))
+        for replica in range(2)
+    )  # type: ignore[return-value]
+
+
+def places(order: tuple[int, ...]) -> list[RankPlace]:
+    """`order`: the rank at each place of replica 0, then of replica 1."""
+    return sorted(
+        (RankPlace(rank, number // 2, number % 2, (number % 2,)) for number, rank in enumerate(order)),
+        key=lambda where: where.rank,
+    )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_a_slow_replica_is_named_by_the_ranks_of_the_run(order: tuple[int, ...]) -> None:
+    """From the start, as no work need be known: the same place of another replica has the same to do."""
+    watch = StragglerWatch({}, places(order))
+    for step in range(1, 31):
+        watch.add(step, *two_by_two(step, lambda step, number, kind: 2.0 if number >= 2 else 1.0))
+    found = watch.stragglers()
+    assert {one.rank for one in found} == {order[2], order[3]}
+    assert {(one.against, one.ratio) for one in found} == {("others", 2.0)}
+
+
+def test_a_rank_of_a_replica_that_becomes_slow() -> None:
+    watch = StragglerWatch({}, places((0, 1, 2, 3)))
+    for step in range(1, 81):
+        slow = two_by_two(
+            step, lambda step, number, kind: 2.0 if step >= 40 and number == 3 and kind is Kind.B else 1.0
+        )
+        watch.add(step, *slow)
+    assert watch.stragglers() == (Straggler(3, "B", 2.0, 40, "start"),)

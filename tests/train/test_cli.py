@@ -17,7 +17,7 @@ from pipetrain.launcher import launch
 MISTAKES = {
     "unknown key": ["train", "recompute.mod=inline"],
     "range": ["train", "steps=0"],
-    "unsupported": ["train", "parallel.num_replicas=2"],
+    "unsupported": ["train", "parallel.tensor=2"],
     "microbatches": ["train", "pipeline.num_microbatches=17"],
     "balance": ["train", "pipeline.balance=[3,4]"],
     "fewer layers than stages": ["train", "pipeline.num_stages=7"],

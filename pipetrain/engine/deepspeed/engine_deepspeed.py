@@ -1,19 +1,21 @@
 """DeepSpeed's `PipelineEngine` behind the engine protocol: the same model, data, figures and snapshots as the native engine.
 
 train_batch:  F and B of all microbatches, 1F1B
-              ReduceGrads     [1] before it we take the time, clip by the norm over all stages, and ask whether the step is accepted
-              OptimizerStep   [2] AdamW, plain (ZeRO 0) or on flat tensors (ZeRO 1); neither of the two where it is not
+              ReduceGrads     [1] before it all ranks learn the loss of the step; where that is not finite, nothing is reduced
+                              [2] after it we clip by the norm over all stages, and ask whether the step is accepted
+              OptimizerStep   [3] AdamW, plain (ZeRO 0) or on flat tensors over the replicas (ZeRO 1); not where it is refused
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world,
 from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.engine.precision import Precision
+from pipetrain.group.coordinates import Coordinates, Grid
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import IGNORED
 from pipetrain.model.spec import ModelSpec
@@ -32,6 +35,7 @@ from pipetrain.model.trained import Model, Optimizer
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.timeline.step_report import StepFigures, StepResult
 from pipetrain.transport.device import device_of
@@ -49,14 +53,15 @@ _NEIGHBOUR = {
 
 
 class DeepSpeedEngine:
-    """Trains a model with a stage on each rank of torch.distributed.
+    """Trains a model with a stage of a replica on each rank of torch.distributed.
 
     Args:
         spec: the model, with its loss; a batch of it is a tensor of inputs and one of targets.
         plan: where its layers are.
         policy: whether stages recompute.
+        grid: who is which stage of which replica.
         optim: the optimizer, the learning rate and the clip.
-        batch_size: samples of a step.
+        batch_size: samples of a step, of all replicas.
         zero: ZeRO stage of the optimizer state, 0 or 1.
         num_steps: steps of the whole run, over which the learning rate falls.
         device: where this rank computes.
@@ -70,6 +75,7 @@ class DeepSpeedEngine:
         spec: ModelSpec,
         plan: Plan,
         policy: RecomputePolicy,
+        grid: Grid,
         optim: OptimConfig,
         *,
         batch_size: int,
@@ -87,7 +93,9 @@ class DeepSpeedEngine:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._rows = batch_size // plan.num_microbatches
+        self._grid = grid
+        self._at = grid.coordinates_of(self._rank)
+        self._rows = batch_size // (plan.num_microbatches * grid.replica)
         self._accepts: Accepts | None = None
         self._result = StepResult(0.0, 0.0, None)
         self._started = self._step_seconds = 0.0
@@ -100,8 +108,8 @@ class DeepSpeedEngine:
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
             from pipetrain.engine.deepspeed.stages import Seeds, StagedModule, StageModel
 
-            self._seeds = Seeds(seed, device)
-            self._module = StagedModule(spec, plan, policy, seed, self._seeds)
+            self._seeds = Seeds(seed, device, self._at.replica * plan.num_microbatches)
+            self._module = StagedModule(spec, plan, policy, grid, seed, self._seeds)
             optimizer = make_optimizer(optim, self._module.parameters())
             with self._naming_a_loss():
                 self._engine, *_ = deepspeed.initialize(
@@ -110,12 +118,13 @@ class DeepSpeedEngine:
                     config=_settings(self._rows, plan.num_microbatches, zero, precision),
                 )
         self._optimizer: Optimizer = optimizer
+        self._sharded = ShardedAdamW(self._engine.optimizer) if zero else None
         on_load = None
-        if zero:
-            self._optimizer = ShardedAdamW(self._engine.optimizer)
+        if self._sharded is not None:
+            self._optimizer = self._sharded
             on_load = self._engine.optimizer.refresh_fp32_params  # else its own copy would overwrite what was loaded
         self._model = StageModel(self._module.layers, on_load)
-        self._engine._INSTRUCTION_MAP = _instructions(self._engine, self._may_update)
+        self._engine._INSTRUCTION_MAP = _instructions(self._engine, self._reduce)
 
     @property
     def model(self) -> Model:
@@ -127,6 +136,9 @@ class DeepSpeedEngine:
 
     def start_at(self, step: int) -> None:
         """Nothing to do: `step` is told its number."""
+
+    def change(self, plan: Plan, schedule: Schedule) -> NoReturn:  # noqa: ARG002
+        raise ValueError("engine=deepspeed trains the whole run by one plan; use phases=[], or engine=native")
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._optim, step, self._num_steps)
@@ -141,6 +153,24 @@ class DeepSpeedEngine:
 
     def diagnose(self, batch: Batch) -> None:
         """DeepSpeed has no way to watch a step."""
+
+    def check_replicas(self) -> None:
+        """Whether all replicas have the same weights. Collective.
+
+        Raises:
+            PipelineError: they do not; it names the ranks that differ from replica 0's.
+        """
+        digest = hashlib.sha256()
+        for _, parameter in self._model.named_parameters():
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digests = self._of_all(digest.hexdigest())
+        differ = [rank for rank, one in enumerate(digests) if one != digests[self._rank_of(self._stage_of(rank), 0)]]
+        if differ:
+            ranks = " and ".join(f"rank {rank} (replica {self._grid.coordinates_of(rank).replica})" for rank in differ)
+            raise PipelineError(
+                f"after step {self._step} the weights of {ranks} are not those of the same stage in replica 0: something changed them "
+                "beside the optimizer, or a machine computes wrongly; resume=auto goes on from the last snapshot"
+            )
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         total = num_counted = 0.0
@@ -164,23 +194,48 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _may_update(self) -> bool:
-        """All B of this rank are done, its gradients are summed up and whole: there is one replica, so nothing is added later.
+    def _reduce(self, reduce: Callable[[], None]) -> bool:
+        """All B of this rank are done: its gradients are summed up over the replicas, and clipped. Returns whether they may be used.
 
         DeepSpeed's own clipping stays off: without ZeRO its norm is that of the first stage alone.
         """
-        self._step_seconds = time.perf_counter() - self._started
+        ended = time.perf_counter()
         total = self._engine.total_loss
-        loss = self._of_all(0.0 if total is None else float(total) / self._plan.num_microbatches)[-1]
+        losses = self._of_all(0.0 if total is None else float(total) / self._plan.num_microbatches)
+        last = self._plan.num_stages - 1
+        loss = sum(losses[self._rank_of(last, replica)] for replica in range(self._grid.replica)) / self._grid.replica
         norm = None
+        reduced = time.perf_counter()
         if math.isfinite(loss):
-            clip_norm = self._optim.clip_norm
-            parameters = {self._rank: [parameter for _, parameter in self._model.named_parameters()]}
-            limit = math.inf if clip_norm is None else clip_norm
-            norm = float(clip_grad_norm(parameters, limit, self._of_all, self._device))
+            reduce()
+            self._step_seconds = ended - self._started + (time.perf_counter() - reduced) * (self._grid.replica > 1)
+            norm = self._clip(math.inf if self._optim.clip_norm is None else self._optim.clip_norm)
         assert self._accepts is not None
         self._result = StepResult(loss, 0.0, norm, self._accepts(self._step, loss, norm))
+        if not self._result.is_accepted and self._sharded is not None:
+            self._sharded.drop_gradients()
         return self._result.is_accepted
+
+    def _clip(self, limit: float) -> float:
+        """The norm over all stages, in which each weight counts once; the same on every rank."""
+        if self._sharded is not None:
+            weights = [parameter for _, parameter in self._model.named_parameters()]
+            return self._sharded.clip(weights, self._at.stage, limit, self._of_all)
+        # The first replica's norms, for all: no replica may decide otherwise about a step than another.
+        first = [self._rank_of(stage, 0) for stage in range(self._grid.stage)]
+
+        def exchange(own: bytes) -> list[bytes]:
+            parts = self._of_all(own)
+            return [parts[rank] for rank in first]
+
+        parameters = {self._at.stage: [parameter for _, parameter in self._model.named_parameters()]}
+        return float(clip_grad_norm(parameters, limit, exchange, self._device))
+
+    def _stage_of(self, rank: int) -> int:
+        return self._grid.coordinates_of(rank).stage
+
+    def _rank_of(self, stage: int, replica: int) -> int:
+        return self._grid.rank_of(Coordinates(replica, stage, 0))
 
     def _of_all(self, value: _T) -> list[_T]:
         """What each rank gives, on every rank. Collective."""
@@ -210,8 +265,15 @@ class DeepSpeedEngine:
             targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         pieces = list(zip(torch.split(inputs, self._rows), torch.split(targets, self._rows)))
         count = self._spec.count
-        share = len(pieces) / max(count(targets), 1)
+        share = len(pieces) * self._grid.replica / max(self._count_of_all(count(targets)), 1)
         return [(piece, (labels, torch.tensor(count(labels) * share))) for piece, labels in pieces]
+
+    def _count_of_all(self, own: float) -> float:
+        """What counts in all replicas, of which this one has `own`."""
+        if self._grid.replica == 1:
+            return own
+        counts = self._of_all(own)
+        return sum(counts[self._rank_of(0, replica)] for replica in range(self._grid.replica))
 
     @contextlib.contextmanager
     def _naming_a_loss(self) -> Iterator[None]:
@@ -227,7 +289,7 @@ class DeepSpeedEngine:
 
     def _explain(self, instruction: str, reason: str) -> str:
         if instruction in _NEIGHBOUR:
-            peer = f"rank {self._rank + _NEIGHBOUR[instruction]}"
+            peer = f"rank {self._rank_of(self._at.stage + _NEIGHBOUR[instruction], self._at.replica)}"
         else:
             peer = f"rank {1 - self._rank}" if self._num_ranks == 2 else "another rank"
         where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
@@ -262,8 +324,8 @@ def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision)
     }
 
 
-def _instructions(engine: Any, may_update: Callable[[], bool]) -> dict[Any, Callable[..., None]]:
-    """DeepSpeed's table from instruction to method, with `may_update` asked before the gradients are reduced."""
+def _instructions(engine: Any, reduce_all: Callable[[Callable[[], None]], bool]) -> dict[Any, Callable[..., None]]:
+    """DeepSpeed's table from instruction to method, with `reduce_all` around the reduction: it says whether there is a step."""
     from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads
 
     table: dict[Any, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
@@ -272,9 +334,7 @@ def _instructions(engine: Any, may_update: Callable[[], bool]) -> dict[Any, Call
 
     def _exec_reduce_grads(self: Any, **options: Any) -> None:
         nonlocal accepted
-        accepted = may_update()
-        if accepted:
-            reduce(self, **options)
+        accepted = reduce_all(lambda: reduce(self, **options))
 
     def _exec_optimizer_step(self: Any, **options: Any) -> None:
         if accepted:

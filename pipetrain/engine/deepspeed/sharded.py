@@ -1,20 +1,28 @@
 """ZeRO 1's optimizer state by parameter, as a plain AdamW has it: so one snapshot serves both, and the native engine too.
 
-ZeRO keeps the state of all parameters of a group in flat tensors, of which each replica has a part. There is one replica, so
-its part is the whole, and each parameter's place in it is what DeepSpeed calls its hp fragment address.
+ZeRO keeps state and gradients of all parameters of a group in flat tensors, of which each replica has a part of equal size. A cut may
+go through a parameter: then several replicas have a piece of it. Where pieces lie is what DeepSpeed calls hp fragment address (in the
+flat tensor) and lp fragment address (in the parameter).
+
+    parameters   | A A A A | B B B B B B | C |       replica 0 holds A, and makes B whole where its state is asked for
+    flat parts   | replica 0 A A A A B B | replica 1 B B B B C |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+_Norms = dict[int, float]  # by a parameter's number in its stage: the norm of what a replica has of its gradient
 
 
 class ShardedAdamW:
-    """Looks like the AdamW inside of `zero`, a `DeepSpeedZeroOptimizer` of stage 1 with one replica."""
+    """Looks like the AdamW inside of `zero`, a `DeepSpeedZeroOptimizer` of stage 1."""
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
@@ -27,17 +35,26 @@ class ShardedAdamW:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """By parameter: views of the flat state, and the step that all parameters of a group share."""
-        return {
-            parameter: {key: _part_of(value, parameter) for key, value in state.items()}
-            for flat, parameters in self._groups()
-            if (state := self._zero.optimizer.state.get(flat))
-            for parameter in parameters
-        }
+        """By parameter that is here, or whose first piece is: the state, whole, and the step that all parameters of a group share.
+
+        Views of the flat state; of a parameter that is cut, copies. Collective over the replicas.
+        """
+        states = {}
+        for number, flat, parameters in self._groups():
+            state = self._zero.optimizer.state.get(flat, {})
+            for parameter in filter(self.holds, parameters):
+                whole = {key: self._whole(number, value, parameter) for key, value in state.items()}
+                if mine := {key: value for key, value in whole.items() if value is not None}:
+                    states[parameter] = mine
+        return states
+
+    def holds(self, parameter: Any) -> bool:
+        """Whether some of the state of `parameter` is on this rank."""
+        return parameter._hp_mapping is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's optimizers give: states and groups with parameters by number."""
-        numbers = {id(p): number for number, p in enumerate(p for _, group in self._groups() for p in group)}
+        """What torch's optimizers give: states and groups with parameters by number. Collective, as `state`."""
+        numbers = {id(p): number for number, p in enumerate(p for _, _, group in self._groups() for p in group)}
         groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
         return {
             "state": {numbers[id(parameter)]: state for parameter, state in self.state.items()},
@@ -46,13 +63,74 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes the states; options of groups stay as they are."""
+        """Takes the states of what is here; options of groups stay as they are."""
         saved, number = state_dict["state"], 0
-        for flat, parameters in self._groups():
+        for _, flat, parameters in self._groups():
             for parameter in parameters:
-                for key, value in saved.get(number, {}).items():
-                    _part_of(self._room(flat, key, value), parameter).copy_(value)
+                if self.holds(parameter):
+                    for key, value in saved.get(number, {}).items():
+                        _part_of(self._room(flat, key, value), parameter).copy_(_piece_of(value, parameter))
                 number += 1
+
+    @torch.no_grad()
+    def clip(self, weights: Sequence[Tensor], stage: int, limit: float, of_all: Callable[[Any], list[Any]]) -> float:
+        """Scales the reduced gradients so that their norm over all stages is at most `limit`; returns the norm before.
+
+        Args:
+            weights: this stage's parameters, in the model's order.
+            of_all: gives what each rank gives, on every rank.
+        """
+        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        own: _Norms = {
+            numbers[id(weight)]: float(torch.linalg.vector_norm(piece)) for piece, weight in self._gradients()
+        }
+        pieces: dict[tuple[int, int], list[float]] = {}
+        for of_stage, norms in of_all((stage, own)):
+            for number, norm in norms.items():
+                pieces.setdefault((of_stage, number), []).append(norm)
+        # One piece is the gradient: then the norm is that of a model in one piece, bit for bit.
+        norms = [norms[0] if len(norms) == 1 else math.hypot(*norms) for _, norms in sorted(pieces.items())]
+        total = torch.linalg.vector_norm(torch.tensor(norms))
+        if math.isfinite(limit):
+            factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+            for piece, _ in self._gradients():
+                piece.mul_(factor)
+        return float(total)
+
+    def drop_gradients(self) -> None:
+        """The step is refused: what was reduced is not used."""
+        for number in self._zero.averaged_gradients:
+            self._zero.averaged_gradients[number] = None
+        for number in self._zero.all_grad_tensors:
+            self._zero.all_grad_tensors[number] = None
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is here of the reduced gradients, and of which parameter it is."""
+        for number, parameters in enumerate(self._zero.params_in_partition):
+            pieces = self._zero.averaged_gradients[number]
+            yield from zip((piece for piece in pieces if not getattr(piece, "_zero_padding", False)), parameters)
+
+    def _whole(self, group: int, value: Tensor, parameter: Any) -> Tensor | None:
+        """A state of `parameter`, on the replica that has its first piece; None on others that have one."""
+        replicas = parameter._dp_group
+        holders = self._zero.param_to_partition_ids[group][self._zero.get_param_id(parameter)]
+        first, *others = sorted(set(holders))
+        is_first = dist.get_rank(replicas) == first
+        if value.dim() == 0:
+            return value if is_first else None
+        piece = _part_of(value, parameter)
+        if not others:
+            return piece.view_as(parameter)
+        if not is_first:
+            dist.send(piece.contiguous(), dist.get_global_rank(replicas, first), group=replicas)
+            return None
+        pieces, left = [piece], parameter.numel() - piece.numel()
+        for other in others:
+            came = piece.new_empty(min(left, int(self._zero.partition_size[group])))
+            dist.recv(came, dist.get_global_rank(replicas, other), group=replicas)
+            pieces.append(came)
+            left -= came.numel()
+        return torch.cat(pieces).view_as(parameter)
 
     def _room(self, flat: Tensor, key: str, value: Tensor) -> Tensor:
         """Where `key` of a group is kept; zeros before the first step has made it. Padding stays zero."""
@@ -61,13 +139,24 @@ class ShardedAdamW:
             state[key] = torch.zeros_like(value) if value.dim() == 0 else torch.zeros_like(flat)
         return state[key]
 
-    def _groups(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        yield from zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups)
+    def _groups(self) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """Number, flat part and parameters of each."""
+        yield from zip(
+            range(len(self._zero.bit16_groups)), self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
+        )
 
 
 def _part_of(value: Tensor, parameter: Any) -> Tensor:
-    """What of a flat state is of `parameter`; the step, which is no list, is of all."""
+    """What of a flat state is of `parameter`, in one dimension; the step, which is no list, is of all."""
     if value.dim() == 0:
         return value
     place = parameter._hp_mapping.get_hp_fragment_address()
-    return value.narrow(0, place.start, place.numel).view_as(parameter)
+    return value.narrow(0, place.start, place.numel)
+
+
+def _piece_of(value: Tensor, parameter: Any) -> Tensor:
+    """What of a whole state of `parameter` is here, in one dimension."""
+    if value.dim() == 0:
+        return value
+    place = parameter._hp_mapping.lp_fragment_address
+    return value.flatten().narrow(0, place.start, place.numel)

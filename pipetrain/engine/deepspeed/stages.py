@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
+from pipetrain.group.coordinates import STAGE_REPLICA, Grid
 from pipetrain.model.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import whole_state as weights
@@ -43,28 +45,32 @@ class _Layer(LayerSpec):  # type: ignore[misc]
 
 
 class Seeds:
-    """The seed of each layer's dropout in the step that runs."""
+    """The seed of each layer's dropout in the step that runs; `first_microbatch` is this replica's first among those of all."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, first_microbatch: int) -> None:
         self.step = 0  # from 0, as a Pipeline counts
         self._seed = seed
         self._device = device
+        self._first_microbatch = first_microbatch
 
     def __call__(self, number: int) -> None:
         call, layer = divmod(number, _BASE_SEED)
         if call >= _FIRST_FORWARD:
-            seed_generators(layer_seed(self._seed, self.step, call - _FIRST_FORWARD, layer), self._device)
+            microbatch = self._first_microbatch + call - _FIRST_FORWARD
+            seed_generators(layer_seed(self._seed, self.step, microbatch, layer), self._device)
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
     """The layers, cut as the plan says. With recompute, each stage is one checkpointed region."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, seed: int, seeds: Seeds) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, grid: Grid, seed: int, seeds: Seeds
+    ) -> None:
         assert spec.loss_fn is not None, "make_engine refuses a model without a loss"
         self._plan = plan
         super().__init__(
             [_Layer(spec, number, seed) for number in range(spec.num_layers)],
-            num_stages=plan.num_stages,
+            topology=_topology(grid),
             loss_fn=partial(weighted_loss, spec.loss_fn),
             seed_layers=True,
             seed_fn=seeds,
@@ -96,6 +102,13 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
     def layers(self) -> dict[int, nn.Module]:
         """This rank's layers by their number in the whole model."""
         return dict(zip(self._plan.layers_of(self.stage_id), self.forward_funcs))
+
+
+def _topology(grid: Grid) -> ProcessTopology:
+    """Who is where, as DeepSpeed has it: ranks along the last axis are neighbours."""
+    if grid.order == STAGE_REPLICA:
+        return ProcessTopology(["pipe", "data"], [grid.stage, grid.replica])
+    return ProcessTopology(["data", "pipe"], [grid.replica, grid.stage])
 
 
 class StageModel:

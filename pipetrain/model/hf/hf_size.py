@@ -142,6 +142,7 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
             2.0 * logits,
         ),
         parameters_per_layer=(logits, *(each + all_ for each, (all_, _) in zip(mixing, feeding)), logits),
+        width=shape.width,
         # Older versions of transformers left out of the file what was true.
         tied=((0, len(numbers) + 1),) if config.get("tie_word_embeddings", True) else (),
     )

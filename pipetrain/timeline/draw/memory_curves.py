@@ -26,11 +26,11 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
     in_time, still = [], [margin(0, len(curves) * _HEIGHT + 1)]
     for rank, (curve, peak) in enumerate(zip(curves, peaks)):
         base = (rank + 1) * _HEIGHT
-        points = _outline(curve, one.timeline.start, across, base, up)
+        points = _outline(curve, one.start, across, base, up)
         most = size(peak) if in_bytes else f"{peak:g}"
         in_time.append(f'<rect class="idle" x="{LEFT}" y="{base}" width="{width - LEFT - RIGHT}" height="1"/>')
         in_time.append(f'<polygon class="curve" points="{points}"/>')
-        still.append(f'<text class="text" x="16" y="{base - 14}">rank {rank}</text>')
+        still.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
         still.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
     height = len(curves) * _HEIGHT + 8
     return (

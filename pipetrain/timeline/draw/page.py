@@ -12,7 +12,7 @@ from html import escape
 from pipetrain.timeline.draw.memory_curves import held_words, memory_curves
 from pipetrain.timeline.draw.page_looks import SCRIPT, STYLE
 from pipetrain.timeline.draw.rank_table import causes, ranks_table, schedules_table
-from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.svg import HATCH, svg
 from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
@@ -29,11 +29,12 @@ def page(title: str, *parts: str) -> str:
 """
 
 
-def html(*shown: Shown) -> str:
-    """The page for one schedule, or for several on one time scale."""
+def html(*shown: Shown, above: Sequence[str] = ()) -> str:
+    """The page for one schedule, or for several on one time scale, below what is HTML already."""
     names = [one.title for one in shown]
     return page(
         "; ".join(names),
+        *above,
         pictures(shown, names),
         recomputation(shown, names),
         heading("Numbers"),
@@ -58,12 +59,47 @@ def framed(table: Table) -> str:
 def pictures(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """The steps on one time scale, and below them what the ranks held on the same."""
     longest = max(one.step_seconds for one in shown)
-    curves = [
+    return _scrolled(svg(*shown, width=_WIDTH, names=names), *_curves(shown, names, longest))
+
+
+def pictures_of_replicas(above: Sequence[Shown], replicas: Sequence[Shown], names: Sequence[str]) -> str:
+    """As `pictures`, on one time scale: those `above`, and the one of `replicas` that is chosen; `names` of both in turn."""
+    longest = max(one.step_seconds for one in (*above, *replicas))
+    still = [_picture([one], [name], longest) for one, name in zip(above, names)]
+    to_choose = [_picture([one], [name], longest) for one, name in zip(replicas, names[len(above) :], strict=True)]
+    # A pattern in a picture that is hidden is drawn nowhere.
+    patterns = f'<svg width="0" height="0" aria-hidden="true">{HATCH}</svg>'
+    return patterns + _scrolled(*still, *map(of_replica, range(len(replicas)), to_choose))
+
+
+def _picture(shown: Sequence[Shown], names: Sequence[str], longest: float) -> str:
+    return svg(*shown, width=_WIDTH, names=names, seconds=longest) + "\n".join(_curves(shown, names, longest))
+
+
+def _curves(shown: Sequence[Shown], names: Sequence[str], longest: float) -> list[str]:
+    return [
         heading(f"{name} · {held_words(one)}") + memory_curves(one, width=_WIDTH, longest=longest)
         for one, name in zip(shown, names, strict=True)
     ]
+
+
+def _scrolled(*drawn: str) -> str:
     zoom = '<label id="zoom">Stretch the time axis <input type="range" min="0" value="0" step="any"></label>'
-    return "\n".join([zoom, '<div class="scroll">', svg(*shown, width=_WIDTH, names=names), *curves, "</div>"])
+    return "\n".join([zoom, '<div class="scroll">', *drawn, "</div>"])
+
+
+def choice_of_replica(words: Sequence[str], chosen: int) -> str:
+    """What lets the reader choose a replica: `words` are what each is called. Without a script all are there, below each other."""
+    options = "".join(
+        f'<option value="{number}"{" selected" if number == chosen else ""}>{escape(text)}</option>'
+        for number, text in enumerate(words)
+    )
+    return f'<label id="choice">Replica <select autocomplete="off">{options}</select></label>'
+
+
+def of_replica(replica: int, *parts: str) -> str:
+    """HTML that is there while this replica is chosen."""
+    return f'<div data-replica="{replica}">' + "\n".join(parts) + "</div>"
 
 
 def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
@@ -86,7 +122,7 @@ def recompute_words(one: Shown) -> str:
     if sum(exposed) <= 0:
         return f"{words}: no op had to wait for it."
     worst = max(range(len(exposed)), key=exposed.__getitem__)
-    return f"{words}, in which the next op had all its inputs and could not run yet; most on rank {worst}, {number(exposed[worst])} s."
+    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(worst)}, {number(exposed[worst])} s."
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
@@ -97,7 +133,7 @@ def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
     ]
     meanings = {
         "busy": "the rank computed; all columns up to unexplained add up to the step",
-        **causes(),
+        **causes([rank for one in shown for rank in one.breakdown]),
         "R hidden": "recomputation that cost no time: the rank would have waited",
         "R exposed": "recomputation for which the next op had to wait",
         "peak sets": "sets of activations alive at once",

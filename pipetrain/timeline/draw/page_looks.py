@@ -21,14 +21,15 @@ STYLE = (
   dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px } dt { color: var(--faint) }
   dd { margin: 0; max-width: 90ch }
   .table { overflow-x: auto } pre { overflow-x: auto }
-  #zoom { display: none; align-items: center; gap: 8px; color: var(--faint) } #zoom input { width: 240px }
+  #zoom, #choice { display: none; align-items: center; gap: 8px; color: var(--faint) } #zoom input { width: 240px }
   #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
          pointer-events: none; white-space: pre }
 """.replace("$font", _FONT).replace("$fill", LOOKS["recompute"].fill)
     + THEME
 )
 
-# Shows the op under the pointer and fades all that belongs to other microbatches; stretches the time axis.
+# Shows the op under the pointer and fades all that belongs to other microbatches; stretches the time axis; shows the replica that is
+# chosen.
 SCRIPT = (
     f"const LEFT = {LEFT}, RIGHT = {RIGHT}, CHARACTER = {CHARACTER}, SPARE = {SPARE};"
     """
@@ -103,6 +104,16 @@ SCRIPT = (
     document.getElementById('zoom').style.display = zoom.max > 0.5 ? 'flex' : 'none';
     zoom.addEventListener('input', draw); scroll.addEventListener('scroll', follow); addEventListener('resize', draw);
     draw();
+  }
+
+  const choice = document.querySelector('#choice select');
+  if (choice) {
+    const choose = () => {
+      for (const one of document.querySelectorAll('[data-replica]')) one.hidden = one.dataset.replica !== choice.value;
+    };
+    document.getElementById('choice').style.display = 'flex';
+    choice.addEventListener('change', choose);
+    choose();
   }
 """
 )

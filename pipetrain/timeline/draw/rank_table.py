@@ -12,6 +12,7 @@ from pipetrain.timeline.shown import Shown
 _CAUSES = {
     "fill": ("fill_seconds", "before the rank's first op"),
     "drain": ("drain_seconds", "after its last op"),
+    "reduce": ("reduce_exposed_seconds", "after the last op of any rank, for its gradients to be added up"),
     "wait F": ("wait_activation_seconds", "for an activation from the stage before"),
     "wait B": ("wait_gradient_seconds", "for a gradient from the stage after"),
     "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
@@ -51,12 +52,13 @@ def _facts(one: Shown) -> list[str]:
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    head = ["rank", "busy", *_CAUSES, "R hidden", "R exposed", "peak sets"]
+    causes = _causes_in(breakdown)
+    head = ["rank", "busy", *causes, "R hidden", "R exposed", "peak sets"]
     rows = [
         [
             str(rank.rank),
             number(rank.busy_seconds),
-            *(number(getattr(rank, field)) for field, _ in _CAUSES.values()),
+            *(number(getattr(rank, field)) for field, _ in causes.values()),
             number(rank.recompute_hidden_seconds),
             number(rank.recompute_exposed_seconds),
             number(rank.peak_sets),
@@ -66,6 +68,12 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     return Table(head, rows)
 
 
-def causes() -> dict[str, str]:
+def causes(breakdown: Sequence[RankBreakdown]) -> dict[str, str]:
     """What the columns between `busy` and `R hidden` count: the bubble, by why nothing ran."""
-    return {head: words for head, (_, words) in _CAUSES.items()}
+    return {head: words for head, (_, words) in _causes_in(breakdown).items()}
+
+
+def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str]]:
+    """All, but where no step ended with gradients that were added up, not that one."""
+    reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
+    return {head: cause for head, cause in _CAUSES.items() if head != "reduce" or reduces}

@@ -19,17 +19,17 @@ CHARACTER, SPARE = 6.6, 3.0  # the width of one in a name, and what a box must b
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
 _TEXT = """font-family="ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13\""""
-_HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
-def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
+def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: float | None = None) -> str:
     """One picture of one schedule, or of several below each other on one time scale.
 
-    `names`: what stands above them, if not their titles. What lies on the time axis is in groups of class `time`, which a
+    `names`: what stands above them, if not their titles. `seconds` is what the width stands for, if not the longest of them. What lies on the time axis is in groups of class `time`, which a
     page may stretch; what does not is in groups of class `still`.
     """
-    longest = max(one.step_seconds for one in shown)
+    longest = max(one.step_seconds for one in shown) if seconds is None else seconds
     pieces, top = [], _MARGIN
     for one, name in zip(shown, names or [one.title for one in shown], strict=True):
         pieces.append(_panel(one, name, top, width, longest))
@@ -41,7 +41,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_TEXT} role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
-            _HATCH,
+            HATCH,
             *pieces,
             f'<g class="still">{_legend(shown, height - 14)}</g>',
             "</svg>\n",
@@ -71,15 +71,15 @@ def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
     scale = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
     ranks = range(one.schedule.num_ranks)
-    rows = [_Row(one.timeline.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
+    rows = [_Row(one.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
     bottom = top + _HEAD + len(rows) * (_ROW + _GAP)
     in_time = [_axis(one, bottom, scale)]
     for rank, row in enumerate(rows):
-        x, length = row.across(one.timeline.start, one.timeline.end)
+        x, length = row.across(one.start, one.end)
         in_time.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
         in_time += _boxes(one, rank, row, several)
     labels = [
-        f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">rank {rank}</text>'
+        f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">{one.rank_name(rank)}</text>'
         for rank, row in enumerate(rows)
     ]
     still = [_heading(one, name, top), margin(top + _HEAD - _GAP, bottom - top - _HEAD), *labels]
@@ -118,6 +118,8 @@ def _heading(one: Shown, name: str, top: int) -> str:
     if recompute > 0:
         hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
         facts.append(f"recompute hidden {number(hidden)} of {number(recompute)} s")
+    if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
+        facts.append(f"reduce exposed {number(reducing)} s")
     facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
     return (
         f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
+from pipetrain.schedule.kinds import REDUCING
 from pipetrain.schedule.op import Kind, Lane
 from pipetrain.timeline.draw.palette import Looks, drawn_kinds, looks_of
 
@@ -26,7 +27,8 @@ def staircase(
 ) -> str:
     """The computing ops of a timeline, never wider than `width` columns.
 
-    `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble. With
+    `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble, `%` one in which
+    gradients are added up. With
     `colour`, in ANSI colours. `seconds` is what the width stands for, if not this step: the longest of several steps puts
     them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R.
     """
@@ -41,6 +43,9 @@ def staircase(
         events = [event for event in computing if event.rank == rank]
         for number, row in enumerate(_rows(events)):
             cells = _cells(row, timeline.start, span, columns)
+            if number == 0:
+                sums = [event for event in timeline.events if event.rank == rank and event.op.kind in REDUCING]
+                cells = [cell or one for cell, one in zip(cells, _cells(sums, timeline.start, span, columns))]
             lines.append(f"{label if number == 0 else '':<{margin}}{_drawn(cells, names_stage, colour)}")
     return "\n".join(lines)
 
@@ -48,7 +53,7 @@ def staircase(
 def legend(kinds: Iterable[Kind], *, colour: bool = False) -> str:
     """What the letters of `kinds` stand for, in one line."""
     words = [
-        f"{_painted(kind.value + looks.character, looks, colour)} {looks.word}"
+        f"{_painted((kind.value if kind.computes else looks.character) + looks.character, looks, colour)} {looks.word}"
         for kind, looks in drawn_kinds(kinds).items()
     ]
     return "  ".join([*words, ". idle"])
@@ -112,13 +117,15 @@ def _drawn(cells: Sequence[OpEvent | None], names_stage: bool, colour: bool) -> 
 
 def _block(event: OpEvent, columns: int, names_stage: bool, colour: bool) -> str:
     kind, name = event.op.kind, _name(event, names_stage)
-    if len(name) > columns:
+    if len(name) > columns and kind.computes:
         name = kind.value
     looks = looks_of(kind)
     return _painted(name.ljust(columns, " " if colour else looks.character), looks, colour)
 
 
 def _name(event: OpEvent, names_stage: bool) -> str:
+    if not event.op.kind.computes:
+        return ""
     return str(event.op) if names_stage else str(event.op).removeprefix(str(event.op.stage))
 
 

@@ -1,0 +1,289 @@
+"""The mesh of a run: where each rank stands, and what it holds and sends in a step. Computed before anything runs.
+
+             place 0   place 1
+    replica 0  rank 0 -> rank 1       -> activations, and gradients back, microbatch by microbatch
+                 |         |          |  gradients of a stage, added up over the replicas
+    replica 1  rank 2 -> rank 3
+
+What is counted are the messages of the schedule and the bytes in them: of each end as it is sent, of an adding up what each rank
+gives to it. A library may move more: a ring moves 2 (n - 1) / n of it from each of n ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipetrain.group.coordinates import Coordinates, Grid
+from pipetrain.plan.plan import Plan
+from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.rank_place import RankPlace
+
+Shapes = Sequence[Sequence[int]]
+
+ACTIVATIONS, GRADIENTS, REDUCE, SHARED, UPDATES = "activations", "gradients", "reduce", "shared", "updates"
+MESSAGES = {
+    ACTIVATIONS: "sent to the next stage",
+    GRADIENTS: "sent to the stage before",
+    REDUCE: "gradients added up over the replicas",
+    SHARED: "gradients of parameters that two stages share, added up over both and the replicas",
+    UPDATES: "weights from the replica that updates them (parallel.zero=1)",
+}
+
+
+@dataclass(frozen=True)
+class NumberBytes:
+    """Bytes of one number: of a weight, its gradient, all that the optimizer keeps for it, and of what goes from stage to stage."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+    boundary: int
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What the model is, as far as it is known: per layer its parameters, and their shapes; numbers of a token between layers.
+
+    `tied` are pairs of layers that share a parameter: all that the smaller of the two has, as a head its embedding's. `tokens[i]` are
+    those of microbatch i of the step, of all replicas in turn.
+    """
+
+    parameters: tuple[int, ...] | None = None
+    shapes: tuple[Shapes, ...] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
+    width: int | None = None
+    tokens: tuple[int, ...] | None = None
+    number_bytes: NumberBytes | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Messages of one kind in a step: how many, and the bytes of all of them; None: not known."""
+
+    number: int | None
+    num_bytes: int | None
+
+
+@dataclass(frozen=True)
+class MeshRank:
+    """One rank. Bytes are those of its stages; None: not known. `optimizer_bytes` with parallel.zero=1 are its share."""
+
+    rank: int
+    node: int
+    replica: int
+    place: int
+    stages: tuple[int, ...]
+    parameters: int | None
+    weight_bytes: int | None
+    gradient_bytes: int | None
+    optimizer_bytes: int | None
+    sent: dict[str, Sent]  # by kind, of those in `MESSAGES` that there are
+
+
+@dataclass(frozen=True)
+class MeshEdge:
+    """What one rank sends another in a step."""
+
+    sender: int
+    receiver: int
+    sent: dict[str, Sent]
+    crosses_nodes: bool
+
+
+@dataclass(frozen=True)
+class ReduceGroup:
+    """Ranks that add up gradients with each other: those of one place in all replicas."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    sent: Sent  # by each of them
+    crosses_nodes: bool
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks, in their order; what goes from one to another, and what is added up by whom."""
+
+    grid: Grid
+    ranks_per_node: int
+    ranks: tuple[MeshRank, ...]
+    edges: tuple[MeshEdge, ...]
+    groups: tuple[ReduceGroup, ...]
+    zero: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.ranks[-1].node + 1
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        return tuple(RankPlace(one.rank, one.replica, one.place, one.stages) for one in self.ranks)
+
+    def rank_at(self, replica: int, place: int) -> MeshRank:
+        return self.ranks[self.grid.rank_of(Coordinates(replica, place, 0))]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain lists and numbers; lists of ranks are in their order."""
+        return asdict(self)
+
+
+def rank_places(plan: Plan, grid: Grid) -> tuple[RankPlace, ...]:
+    """Who each rank of the run is, in their order."""
+    found = []
+    for rank in range(grid.size):
+        at = grid.coordinates_of(rank)
+        found.append(RankPlace(rank, at.replica, at.stage, plan.stages_of(at.stage)))
+    return tuple(found)
+
+
+def mesh_of(
+    plan: Plan, schedule: Schedule, grid: Grid, *, ranks_per_node: int, model: Holds = Holds(), zero: int = 0
+) -> Mesh:
+    """The mesh of `schedule`, which each replica runs, on the ranks of `grid`. What `model` does not tell stays None."""
+    made = _Maker(plan, schedule, grid, ranks_per_node, model, zero)
+    return Mesh(
+        grid=grid,
+        ranks_per_node=ranks_per_node,
+        ranks=tuple(map(made.rank, rank_places(plan, grid))),
+        edges=tuple(made.edges()),
+        groups=tuple(made.groups()),
+        zero=zero,
+    )
+
+
+def shares_of(shapes: Shapes, num_shares: int) -> list[list[int]]:
+    """The sizes of the parameters that each of `num_shares` replicas updates where whole ones are shared out, as torch's
+    `ZeroRedundancyOptimizer` does: matrices, then the others, the largest first, each to whoever has least."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    for group in ([shape for shape in shapes if len(shape) > 1], [shape for shape in shapes if len(shape) <= 1]):
+        for size in sorted(map(math.prod, group), reverse=True):
+            min(shares, key=sum).append(size)
+    return shares
+
+
+@dataclass(frozen=True)
+class _Maker:
+    plan: Plan
+    schedule: Schedule
+    grid: Grid
+    ranks_per_node: int
+    model: Holds
+    zero: int
+
+    def rank(self, where: RankPlace) -> MeshRank:
+        parameters = self._parameters(where.stages)
+        return MeshRank(
+            rank=where.rank,
+            node=self._node(where.rank),
+            replica=where.replica,
+            place=where.place,
+            stages=where.stages,
+            parameters=parameters,
+            weight_bytes=self._bytes(parameters, "weight"),
+            gradient_bytes=self._bytes(parameters, "gradient"),
+            optimizer_bytes=self._bytes(self._updated(where, parameters), "optimizer"),
+            sent=self._sent(where, parameters),
+        )
+
+    def edges(self) -> Iterable[MeshEdge]:
+        for where in rank_places(self.plan, self.grid):
+            to: dict[int, list[Op]] = {}
+            for op in self.schedule.lane(where.place, Lane.SEND):
+                to.setdefault(self.schedule.stage_ranks[partner_of(op).stage], []).append(op)
+            for place, ops in sorted(to.items()):
+                receiver = self.grid.rank_of(Coordinates(where.replica, place, 0))
+                crosses = self._node(where.rank) != self._node(receiver)
+                yield MeshEdge(where.rank, receiver, self._messages(ops, where.replica), crosses)
+
+    def groups(self) -> Iterable[ReduceGroup]:
+        for place in range(self.grid.stage):
+            sent = self._reduced(place)
+            if sent is not None:
+                ranks = self.grid.ranks_of_stage(self.grid.rank_of(Coordinates(0, place, 0)))
+                crosses = len({self._node(rank) for rank in ranks}) > 1
+                yield ReduceGroup(ranks, self.plan.stages_of(place), sent, crosses)
+
+    def _node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def _parameters(self, stages: Iterable[int]) -> int | None:
+        """Of these stages of one rank, which has a parameter once that two of them share."""
+        known = self.model.parameters
+        if known is None:
+            return None
+        layers = self._layers(stages)
+        twice = (min(known[low], known[high]) for low, high in self.model.tied if {low, high} <= layers)
+        return sum(known[layer] for layer in layers) - sum(twice)
+
+    def _shared(self, stages: Iterable[int]) -> int:
+        """Parameters of these stages that other ranks of the replica have, too."""
+        layers, known = self._layers(stages), self.model.parameters or ()
+        return sum(min(known[low], known[high]) for low, high in self.model.tied if len({low, high} & layers) == 1)
+
+    def _layers(self, stages: Iterable[int]) -> set[int]:
+        return {layer for stage in stages for layer in self.plan.layers_of(stage)}
+
+    def _share(self, where: RankPlace) -> list[int] | None:
+        """With ZeRO the sizes of the parameters whose optimizer state the rank holds; None: not known."""
+        if self.model.shapes is None:
+            return None
+        shapes = [shape for layer in sorted(self._layers(where.stages)) for shape in self.model.shapes[layer]]
+        return shares_of(shapes, self.grid.replica)[where.replica]
+
+    def _updated(self, where: RankPlace, parameters: int | None) -> int | None:
+        """Parameters whose optimizer state the rank holds; where their sizes are not known, those of an even share."""
+        if self.zero == 0 or parameters is None:
+            return parameters
+        share = self._share(where)
+        return -(-parameters // self.grid.replica) if share is None else sum(share)
+
+    def _sent(self, where: RankPlace, parameters: int | None) -> dict[str, Sent]:
+        sent = self._messages(self.schedule.lane(where.place, Lane.SEND), where.replica)
+        if (reduced := self._reduced(where.place)) is not None:
+            sent[REDUCE] = reduced
+        shared = [op for op in self.schedule.lane(where.place, Lane.REDUCE) if op.peer is not None]
+        if shared:
+            known = None if parameters is None else self._shared(op.stage for op in shared)
+            sent[SHARED] = Sent(len(shared), self._bytes(known, "gradient"))
+        if self.zero:
+            share, updated = self._share(where), self._updated(where, parameters)
+            sent[UPDATES] = Sent(None if share is None else len(share), self._bytes(updated, "weight"))
+        return sent
+
+    def _messages(self, sends: Iterable[Op], replica: int) -> dict[str, Sent]:
+        numbers, sizes = Counter[str](), Counter[str]()
+        for op in sends:
+            kind = ACTIVATIONS if op.kind.row.direction is Direction.FORWARD else GRADIENTS
+            numbers[kind] += 1
+            sizes[kind] += self._boundary_bytes(replica, op.microbatch or 0) or 0
+        is_known = self._boundary_bytes(replica, 0) is not None
+        return {kind: Sent(number, sizes[kind] if is_known else None) for kind, number in numbers.items()}
+
+    def _boundary_bytes(self, replica: int, microbatch: int) -> int | None:
+        model = self.model
+        if model.width is None or model.tokens is None or model.number_bytes is None:
+            return None
+        number = replica * self.schedule.num_microbatches + microbatch
+        return model.tokens[number] * model.width * model.number_bytes.boundary
+
+    def _reduced(self, place: int) -> Sent | None:
+        """What a rank at `place` gives to the adding up over the replicas."""
+        buckets = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.meets_none]
+        if not buckets:
+            return None
+        stages = {op.stage for op in buckets}
+        whole = self._parameters(stages)
+        alone = None if whole is None else whole - self._shared(stages)
+        return Sent(len(buckets), self._bytes(alone, "gradient"))
+
+    def _bytes(self, number: int | None, of: str) -> int | None:
+        """Of so many weights, or what else `NumberBytes` has."""
+        sizes = self.model.number_bytes
+        return None if number is None or sizes is None else number * int(getattr(sizes, of))

@@ -1,0 +1,191 @@
+"""`phases`: from one configuration to one per phase, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipetrain.config.load import as_yaml, load, read
+from pipetrain.config.phases import batches_before, naming_phase, phase_at, phases_of, steps_of_phases
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import RunConfig
+from pipetrain.config.schema import phase_keys
+from pipetrain.config.together import check_run, with_steps
+from pipetrain.prepare import prepare_phases
+
+THREE = (
+    "phases=[{from:0,recompute:{sets:1}},{from:50,recompute:{mode:inline,segments:sqrt},data:{batch_size:32},"
+    "pipeline:{num_microbatches:4}},{from:120,data:{sequence_length:512}}]"
+)
+
+
+def test_a_run_without_phases_is_one() -> None:
+    (only,) = phases_of(load([]))
+    assert (only.number, only.first_step, only.config) == (0, 1, load([]))
+
+
+def test_each_phase_is_the_run_with_its_own_keys() -> None:
+    config = load([THREE])
+    first, second, third = phases_of(config)
+    assert [phase.number for phase in (first, second, third)] == [0, 1, 2]
+    assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
+    assert first.config == load(["recompute.sets=1"])
+    assert second.config == load(
+        ["recompute.mode=inline", "recompute.segments=sqrt", "data.batch_size=32", "pipeline.num_microbatches=4"]
+    )
+    assert third.config == load(["data.sequence_length=512"])  # and not what the phase before it had
+    assert [phase_at((first, second, third), step).number for step in (1, 50, 51, 120, 121, 999)] == [0, 0, 1, 1, 2, 2]
+    assert [count for _, count in steps_of_phases((first, second, third), 200)] == [50, 70, 80]
+    assert [count for _, count in steps_of_phases((first, second, third), 60)] == [50, 10, 0]
+
+
+def test_keys_may_be_written_with_dots() -> None:
+    config = load(["phases=[{from:0},{from:7,recompute.sets:2,data.batch_size:8}]"])
+    assert phases_of(config)[1].config == load(["recompute.sets=2", "data.batch_size=8"])
+
+
+def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
+    (tmp_path / "config.yaml").write_text(as_yaml(load([THREE])))
+    assert read(tmp_path / "config.yaml") == load([THREE])
+
+
+def test_what_a_phase_may_change() -> None:
+    assert set(phase_keys()) == {
+        "data.batch_size",
+        "data.sequence_length",
+        "pipeline.num_microbatches",
+        *(f"recompute.{key}" for key in vars(RunConfig().recompute)),
+    }
+
+
+MISTAKES = {
+    "5": ["phases=5", "a list of groups of keys, as in [{key: value}"],
+    "[5]": ["phases=[5]", "a list of groups of keys"],
+    "[{recompute:{sets:1}}]": ["phases[0]: it does not say when it begins", "{from: 5000, recompute: {sets: 3}}"],
+    "[{from:10}]": ["phases[0].from=10", "begins with the run", "from: 0"],
+    "[{from:0},{from:9},{from:9}]": ["phases[2].from=9", "phases[1] begins after 9 steps"],
+    "[{from:0},{from:9},{from:5}]": ["phases[2].from=5", "phases[1] begins after 9 steps"],
+    "[{from:0},{from:-1}]": ["phases[1].from=-1", "0 or more"],
+    "[{from:0},{from:1.5}]": ["phases[1].from=1.5", "a number of steps"],
+    "[{from:0},{from:true}]": ["phases[1].from=True", "a number of steps"],
+    "[{from:0},{from:200}]": ["phases[1].from=200", "steps=200"],
+    "[{from:0,optim:{learning_rate:1}}]": ["phases[0].optim.learning_rate", "recompute.*, data.batch_size"],
+    "[{from:0,pipeline:{balance:[3,3]}}]": ["phases[0].pipeline.balance", "layers stay where they are"],
+    "[{from:0,recompute:inline}]": ["phases[0].recompute", "a group"],
+    "[{from:0,recompute:{mod:inline}}]": ["phases[0].recompute.mod", "did you mean 'recompute.mode'"],
+    "[{from:0,data:{batch_size:x}}]": ["phases[0].data.batch_size=x", "an integer"],
+    "[{from:0,hub_token:abc}]": ["hub_token", "a secret"],
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_a_mistake_is_told_in_one_line(given: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_run(load([f"phases={given}"]))
+    message = str(refused.value)
+    assert [part for part in MISTAKES[given] if part not in message] == []
+    assert "\n" not in message
+
+
+def test_a_secret_in_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abcdefghijk")
+    with pytest.raises(ConfigError, match=r"phases\[0\]\.recompute\.mode: holds the value of SOME_API_KEY"):
+        load(["phases=[{from:0,recompute:{mode:abcdefghijk}}]"])
+
+
+# Each phase is prepared ------------------------------------------------------------------------------------------------
+
+
+UNFIT = {
+    "{from:9,pipeline:{num_microbatches:40}}": "phases[1]: pipeline.num_microbatches=40 is more than data.batch_size=16",
+    "{from:9,data:{batch_size:4}}": "phases[1]: pipeline.num_microbatches=8 is more than data.batch_size=4",
+    "{from:9,data:{sequence_length:4096}}": "phases[1]: data.sequence_length=4096 is longer than model.max_sequence_length=1024",
+    "{from:9,recompute:{segments:9}}": "phases[1]: recompute.segments=9: stage 0 has 3 layers",
+    "{from:9,recompute:{sets:0}}": "phases[1]: recompute.sets=0",
+    "{from:9,recompute:{mode:later}}": "phases[1]: recompute.mode=",
+}
+
+
+@pytest.mark.parametrize("given", UNFIT)
+def test_a_phase_that_does_not_fit_is_told_before_anything_starts(given: str) -> None:
+    with pytest.raises(ValueError, match=r"^phases\[1\]: ") as refused:
+        prepare_phases(load([f"phases=[{{from:0}},{given}]"]))
+    assert UNFIT[given] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_layers_stay_where_they_are() -> None:
+    """By their FLOPs, which attention makes depend on the length, the layers of the second phase would be cut otherwise."""
+    options = ["model.num_blocks=9", "model.vocabulary_size=8192", "model.max_sequence_length=100000"]
+    long = "data.sequence_length=100000"
+    alone = prepare_phases(load([*options, long]))[0].run.plan.balance
+    first, second = prepare_phases(load([*options, "phases=[{from:0},{from:5,data:{sequence_length:100000}}]"]))
+    assert first.run.plan.balance == second.run.plan.balance != alone
+
+
+def test_each_phase_has_its_own_schedule() -> None:
+    first, second, third = prepare_phases(load([THREE]))
+    assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
+    assert [phase.run.schedule.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
+    assert [phase.run.plan.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
+    assert [phase.run.schedule.policy.mode.value for phase in (first, second, third)] == [
+        "overlap",
+        "inline",
+        "overlap",
+    ]
+
+
+def test_deepspeed_refuses_phases() -> None:
+    with pytest.raises(ConfigError, match=r"^phases=\[\.\.\.\]: not supported by engine=deepspeed"):
+        check_run(load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "phases=[{from:0}]"]))
+
+
+def test_only_a_run_with_phases_names_them() -> None:
+    with pytest.raises(ValueError, match="^too long$"), naming_phase(phases_of(load([]))[0], load([])):
+        raise ValueError("too long")
+
+
+# Epochs ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [
+        (1.0, 13),  # 4 of 100 samples in each of 10 steps, then 60 % of 50 samples, 10 in a step
+        (1.5, 16),  # 2.5 more steps' worth of 10
+        (2.0, 18),
+    ],
+)
+def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
+    config = replace(
+        load(["data.batch_size=4", "phases=[{from:0},{from:10,data:{batch_size:10,sequence_length:512}}]"]),
+        epochs=epochs,
+    )
+    known = with_steps(config, 100, 50)
+    assert (known.num_steps, known.epochs) == (steps, None)
+
+
+def test_epochs_that_end_before_a_phase_begins() -> None:
+    config = replace(load(["data.batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0)
+    with pytest.raises(ConfigError, match=r"^phases\[1\]\.from=50: the run ends after steps=10"):
+        with_steps(config, 100, 100)
+
+
+# What is behind a run ----------------------------------------------------------------------------------------------------
+
+
+def plain(**values: Any) -> dict[str, Any]:
+    return {"data": {"batch_size": 16, "sequence_length": 256}, **values}
+
+
+def test_the_batches_of_a_run_that_is_behind() -> None:
+    phases = [{"from": 0}, {"from": 5, "recompute": {"sets": 2}}, {"from": 9, "data": {"batch_size": 4}}]
+    assert batches_before(plain(), 100) == [(0, 16, 256)]
+    assert batches_before(plain(phases=phases), 9) == [(0, 16, 256)]  # another policy is no other batch
+    assert batches_before(plain(phases=phases), 10) == [(0, 16, 256), (9, 4, 256)]
+    assert batches_before(plain(phases=[{"from": 0}, {"from": 9, "data.batch_size": 4}]), 10) == [
+        (0, 16, 256),
+        (9, 4, 256),
+    ]

@@ -1,0 +1,292 @@
+"""Gradients are added up over the replicas: which ops, when, in which order, proved, simulated, bounded and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import Oracle
+from random_schedules import Case, cases
+
+from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.check import ScheduleError, check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import order_of_csv, write_csv
+from pipetrain.schedule.kinds import REDUCING, Kind
+from pipetrain.schedule.launches import for_device
+from pipetrain.schedule.make import make_schedule, with_first_backward
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.reduce import gradients_of, with_reduces
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.without import without_microbatches
+from pipetrain.timeline.draw.chrome_trace import chrome_trace
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.terminal import legend, staircase
+from pipetrain.timeline.shown import show_schedule
+
+some = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type: ignore[arg-type]
+
+
+def of_replicas(family: str = "1f1b", num_stages: int = 2, **options: object) -> Schedule:
+    defaults = {"num_microbatches": 3, "num_replicas": 4}
+    return make_schedule(family, num_stages=num_stages, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def reduces(schedule: Schedule) -> list[list[str]]:
+    """Of each rank the reduce lane, each op with what it waits for."""
+    return [
+        [f"{op} <- {' '.join(map(str, schedule.waits.get(op, ())))}".strip() for op in schedule.lane(rank, Lane.REDUCE)]
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+WANTED = {
+    "1f1b": (of_replicas(), [["0REDUCE_GRAD.0 <- 0B2"], ["1REDUCE_GRAD.0 <- 1B2"]]),
+    "gpipe": (of_replicas("gpipe"), [["0REDUCE_GRAD.0 <- 0B2"], ["1REDUCE_GRAD.0 <- 1B2"]]),
+    "auto": (of_replicas("auto"), [["0REDUCE_GRAD.0 <- 0B2"], ["1REDUCE_GRAD.0 <- 1B2"]]),
+    "halves": (of_replicas("zb-h1"), [["0REDUCE_GRAD.0 <- 0W2"], ["1REDUCE_GRAD.0 <- 1W2"]]),
+    "the stage that is done first goes first": (
+        of_replicas("interleaved", 4, num_ranks=2),
+        [
+            ["2REDUCE_GRAD.0 <- 2B2", "0REDUCE_GRAD.0 <- 0B2"],
+            ["3REDUCE_GRAD.0 <- 3B2", "1REDUCE_GRAD.0 <- 1B2"],
+        ],
+    ),
+    "a bucket for each part, the last first": (
+        of_replicas(recompute=THREE_PARTS),
+        [
+            [f"{stage}REDUCE_GRAD.{part} <- {stage}B2.{part}" for part in (2, 1, 0)]
+            for stage in (0, 1)
+        ],
+    ),
+    "a kept set goes back as a whole": (
+        of_replicas(recompute=RecomputePolicy("inline", sets=1, segments=2), num_microbatches=2),  # type: ignore[arg-type]
+        [
+            ["0REDUCE_GRAD.1 <- 0B1.1", "0REDUCE_GRAD.0 <- 0B1.0"],
+            ["1REDUCE_GRAD.1 <- 1B1", "1REDUCE_GRAD.0 <- 1B1"],
+        ],
+    ),
+    "nothing is recomputed, so there are no parts": (
+        of_replicas(recompute=RecomputePolicy("never", segments=2)),  # type: ignore[arg-type]
+        [["0REDUCE_GRAD.0 <- 0B2"], ["1REDUCE_GRAD.0 <- 1B2"]],
+    ),
+    "parameters of two stages, after those of one": (
+        of_replicas(tied=[(0, 1)]),
+        [
+            ["0REDUCE_GRAD.0 <- 0B2", "0REDUCE_GRAD.0>1 <- 0B2"],
+            ["1REDUCE_GRAD.0 <- 1B2", "1REDUCE_GRAD.0>0 <- 1B2"],
+        ],
+    ),
+    "frozen stages": (of_replicas(first_backward=1), [[], ["1REDUCE_GRAD.0 <- 1B2"]]),
+    "forwards only": (of_replicas("inference"), [[], []]),
+    "one replica": (of_replicas(num_replicas=1), [[], []]),
+    "one stage": (of_replicas("gpipe", 1), [["0REDUCE_GRAD.0 <- 0B2"]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_which_ops_and_what_they_wait_for(name: str) -> None:
+    schedule, expected = WANTED[name]
+    check(schedule)
+    assert reduces(schedule) == expected
+    launched = for_device(schedule)
+    check(launched, serial=True)
+    assert reduces(launched) == expected
+
+
+def test_the_spelling() -> None:
+    assert Op.parse("2REDUCE_GRAD.3") == Op(2, Kind.REDUCE_GRAD, None, 3)
+    assert str(Op(2, Kind.REDUCE_GRAD, None, 3)) == "2REDUCE_GRAD.3"
+    assert Op.parse("2REDUCE_GRAD.3").meets_none
+    assert not any(Op.parse(text).meets_none for text in ("2REDUCE_GRAD.3>0", "2SEND_F0", "2B1"))
+
+
+@some
+@given(cases(max_ranks=4, max_microbatches=6), st.data())
+def test_each_bucket_is_added_up_when_it_is_whole_and_in_one_order(case: Case, data: st.DataObject) -> None:
+    """Of any family, mode and number of parts, also where a replica leaves out what another does not."""
+    schedule = case.make()
+    check(schedule)
+    buckets = [op for _, lane, op in schedule.ops() if lane is Lane.REDUCE and op.peer is None]
+    trained = range(schedule.first_backward, schedule.num_stages)
+    counts = {stage: schedule.policy.num_parts(stage) for stage in trained if schedule.num_replicas > 1}
+    assert sorted((op.stage, op.part) for op in buckets) == [(s, part) for s in counts for part in range(counts[s])]
+    ended = {event.op: event.end for event in simulate(schedule, case.costs).events}
+    for rank in range(schedule.num_ranks):
+        own = [op for op in schedule.lane(rank, Lane.REDUCE) if op.peer is None]
+        ready = [max(ended[one] for one in gradients_of(schedule, op)) for op in own]
+        assert ready == sorted(ready), own
+        assert schedule.lane(rank, Lane.REDUCE)[: len(own)] == tuple(own)
+    skipped = data.draw(st.frozensets(st.sampled_from(schedule.microbatches)))
+    if schedule.num_replicas > 1 or len(skipped) < schedule.num_microbatches:
+        rest = without_microbatches(schedule, skipped)
+        check(rest)
+        assert all(rest.lane(rank, Lane.REDUCE) == schedule.lane(rank, Lane.REDUCE) for rank in range(rest.num_ranks))
+        timeline = simulate(rest, case.costs)
+        assert timeline.step_seconds >= bound_of(rest, case.costs) * (1 - 1e-9)
+
+
+def test_replicas_that_leave_out_all() -> None:
+    """The others wait for what it gives: nothing but its REDUCE_GRAD is left, and nothing that they wait for."""
+    rest = without_microbatches(of_replicas(), frozenset({0, 1, 2}))
+    check(rest)
+    Oracle(rest)
+    assert reduces(rest) == [["0REDUCE_GRAD.0 <-"], ["1REDUCE_GRAD.0 <-"]]
+    assert [str(op) for _, _, op in rest.ops()] == ["0REDUCE_GRAD.0", "1REDUCE_GRAD.0"]
+    costs = Costs.spread(2, reduce=[2, 3])
+    assert simulate(rest, costs).step_seconds == 3 == bound_of(rest, costs)
+    with pytest.raises(ValueError, match="some of these, not all"):
+        without_microbatches(of_replicas(num_replicas=1), frozenset({0, 1, 2}))
+
+
+def test_a_schedule_that_was_made_without_a_word_of_replicas() -> None:
+    made = of_replicas(num_replicas=1, recompute=THREE_PARTS)
+    assert with_reduces(made) is made
+    several = with_reduces(made, num_replicas=4)
+    assert several == of_replicas(recompute=THREE_PARTS)
+    assert with_reduces(several, num_replicas=2) == dataclasses.replace(several, num_replicas=2)
+    assert with_reduces(several) == made
+    assert with_reduces(made, ((0, 1),), 4) == of_replicas(recompute=THREE_PARTS, tied=[(0, 1)])
+    assert with_reduces(for_device(made), num_replicas=2).launch_order == ()
+    assert reduces(with_first_backward(several, 1))[0] == []
+
+
+def changed(schedule: Schedule, rank: int, ops: str, waits: dict[str, str] | None = None) -> Schedule:
+    lanes = [dict(lanes) for lanes in schedule.lanes]
+    lanes[rank][Lane.REDUCE] = tuple(map(Op.parse, ops.split()))
+    edited = {Op.parse(op): tuple(map(Op.parse, awaited.split())) for op, awaited in (waits or {}).items()}
+    return dataclasses.replace(schedule, lanes=tuple(lanes), waits={**schedule.waits, **edited})
+
+
+INTERLEAVED = of_replicas("interleaved", 4, num_ranks=2)
+PARTS = of_replicas(recompute=THREE_PARTS)
+BROKEN = {
+    "left out": (changed(of_replicas(), 0, "", {"0REDUCE_GRAD.0": ""}), "0REDUCE_GRAD.0: is missing"),
+    "a part left out": (changed(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.0"), "0REDUCE_GRAD.1: is missing"),
+    "twice": (changed(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands there 2 times"),
+    "a part too many": (changed(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1"), "0REDUCE_GRAD.1: is no bucket of 4 replicas"),
+    "one replica": (dataclasses.replace(of_replicas(), num_replicas=1), "0REDUCE_GRAD.0: there is one replica"),
+    "frozen": (changed(of_replicas(first_backward=1), 0, "0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: is no bucket of 4 replicas"),
+    "other rank": (changed(changed(of_replicas(), 0, ""), 1, "0REDUCE_GRAD.0 1REDUCE_GRAD.0"), "stage 0 lives on rank 0, not on rank 1"),
+    "no bucket": (changed(of_replicas(), 0, "0REDUCE_GRAD"), "0REDUCE_GRAD: is not spelled with a bucket, as 3REDUCE_GRAD.0"),
+    "too early": (changed(of_replicas(), 0, "0REDUCE_GRAD.0", {"0REDUCE_GRAD.0": "0B1"}), "0REDUCE_GRAD.0: does not wait for 0B2"),
+    "a part too early": (changed(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.1 0REDUCE_GRAD.0", {"0REDUCE_GRAD.1": "0B2.2"}), "0REDUCE_GRAD.1: does not wait for 0B2.1"),
+    "first part first": (changed(PARTS, 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1 0REDUCE_GRAD.2"), "0REDUCE_GRAD.0: stands before 0REDUCE_GRAD.1, which"),
+    "first stage first": (changed(INTERLEAVED, 0, "0REDUCE_GRAD.0 2REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands before 2REDUCE_GRAD.0, which"),
+    "a backward waits for the sum": (changed(of_replicas(), 0, "0REDUCE_GRAD.0", {"0B2": "0RECV_B2 0R2 0REDUCE_GRAD.0"}), "0B2: waits for 0REDUCE_GRAD.0, which waits for 0B2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_refused(name: str) -> None:
+    schedule, message = BROKEN[name]
+    with pytest.raises(ScheduleError) as error:
+        check(schedule)
+    assert message in str(error.value)
+
+
+def test_after_microbatches_are_left_out_the_order_is_still_checked_within_a_stage() -> None:
+    rest = without_microbatches(PARTS, frozenset({1}))
+    swapped = changed(rest, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.0 0REDUCE_GRAD.1")
+    with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD\.0: stands before 0REDUCE_GRAD\.1"):
+        check(swapped)
+
+
+def test_number_of_replicas() -> None:
+    with pytest.raises(ValueError, match=r"parallel.num_replicas=0: at least 1"):
+        of_replicas(num_replicas=0)
+
+
+def ends(schedule: Schedule, costs: Costs) -> dict[str, tuple[float, float]]:
+    events = simulate(schedule, costs).events
+    return {str(event.op): (event.start, event.end) for event in events if event.op.kind in REDUCING}
+
+
+def test_what_it_costs() -> None:
+    """GPipe of 2 stages, F 1, B 2: the last B of stage 1 ends at 8, that of stage 0 at 9, and so does the step.
+
+    0  F0 F1 F2 . B0 . B1 . B2          step 12
+    1     F0 B0 F1 B1 F2 B2
+    """
+    never = {"recompute": "never"}
+    alone = of_replicas("gpipe", num_replicas=1, **never)
+    assert simulate(alone, Costs.spread(2)).step_seconds == 12
+    schedule = of_replicas("gpipe", **never)
+    assert ends(schedule, Costs.spread(2, reduce=[0, 2])) == {"0REDUCE_GRAD.0": (12, 12), "1REDUCE_GRAD.0": (10, 12)}
+    hidden = Costs.spread(2, reduce=[0, 2])
+    assert simulate(schedule, hidden).step_seconds == 12 == bound_of(schedule, hidden)
+    blocking = Costs.spread(2, reduce=4)
+    assert ends(schedule, blocking) == {"0REDUCE_GRAD.0": (12, 16), "1REDUCE_GRAD.0": (10, 14)}
+    assert simulate(schedule, blocking).step_seconds == 16 == bound_of(schedule, blocking)
+
+
+def test_parts_hide_all_but_the_last() -> None:
+    """Three equal parts of B=3 and a reduce of 3: each part's second lies under the B of the part before it, but for that of part 0."""
+    schedule = of_replicas("gpipe", 1, num_microbatches=1, recompute=RecomputePolicy("never"))
+    parts = of_replicas(
+        "gpipe",
+        1,
+        num_microbatches=1,
+        recompute=RecomputePolicy("inline", sets=1 / 3, segments=3),  # type: ignore[arg-type]
+    )
+    costs = Costs.spread(1, backward=3, recompute=0, reduce=3)
+    assert simulate(schedule, costs).step_seconds == 1 + 3 + 3
+    assert ends(parts, costs) == {
+        "0REDUCE_GRAD.2": pytest.approx((2, 3)),
+        "0REDUCE_GRAD.1": pytest.approx((3, 4)),
+        "0REDUCE_GRAD.0": pytest.approx((4, 5)),
+    }
+    assert simulate(parts, costs).step_seconds == pytest.approx(5) == bound_of(parts, costs)
+
+
+def test_by_layers_and_one_after_the_other() -> None:
+    """Of 1 and 3 layers the parts take a quarter and three; the lane is one link."""
+    policy = RecomputePolicy("inline", sets=0.5, segments=2, parts=((1, 3),))  # type: ignore[arg-type]
+    schedule = of_replicas("gpipe", 1, num_microbatches=1, recompute=policy)
+    costs = Costs.spread(1, backward=4, recompute=0, reduce=8)
+    assert ends(schedule, costs) == {"0REDUCE_GRAD.1": (4, 10), "0REDUCE_GRAD.0": (10, 12)}
+    assert simulate(schedule, costs).step_seconds == 12 == bound_of(schedule, costs)
+
+
+def test_what_two_stages_share_costs_apart() -> None:
+    schedule = of_replicas("gpipe", tied=[(0, 1)], recompute="never")
+    costs = dataclasses.replace(Costs.spread(2, reduce=2), reduce_shared=(1.0, 5.0))
+    found = ends(schedule, costs)
+    assert found["0REDUCE_GRAD.0"] == (12, 14)
+    assert found["0REDUCE_GRAD.0>1"] == (14, 19)
+    assert simulate(schedule, costs).step_seconds == 19 == bound_of(schedule, costs)
+    assert ends(schedule, Costs.spread(2, reduce=2))["0REDUCE_GRAD.0>1"] == (14, 16)
+
+
+def test_a_file_holds_no_sums_and_whoever_reads_it_makes_them() -> None:
+    text = write_csv(PARTS)
+    assert "REDUCE" not in text
+    spec = ScheduleSpec("1f1b", (0, 1), 3, policy=THREE_PARTS)
+    order = order_of_csv(text, "a file", spec.shape)
+    read = make_schedule(lambda _: order, num_stages=2, num_microbatches=3, recompute=THREE_PARTS, num_replicas=4)
+    assert read.lanes == PARTS.lanes
+
+
+def test_it_is_drawn_where_a_rank_computes_nothing() -> None:
+    """0  F0 F1 F2 . B0 . B1 . B2 and its sum; stage 1 is done earlier."""
+    schedule = of_replicas("gpipe", recompute="never")
+    shown = show_schedule(schedule, Costs.spread(2, reduce=3))
+    assert shown.title == "gpipe, never: 4 replicas of 2 stages x 3 microbatches"
+    rows = staircase(shown.timeline, width=53).splitlines()
+    assert rows == [
+        "rank 0 F0-F1-F2-...B0====...B1====...B2====%%%%%%%%%"[:52],
+        "rank 1 ...F0-B0====F1-B1====F2-B2====%%%%%%%%%......"[:52],
+    ]
+    assert legend([Kind.F, Kind.REDUCE_GRAD]) == "F- forward  %% gradients added up  . idle"
+    assert max(rank.reduce_exposed_seconds for rank in shown.breakdown) == 3
+    picture = svg(shown)
+    assert sum('class="reduce"' in line for line in picture.splitlines()) == 2
+    events = json.loads(chrome_trace(shown.timeline))["traceEvents"]
+    assert {"0REDUCE_GRAD.0", "1REDUCE_GRAD.0"} <= {event["name"] for event in events}

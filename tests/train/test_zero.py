@@ -1,0 +1,223 @@
+"""ZeRO 1: who holds which state, the same updates as without, and runs that go on over another number of replicas."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import NEVER_SECONDS, run_outcomes, run_ranks
+from torch import Tensor, nn
+
+from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.engine.optimizer import Updates, make_optimizer
+from pipetrain.group.failure import PipelineError
+from pipetrain.model.loss import next_token_loss
+from pipetrain.model.spec import make_spec
+from pipetrain.model.weights_dtype import with_weights_in
+from pipetrain.parallel.zero import ShardedOptimizer
+from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
+
+CPU = torch.device("cpu")
+PRECISIONS = {
+    "float32": (torch.float32, "auto"),
+    "masters": (torch.bfloat16, "auto"),
+    "bfloat16": (torch.bfloat16, "off"),
+}
+LARGEST_SHARE = 0.27  # of four replicas
+
+
+def model_in(dtype: torch.dtype) -> nn.Sequential:
+    """A stage: an embedding and two blocks."""
+    config = ModelConfig(num_blocks=2, hidden_size=32, num_heads=2)
+    return nn.Sequential(*with_weights_in(make_spec(config, 64), dtype).build(0, 4, seed=3))
+
+
+def config_of(masters: str) -> OptimConfig:
+    return OptimConfig(learning_rate=1e-3, masters=masters)
+
+
+def train(model: nn.Module, optimizer: Updates, steps: range) -> None:
+    """The same gradients on every rank, as they are after the reduction."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (step + 1)
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(2):
+            ids = torch.randint(0, 64, (2, 17), generator=generator)
+            next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(weight.grad is None for weight in model.parameters())
+
+
+def saved(model: nn.Module, optimizer: Updates) -> Tensors:
+    return {name: value.clone() for name, value in tensors_of(model, optimizer, CPU)[Part.OPTIMIZER].items()}
+
+
+def gathered(own: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
+    """What each rank has, on every rank."""
+    parts: list[Tensors] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, own, group=group)
+    return parts
+
+
+def num_bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])] == []
+
+
+# Shares -----------------------------------------------------------------------------------------------------------------
+
+
+def shares_and_runs_that_go_on(dtype: torch.dtype, masters: str) -> tuple[float, float]:
+    """The largest share of the bytes of the state, and the largest tensor's; all the rest is asserted."""
+    config = config_of(masters)
+    everyone = dist.new_group()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole, model = model_in(dtype), model_in(dtype)
+    plain, shared = make_optimizer(config, whole.parameters()), make_optimizer(config, model.parameters(), everyone)
+    assert isinstance(shared, ShardedOptimizer)
+    for each in ((whole, plain), (model, shared)):
+        train(*each, range(3))
+    assert_same(dict(model.state_dict()), dict(whole.state_dict()))
+    expected, parts = saved(whole, plain), gathered(saved(model, shared), everyone)
+    together = {name: value for part in parts for name, value in part.items()}
+    assert_same(together, expected)
+    assert sum(map(len, parts)) == len(together), "a state is on two ranks"
+    for part in parts:
+        assert {name.rpartition("/")[0] for name in part} != {name.rpartition("/")[0] for name in expected}
+    # On two replicas, and on one, whoever held what before.
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train(whole, plain, range(3, 5))
+    for group in (pairs[dist.get_rank() // 2], None):
+        other = model_in(dtype)
+        optimizer = make_optimizer(config, other.parameters(), group)
+        train(other, optimizer, range(7, 8))  # it has a state of its own by then
+        other.load_state_dict(start)
+        restore_optimizer(other, optimizer, {name: value.clone() for name, value in together.items()})
+        train(other, optimizer, range(3, 5))
+        assert_same(dict(other.state_dict()), dict(whole.state_dict()))
+        own = [saved(other, optimizer)] if group is None else gathered(saved(other, optimizer), group)
+        assert_same({name: value for part in own for name, value in part.items()}, saved(whole, plain))
+    of_weight: dict[str, int] = {}
+    for name, value in expected.items():
+        weight = name.rpartition("/")[0]
+        of_weight[weight] = of_weight.get(weight, 0) + num_bytes({name: value})
+    total = num_bytes(expected)
+    return max(map(num_bytes, parts)) / total, max(of_weight.values()) / total
+
+
+class _Counting(dict[str, Tensor]):
+    """Tensors of a snapshot; `read` are those that were asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def read_names() -> tuple[set[str], set[str]]:
+    model = model_in(torch.float32)
+    optimizer = make_optimizer(config_of("auto"), model.parameters(), dist.new_group())
+    train(model, optimizer, range(1))
+    own = saved(model, optimizer)
+    files = _Counting({name: value for part in gathered(own, dist.group.WORLD) for name, value in part.items()})
+    restore_optimizer(model, optimizer, files)
+    return files.read, set(own)
+
+
+# Edges ------------------------------------------------------------------------------------------------------------------
+
+
+def few_weights() -> None:
+    """One weight and four replicas; then nothing that is trained; then two dtypes."""
+    replicas = dist.new_group()
+    layer, alone = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    alone.load_state_dict(layer.state_dict())
+    dist.broadcast(layer.weight.data, 0)
+    dist.broadcast(alone.weight.data, 0)
+    optimizers = (
+        make_optimizer(config_of("auto"), layer.parameters(), replicas),
+        make_optimizer(config_of("auto"), alone.parameters()),
+    )
+    for one, optimizer in zip((layer, alone), optimizers):
+        one(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(layer.weight, alone.weight)
+    assert bool(optimizers[0].state) == (dist.get_rank() == 0)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    make_optimizer(config_of("auto"), frozen.parameters(), replicas).step()
+    mixed = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parallel\.zero=1: a stage has weights of bfloat16 and float32"):
+        make_optimizer(config_of("auto"), mixed.parameters(), replicas)
+
+
+def on_a_rank() -> tuple[list[tuple[float, float]], tuple[set[str], set[str]]]:
+    """All of it in one process: what torch loads for it takes two seconds."""
+    few_weights()
+    return [shares_and_runs_that_go_on(*precision) for precision in PRECISIONS.values()], read_names()
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks() -> list[tuple[list[tuple[float, float]], tuple[set[str], set[str]]]]:
+    return run_ranks(4, on_a_rank)
+
+
+def test_four_replicas_hold_a_quarter_each(on_four_ranks: Any) -> None:
+    """And all that `shares_and_runs_that_go_on` asserts: updates as without, bit for bit, also of runs that go on as two and as one."""
+    for shares, _ in on_four_ranks:
+        for share, largest in shares:
+            assert 0.25 <= share <= max(LARGEST_SHARE, largest)
+
+
+def test_no_rank_reads_the_state_of_another(on_four_ranks: Any) -> None:
+    for _, (read, own) in on_four_ranks:
+        assert read == own
+
+
+# A replica that does not come ---------------------------------------------------------------------------------------------
+
+
+def one_is_missing(leaves: bool) -> str:
+    """What rank 0 is told where rank 1 ends, or goes on with something else."""
+    replicas = dist.new_group(timeout=timedelta(seconds=NEVER_SECONDS))
+    layer = nn.Linear(64, 64)
+    optimizer = make_optimizer(config_of("auto"), layer.parameters(), replicas)
+    layer(torch.ones(2, 64)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if leaves:
+            os._exit(7)
+        dist.barrier()
+        return ""
+    if not leaves:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), replicas)
+    with pytest.raises(PipelineError) as error:
+        optimizer.step()
+    if not leaves:
+        dist.barrier()
+    return str(error.value)
+
+
+def test_a_replica_that_is_gone_is_named() -> None:
+    first, second = run_outcomes(2, one_is_missing, True)
+    assert second.exit_code == 7
+    assert first.value.startswith("rank 1 is gone: rank 0 lost its connection in the exchange of updated weights"), (
+        first
+    )
+
+
+def test_a_replica_that_does_not_come_is_named() -> None:
+    text, _ = run_ranks(2, one_is_missing, False)
+    assert text.startswith("rank 0 waits for the weights that rank 1 updates (parallel.zero=1)"), text
