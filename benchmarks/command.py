@@ -20,6 +20,7 @@ NAMES = {
     "cost": "what the runtime itself costs per op, and how planning grows",
     "split": "a backward in two halves beside a whole one: time, and what waits between them",
     "generate": "a token over two ranks beside one process",
+    "replicas": "four replicas of two emulated stages: what of adding up gradients a step waits for, beside torch",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.op import Op
 from pipetrain.stage.split_function import SplitFunction
+from pipetrain.transport.gloo import GlooReducer
 
 NUM_SAVED = 16
 _DEVICE = threading.Lock()
@@ -48,6 +50,33 @@ def occupy_device(seconds: float) -> None:
     if seconds > 0:
         with _DEVICE:
             time.sleep(seconds * _pace)
+
+
+def occupy_link(seconds: float) -> None:
+    """Sleep while the rank may compute: its device is free, and the link alone is taken."""
+    if seconds > 0:
+        time.sleep(seconds * _pace)
+
+
+def slow_sums(seconds_of: Callable[[Op], float]) -> None:
+    """From now on each REDUCE_GRAD of this process lasts so much longer than it takes gloo, on the thread on which it runs."""
+    at_once = GlooReducer.reduce
+
+    def reduce(
+        self: GlooReducer,
+        op: Op,
+        tensors: list[Tensor],
+        settle: Callable[[], None],
+        ended: Callable[..., None],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        def settle_late() -> None:
+            occupy_link(seconds_of(op))
+            settle()
+
+        at_once(self, op, tensors, settle_late, ended, ready)
+
+    GlooReducer.reduce = reduce  # type: ignore[method-assign]
 
 
 def _is_wanted(node: Any, place: int) -> bool:

@@ -27,7 +27,7 @@ from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolic
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 
-STAGES_PER_RANK = {"zbv": 2}  # there and back; other families here have one
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # round and round; there and back; other families here have one
 
 
 class Workload(Protocol):
@@ -156,7 +156,7 @@ class Ours:
 
     @property
     def placement(self) -> str:
-        return "v" if self.stages_per_rank > 1 else "loop"
+        return "v" if self.family == "zbv" else "loop"
 
     def schedule(self, workload: Workload) -> Schedule:
         spec = self._spec(workload)
@@ -193,7 +193,7 @@ class Ours:
 class OursRunner:
     """A `Pipeline` on this rank."""
 
-    def __init__(self, system: Ours, workload: Workload) -> None:
+    def __init__(self, system: Ours, workload: Workload, *, num_replicas: int = 1) -> None:
         layers, balance = workload.layers(), _balance(workload, system.stages_per_rank)
         plan = make_plan(
             len(layers),
@@ -202,6 +202,7 @@ class OursRunner:
             num_microbatches=workload.num_microbatches,
             balance=balance,
             placement=system.placement,
+            num_replicas=num_replicas,
         )
         self.pipeline = Pipeline(
             layers,
@@ -244,12 +245,17 @@ class OursRunner:
 # torch.distributed.pipelining -------------------------------------------------------------------------------------
 
 
-_TORCH_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zbv": "ScheduleZBVZeroBubble"}
+_TORCH_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 
 
 @dataclass(frozen=True)
 class TorchPipelining:
-    """`ScheduleGPipe`, `Schedule1F1B` or `ScheduleZBVZeroBubble`, with `torch.utils.checkpoint` around the whole stage or without."""
+    """`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` or `ScheduleZBVZeroBubble`, with `torch.utils.checkpoint` around the whole stage or without."""
 
     family: str
     recomputes: bool
@@ -262,8 +268,8 @@ class TorchPipelining:
     def is_peer(self) -> bool:
         return True
 
-    def start(self, workload: Workload) -> Runner:
-        return _TorchRunner(self, workload)
+    def start(self, workload: Workload) -> TorchRunner:
+        return TorchRunner(self, workload)
 
 
 class _Checkpointed(nn.Module):
@@ -280,12 +286,16 @@ def _boundary(tensor: Tensor, *, wants_gradient: bool) -> Tensor:
     return tensor.requires_grad_(wants_gradient)
 
 
-class _TorchRunner:
-    def __init__(self, system: TorchPipelining, workload: Workload) -> None:
+class TorchRunner:
+    """One schedule of torch on this rank, of those of `group` (default: all)."""
+
+    def __init__(self, system: TorchPipelining, workload: Workload, *, group: dist.ProcessGroup | None = None) -> None:
         pipelining = importlib.import_module("torch.distributed.pipelining")
         per_rank = STAGES_PER_RANK.get(system.family, 1)
         last = workload.num_stages * per_rank - 1
-        numbers = [dist.get_rank(), last - dist.get_rank()][:per_rank]
+        rank = dist.get_rank(group)
+        again = last - rank if system.family == "zbv" else rank + workload.num_stages
+        numbers = [rank, again][:per_rank]
         self._has_first, self._has_last = 0 in numbers, last in numbers
         self._modules: list[nn.Module] = []
         stages = []
@@ -303,6 +313,7 @@ class _TorchRunner:
                     torch.device("cpu"),
                     input_args=(_boundary(workload.stage_input(place), wants_gradient=number > 0),),
                     output_args=(_boundary(workload.stage_output(place), wants_gradient=True),),
+                    group=group,
                 )
             )
         kind = getattr(pipelining, _TORCH_SCHEDULES[system.family])
@@ -320,6 +331,10 @@ class _TorchRunner:
 
     def tensors(self) -> Iterable[Tensor]:
         return _all_tensors(self._modules, self._batch)
+
+    def gradients(self) -> list[Tensor]:
+        parameters = (parameter for module in self._modules for parameter in module.parameters())
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def own_peak_bytes(self) -> int | None:
         return None

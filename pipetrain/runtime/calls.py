@@ -134,6 +134,9 @@ class Calls:
             changes = (header["changes"], header["changes"])
         headers = [header] if self._replicas is None else self._compare(header, kind, what)
         weights, problem = None, next(filter(None, map(_problem_of, headers)), None)
+        if problem is not None and len(headers) > 1:
+            where = next(number for number, one in enumerate(headers) if _problem_of(one))
+            problem += f" (in replica {where})"
         if problem is None and (count is not None or len(headers) > 1):
             weights, problem = _weights_of(headers)
         if problem:

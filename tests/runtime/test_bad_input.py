@@ -95,7 +95,7 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "of inference mode": (made_for_inference(), {}, r"[012].weight was made under torch.inference_mode\(\), so it cannot be trained"),
     "a plan for other ranks": (linears(4), {"plan": make_plan(4, placement=[0, 1, 1, 0])}, r"plan: it is for 2 ranks, and there are 3"),
     "a plan and another balance": (linears(), {"plan": make_plan(3, num_ranks=3), "balance": [1, 2]}, r"balance=\[1, 2\]: the plan says \[1, 1, 1\]"),
-    "a plan of replicas": (linears(), {"plan": make_plan(3, num_ranks=3, num_replicas=2)}, r"num_replicas=2: only one"),
+    "a plan of replicas": (linears(), {"plan": make_plan(3, num_ranks=3, num_replicas=2)}, r"num_replicas=2: 3 ranks make no 2 replicas of equal size"),
     "a schedule of other ranks": (linears(), {"schedule": make_schedule(num_stages=3, placement=[2, 0, 1], num_microbatches=8)}, r"give a plan with its placement too, as in plan=make_plan\(..., placement=\[2, 0, 1\]\)"),
     "a generator of unknown stages": (linears(), {"schedule": of_five_stages}, r"^ValueError: generator of_five_stages, rank 0: 4F0 is of stage 4; allowed are 0 to 2 \(pipeline.num_stages=3\)$"),
     "not a schedule": (linears(), {"schedule": 5}, r"pipeline.schedule=5: give the name of a family, a path"),

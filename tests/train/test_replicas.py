@@ -1,0 +1,215 @@
+"""Runs of several replicas: what is trained, saved and gone on with."""
+
+import json
+import math
+import os
+import pathlib
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+from commands import make_text
+from ranks import run_outcomes, run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipetrain.config.load import load
+from pipetrain.loop.steps import Steps
+from pipetrain.snapshot.weights import read_weights
+from pipetrain.train import main
+from pipetrain.train import train as train_as_rank
+
+STEPS = 8
+RUN = (
+    *(
+        "experiment=smoke",
+        "data=text",
+        "data.path=text",
+        "observe.progress=false",
+        f"steps={STEPS}",
+        "snapshot.every_steps=4",
+    ),
+    *("snapshot.keep_last=9", "pipeline.num_microbatches=2", "model.dropout=0.1", "parallel.check_every_steps=3"),
+)
+TWO_BY_TWO = ("parallel.num_replicas=2", "pipeline.num_stages=2")
+HALF = "resume=whole/snapshots/step-00000004"
+
+
+def train(folder: str, *runs: tuple[str, ...]) -> list[int]:
+    """Exit codes of runs, one after the other, of this rank."""
+    os.chdir(folder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return [main([*RUN, *words]) for words in runs]
+
+
+def lines_of(run: pathlib.Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(run: pathlib.Path, *keys: str) -> list[list[object]]:
+    return [[line[key] for key in keys] for line in lines_of(run)]
+
+
+def weights_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    return dict(read_weights(folder / "weights"))
+
+
+def assert_same_weights(run: pathlib.Path, other: pathlib.Path) -> None:
+    ours, theirs = weights_of(run), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Runs of four ranks: `whole` of two replicas of two stages; from its step 4 on as it was, and on other meshes."""
+    folder = tmp_path_factory.mktemp("replicas")
+    make_text(folder / "text")
+    runs = (
+        ("run_dir=whole", *TWO_BY_TWO),
+        ("run_dir=again", HALF, *TWO_BY_TWO),
+        ("run_dir=zero", HALF, *TWO_BY_TWO, "parallel.zero=1", "parallel.order=stage-replica"),
+        ("run_dir=deep", HALF, "pipeline.num_stages=4", "steps=4"),
+        ("run_dir=wide", HALF, "parallel.num_replicas=auto", "pipeline.num_stages=1", "steps=4"),
+        ("run_dir=wider", HALF, "parallel.num_replicas=4", "pipeline.num_microbatches=1"),
+    )
+    assert run_ranks(4, train, str(folder), *runs) == [[0] * len(runs)] * 4
+    return folder
+
+
+def test_figures_are_those_of_all_replicas(folder: pathlib.Path) -> None:
+    for line in lines_of(folder / "whole"):
+        assert line["tokens"] == line["counted_tokens"] == 8 * 32
+    assert lines_of(folder / "whole")[-1]["tokens_seen"] == STEPS * 8 * 32
+    report = json.loads((folder / "whole" / "report.json").read_text())
+    assert report["tokens_seen"] == STEPS * 8 * 32
+    assert len(list((folder / "whole" / "events").iterdir())) == 4
+
+
+def test_a_run_goes_on_bit_for_bit(folder: pathlib.Path) -> None:
+    assert (
+        figures(folder / "again", "step", "loss", "grad_norm", "tokens_seen")
+        == figures(folder / "whole", "step", "loss", "grad_norm", "tokens_seen")[4:]
+    )
+    assert_same_weights(folder / "again", folder / "whole")
+
+
+def test_it_goes_on_with_its_state_shared_out_over_the_replicas(folder: pathlib.Path) -> None:
+    """ZeRO 1 makes the same updates, and the order of the ranks changes none of them."""
+    assert figures(folder / "zero", "step", "loss") == figures(folder / "whole", "step", "loss")[4:]
+    assert_same_weights(folder / "zero", folder / "whole")
+
+
+def test_other_replicas_and_stages_begin_with_the_same_weights(folder: pathlib.Path) -> None:
+    """They do no step, so what they leave is what they read."""
+    for run in ("deep", "wide"):
+        assert json.loads((folder / run / "plan.json").read_text())["num_replicas"] == {"deep": 1, "wide": 4}[run]
+    assert_same_weights(folder / "deep", folder / "wide")
+    snapshot = folder / "whole" / "snapshots" / "step-00000004" / "weights"
+    saved = {name: value for path in sorted(snapshot.iterdir()) for name, value in load_file(path).items()}
+    ours = weights_of(folder / "deep")
+    assert {name for name in ours if torch.equal(ours[name], saved[name])} == saved.keys()
+
+
+def test_slices_of_a_batch_are_the_same_whoever_takes_them(folder: pathlib.Path) -> None:
+    """Four replicas of one microbatch take the slices of two replicas of two, with the same dropout: seeds are of slices."""
+    ours, theirs = figures(folder / "wider", "loss"), figures(folder / "whole", "loss")[4:]
+    assert [row[0] for row in ours] == pytest.approx([row[0] for row in theirs], abs=1e-5)
+
+
+# A step that cannot be right ------------------------------------------------------------------------------------------
+
+
+def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[str, Tensor]]:
+    """Rank 2, the first of the second replica, has one in step 3; returns its weights after each step of the run."""
+    rank, after, run = torch.distributed.get_rank(), list[dict[str, Tensor]](), Steps.run
+
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+        def look() -> int:
+            after.append({name: value.detach().clone() for name, value in steps.engine.model.named_parameters()})
+            return asked_to_stop()
+
+        if rank == 2:
+            count = [0]
+
+            def spoil(gradient: Tensor) -> Tensor:
+                count[0] += 1
+                return (
+                    gradient * math.inf if 4 < count[0] <= 8 else gradient
+                )  # microbatches of step 3, and of its repetition
+
+            next(iter(steps.engine.model.named_parameters()))[1].register_hook(spoil)
+        return run(steps, look)
+
+    Steps.run = run_watched  # type: ignore[method-assign]
+    assert train(folder, ("run_dir=refused", *TWO_BY_TWO, "guard=skip", "steps=4", "parallel.check_every_steps=1")) == [
+        0
+    ]
+    return after
+
+
+def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> None:
+    ranks = run_ranks(4, with_a_gradient_of_one_replica_that_is_not_finite, str(folder))
+    assert [line["skipped"] for line in lines_of(folder / "refused")] == [False, False, True, False]
+    for after in ranks:
+        assert all(torch.equal(before, after[2][name]) for name, before in after[1].items())
+        assert not all(torch.equal(before, after[3][name]) for name, before in after[2].items())
+    for first, second in ((0, 2), (1, 3)):
+        assert all(torch.equal(value, ranks[second][-1][name]) for name, value in ranks[first][-1].items())
+    incident = json.loads((folder / "refused" / "inspect" / "step-00000003" / "incident.json").read_text())
+    assert (incident["rank"], incident["stage"]) == (2, 0)
+    assert 2 <= incident["microbatch"] < 4  # those of the second replica
+    assert len(incident["microbatch_losses"]) == 4
+    batch = load_file(folder / "refused" / "inspect" / "step-00000003" / "batch.safetensors")
+    assert batch["inputs"].shape == (8, 32)
+
+
+# Ranks that are gone --------------------------------------------------------------------------------------------------
+
+LONG = 25
+PLAIN = (*TWO_BY_TWO, "model.dropout=0", f"steps={LONG}")
+
+
+def killed(folder: str, rank: int, *words: str) -> None:
+    os.environ["PIPETRAIN_FAULTS"] = f"kill rank={rank} op={rank % 2}F1 step=7"
+    os.chdir(folder)
+    train_as_rank(load([*RUN, *words]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """An undisturbed run without dropout."""
+    folder = tmp_path_factory.mktemp("gone")
+    make_text(folder / "text")
+    assert run_ranks(4, train, str(folder), ("run_dir=plain", *PLAIN)) == [[0]] * 4
+    return folder
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [pytest.param(0, marks=pytest.mark.slow), 3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))],
+)
+def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(plain: pathlib.Path, rank: int) -> None:
+    run = f"killed-{rank}"
+    outcomes = run_outcomes(4, killed, str(plain), rank, f"run_dir={run}", *PLAIN)
+    assert outcomes[rank].exit_code == -signal.SIGKILL
+    others = [outcome for outcome in outcomes if outcome.rank != rank]
+    assert all(outcome.error for outcome in others)
+    assert any(f"rank {rank} (replica {rank // 2}, stage {rank % 2})" in str(outcome.error) for outcome in others)
+    assert run_ranks(4, train, str(plain), (f"run_dir={run}", "resume=auto", *PLAIN)) == [[0]] * 4
+    assert figures(plain / run, "step", "loss", "grad_norm") == figures(plain / "plain", "step", "loss", "grad_norm")
+    assert_same_weights(plain / run, plain / "plain")
+
+
+def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) -> None:
+    """Two ranks are left of four, and `auto` is what the user typed: the batches are the same, and so are the losses."""
+    words = ("run_dir=less", *PLAIN, "parallel.num_replicas=auto")
+    run_outcomes(4, killed, str(plain), 2, *words)
+    assert run_ranks(2, train, str(plain), ("resume=auto", *words)) == [[0]] * 2
+    lines = lines_of(plain / "less")
+    assert [line["step"] for line in lines] == list(range(1, LONG + 1))
+    assert [line["tokens_seen"] for line in lines] == [line["tokens_seen"] for line in lines_of(plain / "plain")]
+    ours, theirs = ([row[0] for row in figures(plain / run, "loss")][4:24] for run in ("less", "plain"))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert json.loads((plain / "less" / "plan.json").read_text())["num_replicas"] == 1
