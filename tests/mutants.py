@@ -1199,7 +1199,7 @@ MUTANTS = (
     Mutant(
         "of two neighbours nobody asks which is gone",
         "pipetrain/transport/gloo.py",
-        "        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [*self._others.values()]",
+        "        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [\n            *self._others.values()\n        ]",
         "        return [*self._others.values()]",
         (DATA_PARALLEL, "-k", "lost and 4"),
     ),
