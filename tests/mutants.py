@@ -597,8 +597,8 @@ MUTANTS = (
     Mutant(
         "what a step holds at its end is not looked at",
         "pipetrain/runtime/executor.py",
-        "        self._assert_nothing_is_held()\n",
-        "",
+        "        self._shared.end_step()\n        self._assert_nothing_is_held()\n",
+        "        self._shared.end_step()\n",
         ("tests/runtime/test_nothing_is_held.py", "-k", "is_an_error"),
     ),
     Mutant(
