@@ -62,12 +62,12 @@ class Figures:
 
 
 def run(options: Options) -> Result:
-    preload()
+    preload("pipetrain.engine.which", "pipetrain.prepare", "pipetrain.config.load")
     result = Result("scaling", CLAIM, settings={"model": MODEL})
     rows = []
     for name, overrides in list(CASES.items())[2:3] if options.quick else CASES.items():
         mesh = mesh_of_case(overrides)
-        counted = run_ranks(len(mesh.ranks), count_step, overrides)
+        counted = run_ranks(len(mesh.ranks), count_step, overrides, timeout_seconds=300.0)
         apart = [_apart(computed(rank), found) for rank, found in zip(mesh.ranks, counted)]
         rows += _lines(name, mesh, apart)
         what = f"{name}: most that anything counted differs from what was computed"
