@@ -31,10 +31,11 @@ NAMES = {
 SIGNATURES = {
     "Pipeline": (
         "model loss_fn=None * num_microbatches=8 schedule='gpipe' recompute='overlap' balance='auto' num_stages=None "
-        "stages_per_rank=1 num_replicas=1 plan=None group=None device=None seed=0 count_fn=None timeout_seconds=600.0 "
+        "stages_per_rank=1 num_replicas=1 plan=None mesh=None group=None device=None seed=0 count_fn=None timeout_seconds=600.0 "
         "on_event=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
+    "Pipeline.change": "self * num_microbatches=None schedule=None recompute=None",
     "Pipeline.evaluate": "self inputs=None targets=None",
     "Pipeline.__call__": "self inputs=None",
     "Pipeline.parameters": "self",
@@ -51,11 +52,11 @@ SIGNATURES = {
     "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None",
     "make_schedule": (
         "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
-        "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=()"
+        "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=() num_replicas=1"
     ),
     "RecomputePolicy": (
         "mode=<Mode.OVERLAP: 'overlap'> sets=None keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> selective=() segments=1 "
-        "parts=() verify='first' ahead=None"
+        "parts=() shares=() verify='first' ahead=None"
     ),
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",
