@@ -116,14 +116,14 @@ MUTANTS = (
         "pipetrain/snapshot/state.py",
         "Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of",
         "Part.OPTIMIZER: _share_of",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "state_that"),
     ),
     Mutant(
         "a replica that writes no weights writes them",
         "pipetrain/snapshot/weights.py",
         "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
         "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "written_once"),
     ),
     Mutant(
         "auto leaves ranks over",
