@@ -34,8 +34,10 @@ def _export(arguments: Arguments) -> int:
         raise ValueError(
             f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; its weights are in {folder.weights}"
         )
+    from pipetrain.model.hf.hf_size import check_transformers
     from pipetrain.snapshot.export import check_out, export_model
 
+    check_transformers()
     out = Path(arguments.out).absolute()
     check_out(out)
     plan = read_plan(folder.plan)

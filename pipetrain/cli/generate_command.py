@@ -169,6 +169,9 @@ def _check(asked: Asked) -> None:
 
     if not all(asked.prompts):
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
+    for option, texts in (("--prompt", asked.prompts), ("--system", (asked.system or "",))):
+        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+            raise ValueError(f"{option} has bytes that are no UTF-8: set a UTF-8 locale, or write it in one")
     if asked.num_tokens < 1:
         raise ValueError(f"--tokens={asked.num_tokens}: at least 1 is needed")
     Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)

@@ -146,6 +146,12 @@ class ChatTemplate:
                 )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise SampleRefused(f"the chat template of {self._called} does not take it ({error})") from None
+        for number, message in enumerate(given):
+            if isinstance(parts := message.get("content"), (list, Mapping)) and str(parts) in rendered[0][0]:
+                raise SampleRefused(
+                    f"message {number} has a {type(parts).__name__} as its content, which the chat template of {self._called} writes as Python "
+                    "does: give a text"
+                )
         return rendered
 
 

@@ -179,7 +179,10 @@ class HfTokenizer:
 
     def _marked(self, row: Any, number: int, problems: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
         try:
-            return self._template.render_marked(row)
+            text, spans = self._template.render_marked(row)
+            if half := half_of_a_character(text):
+                raise SampleRefused(half)
+            return text, spans
         except SampleRefused as error:
             problems[number] = str(error)
             return "", []
@@ -229,6 +232,9 @@ class HfTokenizer:
 
 def _text_of(document: Document, number: int, problems: dict[int, str]) -> str:
     if isinstance(document.content, str):
+        if half := half_of_a_character(document.content):
+            problems[number] = half
+            return ""
         return document.content
     assert isinstance(document.content, bytes), "a corpus is of texts or of chats"
     try:
@@ -236,6 +242,15 @@ def _text_of(document: Document, number: int, problems: dict[int, str]) -> str:
     except UnicodeDecodeError as error:
         problems[number] = f"it is not UTF-8 ({error.reason}: {document.content[error.start : error.start + 1]!r})"
         return ""
+
+
+def half_of_a_character(text: str) -> str:
+    """What is wrong with a text that JSON can write and no tokenizer takes; empty: nothing is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"it has half a character (\\u{ord(text[error.start]):04x}, a surrogate alone), which is no text"
+    return ""
 
 
 def _joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -154,6 +155,39 @@ def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -
     assert inputs["attention_mask"][0].tolist() == [1] * 21 + [0] * 11
     assert (targets == 1).sum() == 2
     assert torch.equal(targets >= 0, torch.tensor([[5 <= at <= 7 or 15 <= at <= 18 for at in range(32)]]))
+
+
+PARTS = [{"type": "text", "text": "Hi"}]
+TAKES_PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for p in m.content %}{{ p.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, TAKES_PARTS])
+def test_content_in_parts_is_text_or_refused(template: str, tmp_path: pathlib.Path) -> None:
+    """A template made for texts alone would write a list as Python does, and a model would learn to answer so."""
+    tokenizer = tokenizer_of(tmp_path, template, "all")
+    document = chat([{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}])
+    if template is TAKES_PARTS:
+        assert bracketed(tokenizer, document) == "[<|user|>Hi</s><|assistant|>Hi</s>]"
+        return
+    (problem,) = tokenizer.encode_documents([document]).problems.values()
+    # the first message's text is added to a line end, which jinja refuses by itself
+    assert re.search("does not take it|has a list as its content", problem)
+    answer = chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PARTS}])
+    (problem,) = tokenizer.encode_documents([answer]).problems.values()
+    assert re.search(
+        "message 1 has a list as its content, which the chat template of .* writes as Python does", problem
+    )
+
+
+def test_half_a_character_is_told(tmp_path: pathlib.Path) -> None:
+    """What a JSON string may hold, and no tokenizer takes."""
+    tokenizer = tokenizer_of(tmp_path, MARKED)
+    broken = json.loads(r'"a\ud800b"')
+    for document in (Document(broken, Place(0, 1), 1, False), chat([{"role": "assistant", "content": broken}])):
+        encoded = tokenizer.encode_documents([document])
+        assert encoded.problems == {0: r"it has half a character (\ud800, a surrogate alone), which is no text"}
 
 
 def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: pathlib.Path) -> None:

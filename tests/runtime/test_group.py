@@ -138,7 +138,7 @@ def test_a_transfer_begins_at_once_behind_none_that_waits() -> None:
     wait_for(["first", "second", "third"])
     submit("fourth", lost=True)
     with pytest.raises(PipelineError, match=r"rank 1 is gone: rank 0 lost its connection in fourth \(gone\)"):
-        monitor.wait(lambda: False, lambda: "nothing")
+        monitor.wait(lambda: "fourth" in ended, lambda: "the fourth")
 
 
 def test_what_a_chain_can_carry() -> None:

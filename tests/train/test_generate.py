@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -186,10 +187,26 @@ def test_a_question_is_answered_as_transformers_does(
     )
 
 
+def test_without_transformers_a_line_says_so(
+    chat_run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    run = str(chat_run / "run")
+    for words in (["export", run, f"--out={chat_run / 'out'}"], ["generate", run, "--ranks=1", "--prompt=a"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "transformers" in error
+        assert "not installed" in error
+        assert error.count("\n") == 1
+    assert not (chat_run / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--prompt="], "--prompt is empty"),
+        (["--prompt=a\udcff"], "--prompt has bytes that are no UTF-8"),
         (["--tokens=0"], "--tokens=0: at least 1"),
         (["--temperature=-1"], "temperature=-1"),
         (["--temperature=0", "--top-k=3"], "temperature=0 takes the likeliest"),

@@ -151,6 +151,14 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
 # Of a run's config -------------------------------------------------------------------------------------------------
 
 
+def check_transformers() -> None:
+    """Raises:
+    ValueError: transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
+
+
 def check_hf(config: ModelConfig) -> None:
     """Refuse what is no causal language model of text, here on this machine, whose weights can be trained.
 
@@ -161,8 +169,7 @@ def check_hf(config: ModelConfig) -> None:
         raise ValueError(
             "model=hf needs model.path: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct"
         )
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
+    check_transformers()
     source = _source(config)
     if more := next((key for key in _MORE_THAN_TEXT if source.config.get(key) is not None), None):
         raise ValueError(
