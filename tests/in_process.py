@@ -419,9 +419,9 @@ class InProcessRun:
             copies = [nn.Parameter(torch.tensor(1.5, dtype=torch.float64)) for _ in range(2)]
             if ranks[low] == ranks[high]:
                 copies[1] = copies[0]
-            for stage, copy in zip((low, high), copies):
-                copy.requires_grad_(low >= self.schedule.first_backward)
-                self.layers[stage].shared[str(bucket)] = copy
+            for stage, one in zip((low, high), copies):
+                one.requires_grad_(low >= self.schedule.first_backward)
+                self.layers[stage].shared[str(bucket)] = one
 
     def step(self) -> list[Log]:
         """One step of all ranks; gradients are those of this step alone. Returns what happened in each replica.

@@ -51,10 +51,104 @@ SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", 
 HF_MASKS = "tests/hf/test_masks.py"
 DATA_PARALLEL = "tests/runtime/test_replicas_of_pipeline.py"
 GENERATION = "tests/runtime/test_generation.py"
+PHASES, PHASED, CHANGE = "tests/config/test_phase_keys.py", "tests/data/test_phased.py", "tests/runtime/test_change.py"
+PHASED_RUNS = "tests/train/test_phased_runs.py"
 HF_GENERATION = "tests/hf/test_generate_hf.py"
 SHARES, SNAPSHOT_SHARES = "tests/data/test_shares.py", "tests/snapshot/test_shares_of_replicas.py"
 OVER_REPLICAS, WORLD = "tests/train/test_over_replicas.py", "tests/planner/test_replicas_of_run.py"
 MUTANTS = (
+    Mutant(
+        "a phase goes on with what the one before named",
+        "pipetrain/config/phases.py",
+        "    found = [_phase(number, given, whole) for number, given in enumerate(config.phases)]",
+        "    found = []\n    for number, given in enumerate(config.phases):\n        whole = replace(found[-1].config if found else whole, phases=())\n"
+        "        found.append(_phase(number, given, whole))\n    found = found",
+        (PHASES, "-k", "own_keys"),
+    ),
+    Mutant(
+        "a phase may begin when the one before does",
+        "pipetrain/config/phases.py",
+        "        if phase.first_step <= before.first_step:",
+        "        if phase.first_step < before.first_step:",
+        (PHASES, "-k", "mistake"),
+    ),
+    Mutant(
+        "a phase changes any key",
+        "pipetrain/config/phases.py",
+        "        if path not in phase_keys():",
+        "        if path not in keys():",
+        (PHASES, "-k", "mistake"),
+    ),
+    Mutant(
+        "a phase has a balance of its own",
+        "pipetrain/prepare.py",
+        "        if prepared:\n            own = replace(own, pipeline",
+        "        if not prepared:\n            own = replace(own, pipeline",
+        (PHASES, "-k", "stay"),
+    ),
+    Mutant(
+        "an epoch is counted by the last phase alone",
+        "pipetrain/config/together.py",
+        "        left -= num_steps * batch_size / samples",
+        "        left -= 0 * batch_size / samples",
+        (PHASES, "-k", "epochs"),
+    ),
+    Mutant(
+        "each phase begins its samples anew",
+        "pipetrain/data/phased.py",
+        "            if batches.are_of(like)",
+        "            if batches is like",
+        (PHASED, "-k", "comes_again or come_again"),
+    ),
+    Mutant(
+        "samples of another length are counted as one's own",
+        "pipetrain/data/phased.py",
+        "            if batches.are_of(like)",
+        "            if batches",
+        (PHASED, "-k", "length"),
+    ),
+    Mutant(
+        "what was passed over comes again",
+        "pipetrain/data/phased.py",
+        "for start, end in passed_over)",
+        "for start, end in passed_over[:0])",
+        (PHASED, "-k", "passed_over"),
+    ),
+    Mutant(
+        "a change leaves the stages as they were",
+        "pipetrain/runtime/executor.py",
+        "        self._stages, self._shared = stages, shared",
+        "        self._shared = shared",
+        (CHANGE, "-k", "whatever and 1-False"),
+    ),
+    Mutant(
+        "a change keeps what was agreed on calls",
+        "pipetrain/runtime/runner.py",
+        "        self._calls = Calls(group.chain, plan",
+        "        self._calls = getattr(self, '_calls', None) or Calls(group.chain, plan",
+        (CHANGE, "-k", "whatever and 1-False"),
+    ),
+    Mutant(
+        "a change keeps what was proved",
+        "pipetrain/runtime/runner.py",
+        "        self._proving = Proving(stages, verify)",
+        "        self._proving = getattr(self, '_proving', None) or Proving(stages, verify)",
+        (CHANGE, "-k", "proved"),
+    ),
+    Mutant(
+        "the run goes on by the phase before",
+        "pipetrain/loop/steps.py",
+        "                self.engine.change(phase.plan, phase.schedule)\n",
+        "",
+        (PHASED_RUNS, "-k", "those_of_their_phases"),
+    ),
+    Mutant(
+        "phases behind a run may be others",
+        "pipetrain/snapshot/start.py",
+        "    if was_given != is_given:",
+        "    if was_given and not is_given:",
+        ("tests/snapshot/test_session.py", "-k", "behind"),
+    ),
     Mutant(
         "replicas take slices as if all were of one size",
         "pipetrain/data/share.py",
@@ -116,14 +210,14 @@ MUTANTS = (
         "pipetrain/snapshot/state.py",
         "Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of",
         "Part.OPTIMIZER: _share_of",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "state_that"),
     ),
     Mutant(
         "a replica that writes no weights writes them",
         "pipetrain/snapshot/weights.py",
         "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
         "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "written_once"),
     ),
     Mutant(
         "auto leaves ranks over",
