@@ -3,7 +3,7 @@
 #
 #   NODES=2 RANKS_PER_NODE=2 RENDEZVOUS=node1:29500 launch/multinode.sh pipeline.num_stages=4 run_dir=/shared/runs/mine resume=auto
 #
-#   NODES           machines
+#   NODES           machines; 1:2 goes on with one of two when the other is gone (MAX_RESTARTS, parallel.num_replicas=auto, resume=auto)
 #   RANKS_PER_NODE  ranks on each: its GPUs, or as many as it has cores for
 #   RENDEZVOUS      HOST:PORT where they meet: the name of one of them, which all can reach, and a port that is free there
 #   INTERFACE       network device between them, such as ib0, where it is not the one of the machine's name

@@ -131,9 +131,17 @@ class SpinningRanks:
             from pipetrain.transport import lanes, nccl
 
             def make_edges(
-                store: Store, lanes: Any, monitor: Any, device: Any, ranks: Any, *, communicators: str, **_: Any
+                store: Store,
+                lanes: Any,
+                monitor: Any,
+                device: Any,
+                ranks: Any,
+                *,
+                communicators: str,
+                of_all: Store,
+                **_: Any,
             ) -> Any:
-                return nccl.NcclEdges(store, lanes, monitor, device, ranks, communicators)
+                return nccl.NcclEdges(store, lanes, monitor, device, ranks, communicators, of_all)
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
             put(pipeline, "join_group", self._join_group)

@@ -35,6 +35,7 @@ SIGNATURES = {
         "on_event=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
+    "Pipeline.change": "self * num_microbatches=None schedule=None recompute=None",
     "Pipeline.evaluate": "self inputs=None targets=None",
     "Pipeline.__call__": "self inputs=None",
     "Pipeline.parameters": "self",

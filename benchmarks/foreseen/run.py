@@ -25,7 +25,7 @@ from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage, StageInput
 
-from ..ranks import run_ranks
+from ..ranks import preload, run_ranks
 from ..resident import MODELS, Grown, measure
 from ..result import Options, Result, Table, Target
 
@@ -38,6 +38,7 @@ VOCABULARY = 256
 
 
 def run(options: Options) -> Result:
+    preload()
     result = Result("foreseen", CLAIM, settings={"rounds": options.rounds, "quick": options.quick})
     _foresee_stages(result, options)
     _leave_out_products(result, options)
@@ -83,6 +84,7 @@ class Stages:
     metered_bytes: float
     foreseen_seconds: float
     measured_seconds: float
+    seconds_ratio: float  # of the median round
 
     @property
     def bytes_off(self) -> float:
@@ -90,7 +92,7 @@ class Stages:
 
     @property
     def seconds_off(self) -> float:
-        return self.foreseen_seconds / self.measured_seconds - 1
+        return self.seconds_ratio - 1
 
 
 def _foresee_stages(result: Result, options: Options) -> None:
@@ -135,6 +137,9 @@ def foresee(case: Case, rounds: int, *, steps: int) -> list[Stages]:
             sizes["metered"][0][stage],
             statistics.median(one[stage] for one in seconds["foreseen"]),
             statistics.median(one[stage] for one in seconds["measured"]),
+            statistics.median(
+                one[stage] / other[stage] for one, other in zip(seconds["foreseen"], seconds["measured"])
+            ),
         )
         for stage in range(2)
     ]

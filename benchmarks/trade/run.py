@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipetrain.config.records import ModelConfig
@@ -76,7 +76,7 @@ def run(options: Options) -> Result:
         load = TransformerWorkload(2, num_microbatches=4, sequence_length=32)
     wanted = points(quick=options.quick)
     rows = run_rounds([point.system for point in wanted], load, rounds=options.rounds, steps=1 if options.quick else 3)
-    result = Result("trade", CLAIM, settings={"model": vars(load.model), "rounds": options.rounds})
+    result = Result("trade", CLAIM, settings={"model": asdict(load.model), "rounds": options.rounds})
     result.tables.append(_table(load, wanted, rows))
     result.data = {"rows": [row.to_json() for row in rows]}
     result.targets += targets_of(wanted, rows)

@@ -59,6 +59,13 @@ class _Drill:
     within_seconds: float = MARGIN_SECONDS
     exit_code: int = Exit.FAILED
     resumes: bool = True
+    num_replicas: int = 1
+
+    @property
+    def run(self) -> str:
+        """The folder of its run: no other drill has such a one."""
+        deed, rank = self.fault.split()[:2]
+        return f"{deed}-{rank.removeprefix('rank=')}-of-{self.num_ranks}-{self.num_replicas}"
 
 
 _HANG = rf"rank \d waits .*and nothing came for {TIMEOUT_SECONDS} s.*no word from rank 1; rank 0 waits"
@@ -75,6 +82,32 @@ _DRILLS = (
     _Drill("a rank is killed", 4, "kill rank=2 op=2B1 step=5", _GONE),
     _Drill("a rank is stopped", 4, "stop rank=1 op=1F2 step=5", _HANG, _HANG_SECONDS, resumes=False),
     _Drill("a connection breaks", 4, "drop rank=1 op=1F2 step=5", _GONE, resumes=False),
+    # Two replicas of two stages: a rank at each place.
+    *(
+        _Drill(
+            f"a rank is killed: {where}",
+            4,
+            f"kill rank={rank} op={op} step=5",
+            rf"rank {rank} \({where}\) is gone: rank \d \(replica \d, stage \d\) lost its connection in",
+            num_replicas=2,
+        )
+        for rank, where, op in (
+            (0, "replica 0, stage 0", "0F1"),
+            (1, "replica 0, stage 1", "1B0"),
+            (2, "replica 1, stage 0", "0REDUCE_GRAD.0"),
+            (3, "replica 1, stage 1", "1F1"),
+        )
+    ),
+    _Drill(
+        "a rank is stopped: replica 1, stage 0",
+        4,
+        "stop rank=2 op=0B1 step=5",
+        rf"rank \d \(replica \d, stage \d\) waits .*nothing came for {TIMEOUT_SECONDS} s.*"
+        r"no word from rank 2 \(replica 1, stage 0\); rank 0",
+        _HANG_SECONDS,
+        resumes=False,
+        num_replicas=2,
+    ),
 )
 
 
@@ -130,25 +163,36 @@ class _Ground:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._mark = secrets.token_hex(8)
+        self._whole: dict[int, str] = {}  # by number of replicas, a run that nobody disturbed
 
     def __enter__(self) -> _Ground:
         (self.folder / "text").mkdir()
         for number in range(8):
             words = " ".join(f"stage {number * at % 17} waits" for at in range(1500))
             (self.folder / "text" / f"{number}.txt").write_text(words)
-        done, _ = self.train("whole", 2)
-        if done.returncode != Exit.DONE:
-            raise RuntimeError(f"a run without any fault ended with {done.returncode}: {done.stderr.strip()}")
+        self.whole()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end_all()
 
-    def train(self, run: str, num_ranks: int, *options: str, fault: str = "") -> tuple[Any, float]:
+    def whole(self, num_replicas: int = 1) -> str:
+        """A run that nobody disturbed; of how many stages makes no difference, but each replica adds up a part of a gradient."""
+        if num_replicas not in self._whole:
+            run = self._whole[num_replicas] = f"whole-{num_replicas}"
+            done, _ = self.train(run, 2 * num_replicas, num_replicas=num_replicas)
+            if done.returncode != Exit.DONE:
+                raise RuntimeError(f"a run without any fault ended with {done.returncode}: {done.stderr.strip()}")
+        return self._whole[num_replicas]
+
+    def train(
+        self, run: str, num_ranks: int, *options: str, fault: str = "", num_replicas: int = 1
+    ) -> tuple[Any, float]:
         """A run of the command line to its end, and how long after its last step that was."""
         words = [
             *("experiment=smoke", "data=text", f"data.path={self.folder / 'text'}", "observe.progress=false"),
-            *(f"run_dir={self.folder / run}", f"pipeline.num_stages={num_ranks}", f"timeout_seconds={TIMEOUT_SECONDS}"),
+            *(f"run_dir={self.folder / run}", f"timeout_seconds={TIMEOUT_SECONDS}"),
+            *(f"pipeline.num_stages={num_ranks // num_replicas}", f"parallel.num_replicas={num_replicas}"),
             *(f"steps={STEPS}", "snapshot.every_steps=2", "model.dropout=0.1", *options),
         ]
         hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", VARIABLE)
@@ -184,20 +228,22 @@ class _Ground:
         lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
         return [(line["step"], line["loss"], line["grad_norm"]) for line in map(json.loads, lines)]
 
-    def resume(self, run: str, num_ranks: int, *, says: str = "going on from") -> tuple[str, str | None]:
+    def resume(
+        self, run: str, num_ranks: int, *, says: str = "going on from", num_replicas: int = 1
+    ) -> tuple[str, str | None]:
         """Type the same again with resume=auto: what happened, and what was wrong about it."""
-        done, _ = self.train(run, num_ranks, "resume=auto")
+        done, _ = self.train(run, num_ranks, "resume=auto", num_replicas=num_replicas)
         if done.returncode != Exit.DONE or says not in done.stderr:
             return f"exit code {done.returncode}", f"resume=auto: {_last_line(done.stderr)}"
         (step,) = re.findall(r"going on from \S*step-(\d+)\n", done.stderr)
-        if self.losses(run) != self.losses("whole"):
+        if self.losses(run) != self.losses(self.whole(num_replicas)):
             return f"from step {int(step)}", "the losses are not those of the undisturbed run"
         return f"from step {int(step)}, equal bit for bit", None
 
 
 def _run(one: _Drill, ground: _Ground) -> Result:
-    run = f"{one.fault.split()[0]}-{one.num_ranks}"
-    done, seconds = ground.train(run, one.num_ranks, fault=one.fault)
+    run = one.run
+    done, seconds = ground.train(run, one.num_ranks, fault=one.fault, num_replicas=one.num_replicas)
     message = _last_line(done.stderr)
     problems = []
     if done.returncode != one.exit_code:
@@ -210,10 +256,10 @@ def _run(one: _Drill, ground: _Ground) -> Result:
         problems.append(f"processes are left: {left}")
         ground.end_all()
     resumed = "not needed" if one.exit_code == Exit.DONE else "not tried"
-    if one.exit_code == Exit.DONE and ground.losses(run) != ground.losses("whole"):
+    if one.exit_code == Exit.DONE and ground.losses(run) != ground.losses(ground.whole()):
         problems.append("the losses are not those of the undisturbed run")
     if one.resumes:
-        resumed, problem = ground.resume(run, one.num_ranks)
+        resumed, problem = ground.resume(run, one.num_ranks, num_replicas=one.num_replicas)
         problems += [problem] if problem else []
     ended = seconds if one.exit_code != Exit.DONE else None
     shown = message if one.exit_code != Exit.DONE else ""
@@ -242,7 +288,7 @@ def _harmed(ground: _Ground, name: str, run: str, harm: Callable[[Path], None]) 
     done, _ = ground.train(run, 2, "resume=auto")
     told = [line for line in done.stderr.splitlines() if "set aside" in line]
     good = done.returncode == Exit.DONE and len(told) == 1 and f"going on from {_BEFORE}" in told[0]
-    equal = good and ground.losses(run) == ground.losses("whole")
+    equal = good and ground.losses(run) == ground.losses(ground.whole())
     problem = None if equal else f"exit code {done.returncode}: {_last_line(done.stderr)}"
     resumed = "from step 2, equal bit for bit" if equal else "wrong"
     return Result(name, 2, done.returncode, None, told[0] if told else "", resumed, problem)
@@ -275,7 +321,7 @@ def _full_disk(ground: _Ground) -> Result:
         told = [line for line in done.stderr.splitlines() if "No space left on device" in line]
         good = done.returncode == Exit.DONE and bool(told) and "training goes on" in told[0]
         names = sorted(path.name for path in snapshots.iterdir())
-        untouched = names == [_BEFORE] and ground.losses("full") == ground.losses("whole")
+        untouched = names == [_BEFORE] and ground.losses("full") == ground.losses(ground.whole())
         seen = f"exit code {done.returncode}, snapshots {names}: {_last_line(done.stderr)}"
         return Result(
             fault="the disk is full in a save",

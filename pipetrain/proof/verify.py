@@ -1,7 +1,8 @@
 """Whether pipelines on this machine compute what one process computes: every schedule and mode, bit for bit.
 
 Each case trains some steps as a pipeline over gloo ranks and with `reference_step`, and compares losses, gradients and
-weights. Dropout, microbatches of different sizes and clipping are part of every case.
+weights. Dropout, microbatches of different sizes and clipping are part of every case. Several replicas add up their gradients in
+another order than one process does, so these are compared within rounding; the replicas hold the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.data.batch import Batch
+from pipetrain.group.failure import PipelineError
 from pipetrain.model.spec import ModelSpec, make_spec, spec_of
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
@@ -32,8 +34,12 @@ SEED = 3
 NUM_STEPS = 3
 NUM_MICROBATCHES = 3
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
-RANKS = (1, 2, 3)
-QUICK_RANKS = (2,)
+RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # of all replicas; replicas
+QUICK_RANKS = ((2, 1),)
+WITHIN, WITHIN_AFTER_STEPS = (
+    1e-6,
+    1e-5,
+)  # of several replicas: the norm of a difference over the norm of what it differs from
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Case:
     num_ranks: int
     schedule: str
     mode: str
+    num_replicas: int = 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -77,43 +84,52 @@ def verify(*, quick: bool = False) -> list[Row]:
     Raises:
         RuntimeError: a rank failed.
     """
-    return [row for num_ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(num_ranks)]
+    return [row for ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(*ranks)]
 
 
 def parity_table(rows: list[Row]) -> str:
     """A line per case and a verdict."""
-    cells = [(row.case.model, str(row.case.num_ranks), row.case.schedule, row.case.mode, _result(row)) for row in rows]
+    cells = [(row.case.model, _ranks_told(row.case), row.case.schedule, row.case.mode, _result(row)) for row in rows]
     table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
     wrong = sum(not row.is_equal for row in rows)
-    verdict = f"{len(rows)} cases, {wrong} differ" if wrong else f"{len(rows)} cases, all equal bit for bit"
-    return f"{table.as_text()}\n\n{verdict}"
+    rounded = sum(row.case.num_replicas > 1 for row in rows)
+    of_replicas = f" but {rounded} of several replicas, which are equal within {WITHIN:g}" if rounded else ""
+    right = f"{len(rows)} cases, all equal bit for bit{of_replicas}"
+    return f"{table.as_text()}\n\n{f'{len(rows)} cases, {wrong} differ' if wrong else right}"
+
+
+def _ranks_told(case: Case) -> str:
+    replicas = case.num_replicas
+    return str(case.num_ranks) if replicas == 1 else f"{replicas} x {case.num_ranks // replicas}"
 
 
 def _result(row: Row) -> str:
-    return "equal" if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
+    if row.is_equal:
+        return "equal" if row.case.num_replicas == 1 else f"within {WITHIN:g}"
+    return f"{row.differs} differs by {row.largest_difference:.3g}"
 
 
-def cases(num_ranks: int) -> Iterator[Case]:
+def cases(num_ranks: int, num_replicas: int = 1) -> Iterator[Case]:
     """All models, trainable schedules and modes."""
     for model in _MODELS:
         for schedule in (*FAMILIES, AUTO):
             if schedule != "inference":
                 for mode in Mode:
-                    yield Case(model, num_ranks, schedule, mode.value)
+                    yield Case(model, num_ranks, schedule, mode.value, num_replicas)
 
 
-def _on_ranks(num_ranks: int) -> list[Row]:
+def _on_ranks(num_ranks: int, num_replicas: int = 1) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="pipetrain-verify-") as folder:
-        spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(num_ranks, num_replicas, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
         found = json.loads((Path(folder) / "rows.json").read_text())
-    return [Row(case, *result) for case, result in zip(cases(num_ranks), found)]
+    return [Row(case, *result) for case, result in zip(cases(num_ranks, num_replicas), found)]
 
 
-def _rank(rank: int, num_ranks: int, folder: str) -> None:
+def _rank(rank: int, num_ranks: int, num_replicas: int, folder: str) -> None:
     torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     found = []
-    for case in cases(num_ranks):
+    for case in cases(num_ranks, num_replicas):
         everywhere: list[Any] = [None] * num_ranks
         dist.all_gather_object(everywhere, list(_differences(case)))
         differences = [difference for here in everywhere for difference in here]
@@ -133,11 +149,13 @@ def _differences(case: Case) -> Iterator[tuple[str, float]]:
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
     plan = make_plan(
         spec.num_layers,
-        num_ranks=case.num_ranks,
+        num_ranks=case.num_ranks // case.num_replicas,
         stages_per_rank=case.stages_per_rank,
         num_microbatches=NUM_MICROBATCHES,
+        num_replicas=case.num_replicas,
         placement=case.placement,
     )
+    within, within_after = (0.0, 0.0) if case.num_replicas == 1 else (WITHIN, WITHIN_AFTER_STEPS)
     with Pipeline(
         spec,
         plan=plan,
@@ -149,35 +167,44 @@ def _differences(case: Case) -> Iterator[tuple[str, float]]:
         ours = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         for step in range(NUM_STEPS):
             batch = batch_of(step)
-            loss = pipeline.step(batch.inputs, batch.targets)
+            loss = pipeline.step(*pipeline.own_rows(batch))
             expected = reference_step(
                 whole,
                 spec.loss_fn,
                 batch.inputs,
                 batch.targets,
-                num_microbatches=NUM_MICROBATCHES,
+                num_microbatches=NUM_MICROBATCHES * case.num_replicas,
                 seed=SEED,
                 step=step,
                 count_fn=spec.count_fn,
             )
-            yield from _compare(f"loss of step {step}", loss, expected)
+            # What was trained by the step before differs by rounding, and so does all that follows.
+            limit = within if step == 0 else within_after
+            yield from _compare(f"loss of step {step}", loss, expected, limit)
             for name, parameter in pipeline.named_parameters():
-                yield from _compare(f"gradient of {name} in step {step}", parameter.grad, by_name[name].grad)
+                yield from _compare(f"gradient of {name} in step {step}", parameter.grad, by_name[name].grad, limit)
             pipeline.clip_grad_norm_(0.1)
             nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
         for name, parameter in pipeline.named_parameters():
-            yield from _compare(f"{name} after {NUM_STEPS} steps", parameter, by_name[name])
+            yield from _compare(f"{name} after {NUM_STEPS} steps", parameter, by_name[name], within_after)
+        try:
+            pipeline.check_replicas()
+        except PipelineError as error:
+            yield str(error), float("inf")
 
 
-def _compare(what: str, ours: Tensor | None, theirs: Tensor | None) -> Iterator[tuple[str, float]]:
+def _compare(what: str, ours: Tensor | None, theirs: Tensor | None, within: float = 0.0) -> Iterator[tuple[str, float]]:
+    """`within`: the norm of the difference over the norm of `theirs` may be so much; 0: not a bit may differ."""
     if ours is None or theirs is None:
         if ours is not theirs:
             yield what, float("inf")
     elif not torch.equal(ours, theirs):
-        yield what, float((ours - theirs).abs().max())
+        difference = (ours - theirs).detach()
+        if not within or not difference.norm() <= within * theirs.detach().norm():
+            yield what, float(difference.abs().max())
 
 
 class _Dense(nn.Module):

@@ -82,7 +82,7 @@ def told_of_replicas(state: RunState, plan: Plan, batch_size: int) -> Iterator[s
     was, is_now = state.plan.get("num_replicas", 1), plan.num_replicas
     if was == is_now:
         return
-    text = f"{is_now} replicas, the run had {was}: the batches stay as they are"
+    text = f"{is_now} replica{'s' * (is_now > 1)}, the run had {was}: the batches stay as they are"
     slices, before = is_now * plan.num_microbatches, was * state.plan.get("num_microbatches", plan.num_microbatches)
     if slices < before:
         text += (

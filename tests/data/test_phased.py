@@ -72,9 +72,9 @@ def test_what_was_passed_over_does_not_come_again(went_back: list[tuple[int, int
             step += 1
         passed_over.append((back_to, from_step))
         step = back_to + 1
-    for step in range(step, 12):
-        batch = batches.batch(step, passed_over)
-        assert len(batch.inputs) == len(batches.batch(step).inputs)
+    for rest in range(step, 12):
+        batch = batches.batch(rest, passed_over)
+        assert len(batch.inputs) == len(batches.batch(rest).inputs)
         read.setdefault(batch.inputs.shape[1], []).extend(starts(batch))
     for length, epoch in ((4, 25), (10, 10)):
         first = read[length][:epoch]
@@ -95,7 +95,7 @@ def test_lengths_are_cut_of_what_was_read_once(tmp_path: pathlib.Path) -> None:
     assert short.train.are_of(other.train)
     assert not short.train.are_of(long.train)
     assert len({data.fingerprint for data in (short, other, long)}) == 1
-    with pytest.raises(ValueError, match="data.sequence_length"):
+    with pytest.raises(ValueError, match=r"data\.sequence_length"):
         opened.cut(replace(config, sequence_length=100_000))
 
 

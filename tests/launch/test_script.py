@@ -58,6 +58,20 @@ def test_ranks_on_cpu_cores_ask_for_no_gpu(capsys: pytest.CaptureFixture[str]) -
     assert "export INTERFACE=ib0" in lines
 
 
+def test_replicas_fill_the_machines_that_the_job_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    """A range of nodes stands behind their number, so it is what counts; the script tells the run how many it has become."""
+    lines = dry_run(capsys, "pipeline.num_stages=2", "parallel=replicas", 'cluster.options=["--nodes=1-2"]')
+    assert [line for line in lines if "--nodes=" in line][:2] == ["#SBATCH --nodes=2", "#SBATCH --nodes=1-2"]
+    assert "#SBATCH --gres=gpu:2" in lines
+    assert shlex.split(lines[-1])[3:][-3:] == [
+        "pipeline.num_stages=2",
+        "parallel=replicas",
+        'cluster.options=["--nodes=1-2"]',
+    ]
+    body = (ROOT / "launch" / "slurm.sbatch").read_text()
+    assert 'train "$@" \\\n  cluster.num_nodes="$SLURM_NNODES" cluster.gpus_per_node="$RANKS_PER_NODE"' in body
+
+
 def test_a_job_that_is_not_requeued_does_not_do_it_itself(capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, "cluster.requeue=false", "cluster.max_restarts=5")
     assert "#SBATCH --no-requeue" in lines
@@ -84,6 +98,11 @@ REFUSED = {
     "too many stages": (["pipeline.num_stages=6"], ["num_nodes=2", "gpus_per_node=2", "need 6 ranks", "num_stages=4"]),
     "too few stages": (["pipeline.num_stages=3"], ["make 4 ranks", "need 3 ranks", "num_stages=4"]),
     "interleaved": (["pipeline.stages_per_rank=2"], ["stages_per_rank=2", "need 2 ranks", "num_stages=8"]),
+    "replicas": (
+        ["parallel.num_replicas=3", "pipeline.num_stages=2"],
+        ["make 4 ranks", "parallel.num_replicas=3", "need 6 ranks", "parallel.num_replicas=2"],
+    ),
+    "replicas left over": (["parallel=replicas", "pipeline.num_stages=3"], ["4 ranks are not a multiple of the 3", "start 3 or 6"]),
     "uneven": (["cluster.gpus_per_node=null", "cluster.num_nodes=3"], ["num_nodes=3", "a multiple"]),
     "other snapshot": (["resume=somewhere"], ["resume=somewhere", "resume=auto", "init_from"]),
     "no rendezvous": (["cluster=local"], ["cluster.num_nodes=2", "cluster.rendezvous", "cluster=slurm"]),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from parity_cases import mean_square, rows
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pipetrain.parallel.zero import ShardedOptimizer
 from pipetrain.runtime.losses import LossNotFinite
@@ -156,6 +155,8 @@ def ten_steps(of_torch: bool) -> None:
         assert group is not None
         optimizer: Any
         if of_torch:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # two seconds
+
             optimizer = ZeroRedundancyOptimizer(
                 pipeline.parameters(), torch.optim.SGD, process_group=group, lr=0.1, momentum=0.9
             )
@@ -188,9 +189,13 @@ def ten_steps(of_torch: bool) -> None:
 def on_a_rank() -> None:
     accumulate_and_clip()
     refuse()
-    ten_steps(of_torch=False)
-    ten_steps(of_torch=True)
 
 
 def test_what_comes_after_the_backward() -> None:
     run_ranks(4, on_a_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_ten_steps_with_the_state_over_the_replicas(of_torch: bool) -> None:
+    run_ranks(4, ten_steps, of_torch)

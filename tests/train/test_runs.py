@@ -21,12 +21,12 @@ METRICS = (
     "step loss perplexity lr grad_norm tokens counted_tokens tokens_seen tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
     "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
     "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
-    "communicator_bytes skipped"
+    "communicator_bytes reduce_exposed_seconds skipped"
 )
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
-    "skipped_steps rollbacks stragglers deferred_share perplexity heldout_perplexity tokens_seen counted_tokens_seen"
+    "skipped_steps rollbacks stragglers deferred_share perplexity heldout_perplexity tokens_seen counted_tokens_seen ranks"
 )
 # smoke: two blocks of hidden 32 and MLP 88, samples of 32 tokens, 256 tokens to choose from; B takes two F
 FLOPS_PER_TOKEN = 3 * (2 * (2 * (4 * 32 * 32 + 3 * 32 * 88) + 4 * 32 * 32) + 2 * 256 * 32)
@@ -39,6 +39,7 @@ PER_RANK = [
     "drain_seconds",
     "imbalance_seconds",
     "unexplained_seconds",
+    "reduce_exposed_seconds",
     "peak_activation_bytes",
     "peak_memory_bytes",
 ]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from pipetrain.cli.main import main
 from pipetrain.proof import verify
@@ -22,7 +23,7 @@ def test_every_schedule_that_trains_and_every_mode() -> None:
 
 def test_a_difference_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row(CASE, None, 0.0), Row(CASE, "gradient of 3.weight in step 1", 1e-8)]
-    monkeypatch.setattr(verify, "_on_ranks", lambda _: rows)
+    monkeypatch.setattr(verify, "_on_ranks", lambda *_: rows)
     assert main(["verify", "--quick"]) == 3
     assert "gradient of 3.weight in step 1 differs by 1e-08" in capsys.readouterr().out
     assert main(["verify", "--quick", "--json"]) == 3
@@ -39,10 +40,31 @@ def test_the_last_bit_counts() -> None:
     assert list(verify._compare("x", None, one)) == [("x", float("inf"))]
 
 
+def test_replicas_are_compared_within_rounding_and_no_more() -> None:
+    one = torch.ones(4)
+    assert list(verify._compare("x", one + 9e-7, one, 1e-6)) == []
+    assert list(verify._compare("x", one + 2e-6, one, 1e-6)) == [("x", pytest.approx(2e-6, rel=0.1))]
+    assert list(verify._compare("x", one * float("nan"), one, 1e-6)) != []
+    row = Row(Case("dense", 4, "gpipe", "overlap", 2), None, 0.0)
+    assert "2 x 2" in parity_table([row])
+    assert parity_table([row]).endswith(
+        "1 cases, all equal bit for bit but 1 of several replicas, which are equal within 1e-06"
+    )
+
+
 def test_one_rank_equals_one_process() -> None:
     rows = verify._on_ranks(1)
     assert [row.case for row in rows if not row.is_equal] == []
     assert len(rows) == len(list(cases(1)))
+
+
+def differences_of_two_replicas() -> list[tuple[str, float]]:
+    cases = [Case(model, 2, "1f1b", "overlap", num_replicas=2) for model in ("dense", "transformer")]
+    return [difference for case in cases for difference in verify._differences(case)]
+
+
+def test_two_replicas_equal_one_process() -> None:
+    assert run_ranks(2, differences_of_two_replicas) == [[], []]
 
 
 @pytest.mark.slow

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_runs import accept, batch_of, engine_of
+from deepspeed_runs import config_of as engine_config
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.data.batch import Batch
 from pipetrain.engine.optimizer import Updates, make_optimizer
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import next_token_loss
 from pipetrain.model.spec import make_spec
+from pipetrain.model.trained import Sharded
 from pipetrain.model.weights_dtype import with_weights_in
 from pipetrain.parallel.zero import ShardedOptimizer
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
@@ -27,7 +30,7 @@ PRECISIONS = {
     "masters": (torch.bfloat16, "auto"),
     "bfloat16": (torch.bfloat16, "off"),
 }
-LARGEST_SHARE = 0.27  # of four replicas
+LARGEST_SHARE = {2: 0.51, 4: 0.27}
 
 
 def model_in(dtype: torch.dtype) -> nn.Sequential:
@@ -81,7 +84,7 @@ def shares_and_runs_that_go_on(dtype: torch.dtype, masters: str) -> tuple[float,
     """The largest share of the bytes of the state, and the largest tensor's; all the rest is asserted."""
     config = config_of(masters)
     everyone = dist.new_group()
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pairs = [dist.new_group([rank, rank + 1]) for rank in range(0, dist.get_world_size(), 2)]
     whole, model = model_in(dtype), model_in(dtype)
     plain, shared = make_optimizer(config, whole.parameters()), make_optimizer(config, model.parameters(), everyone)
     assert isinstance(shared, ShardedOptimizer)
@@ -141,7 +144,7 @@ def read_names() -> tuple[set[str], set[str]]:
 
 
 def few_weights() -> None:
-    """One weight and four replicas; then nothing that is trained; then two dtypes."""
+    """One weight and several replicas; then nothing that is trained; then two dtypes."""
     replicas = dist.new_group()
     layer, alone = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
     alone.load_state_dict(layer.state_dict())
@@ -163,27 +166,40 @@ def few_weights() -> None:
         make_optimizer(config_of("auto"), mixed.parameters(), replicas)
 
 
+def an_engine() -> None:
+    """Of replicas of one stage on one rank each; with one replica there is nobody to share with."""
+    for zero in (0, 1):
+        config = engine_config(
+            "parallel.num_replicas=auto", "pipeline.num_stages=1", "pipeline.balance=[5]", f"parallel.zero={zero}"
+        )
+        engine = engine_of(config)
+        batch = Batch(
+            *(torch.tensor_split(leaf, dist.get_world_size())[dist.get_rank()] for leaf in batch_of(config, 1))
+        )
+        engine.step(1, batch, accept)
+        engine.check_replicas()
+        weights = [weight for _, weight in engine.model.named_parameters()]
+        held = [weight in engine.optimizer.state for weight in weights]
+        assert isinstance(engine.optimizer, Sharded) == bool(zero)
+        assert any(held)
+        assert all(held) != bool(zero)
+        engine.close()
+
+
 def on_a_rank() -> tuple[list[tuple[float, float]], tuple[set[str], set[str]]]:
     """All of it in one process: what torch loads for it takes two seconds."""
     few_weights()
+    an_engine()
     return [shares_and_runs_that_go_on(*precision) for precision in PRECISIONS.values()], read_names()
 
 
-@pytest.fixture(scope="module")
-def on_four_ranks() -> list[tuple[list[tuple[float, float]], tuple[set[str], set[str]]]]:
-    return run_ranks(4, on_a_rank)
-
-
-def test_four_replicas_hold_a_quarter_each(on_four_ranks: Any) -> None:
-    """And all that `shares_and_runs_that_go_on` asserts: updates as without, bit for bit, also of runs that go on as two and as one."""
-    for shares, _ in on_four_ranks:
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_replica_holds_its_share(num_replicas: int) -> None:
+    """And all that is asserted in there: updates as without, bit for bit, also of runs that go on as two and as one."""
+    for shares, (read, own) in run_ranks(num_replicas, on_a_rank):
+        assert read == own, "a rank reads the state of another"
         for share, largest in shares:
-            assert 0.25 <= share <= max(LARGEST_SHARE, largest)
-
-
-def test_no_rank_reads_the_state_of_another(on_four_ranks: Any) -> None:
-    for _, (read, own) in on_four_ranks:
-        assert read == own
+            assert 1 / num_replicas <= share <= max(LARGEST_SHARE[num_replicas], largest)
 
 
 # A replica that does not come ---------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ _USUAL = (plain, nothing, nullcontext)
 
 @dataclass(frozen=True)
 class Case:
-    """`slow` is a rank that comes later than the others; `also` is called on each rank after a step."""
+    """`ranks` are those of each of the `replicas`; `slow` is a rank that comes later than the others; `also` is called on each rank after a step."""
 
     schedule: str = "1f1b"
     mode: str = "overlap"
@@ -68,6 +68,7 @@ class Case:
     ahead: int = 2
     selective: str | None = None
     segments: int = 1
+    replicas: int = 1
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -79,13 +80,14 @@ class Case:
             + [f"ahead{self.ahead}"] * (self.ahead != 2)
             + [f"selective-{self.selective}"] * (self.selective is not None)
             + [f"segments{self.segments}"] * (self.segments != 1)
+            + [f"replicas{self.replicas}"] * (self.replicas != 1)
             + ([] if self.slow is None else [f"slow{self.slow}"])
         )
         return "-".join(words)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
-        rows = ROWS * self.microbatches
+        rows = ROWS * self.microbatches * self.replicas
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
@@ -100,7 +102,7 @@ class Played:
 
 def play(case: Case) -> Played:
     """Some steps of a case, with an optimizer, on virtual GPUs."""
-    ranks = VirtualRanks(case.ranks, slow=case.slow)
+    ranks = VirtualRanks(case.ranks * case.replicas, slow=case.slow)
     with tempfile.TemporaryDirectory() as folder:
         recording, values = ranks.run(lambda: _train(case, Path(folder)))
     return Played(recording, [losses for losses, _ in values], [gradients for _, gradients in values])
@@ -119,6 +121,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         placement=case.placement,
         communicators=case.communicators,
         transport_ahead=case.ahead,
+        num_replicas=case.replicas,
     )
     policy = RecomputePolicy(
         case.mode,  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         optimizer = torch.optim.SGD(own, lr=0.1) if own else None
         saver = _saver(pipeline, folder) if case.saves else None
         for step in range(STEPS):
-            inputs, targets = case.batch(step)
+            inputs, targets = pipeline.own_rows(case.batch(step))
             pipeline.zero_grad()
             with case.autocast():
                 losses.append(
@@ -152,7 +155,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
             if optimizer is not None:
                 optimizer.step()
             if saver is not None:
-                saver.save(_state(step + 1, case.ranks), {Part.WEIGHTS: pipeline.state_dict()})
+                saver.save(_state(step + 1, case.ranks * case.replicas), {Part.WEIGHTS: pipeline.state_dict()})
         if saver is not None:
             saver.wait()
     return losses, gradients
@@ -190,9 +193,9 @@ def faults(recording: Recording) -> list[str]:
 
 
 def differences(case: Case, played: Played) -> list[str]:
-    """Where losses or gradients are not those of the plain loop: bit for bit, but where stages share parameters, whose gradients
-    each of them adds up first; there the copies' are equal."""
-    same = _close if case.layers is tied else torch.equal
+    """Where losses or gradients are not those of the plain loop: bit for bit, but where stages share parameters or there are replicas:
+    each of them adds up its own gradients first; there the copies' are equal."""
+    same = _close if case.layers is tied or case.replicas > 1 else torch.equal
     torch.manual_seed(0)
     layers = list(case.layers(case.ranks * case.stages_per_rank * case.segments))
     parameters = nn.Sequential(*layers).parameters()  # one that is shared once
@@ -202,7 +205,8 @@ def differences(case: Case, played: Played) -> list[str]:
         inputs, targets = case.batch(step)
         optimizer.zero_grad()
         with case.autocast():
-            loss = reference_step(layers, case.loss, inputs, targets, num_microbatches=case.microbatches, step=step)
+            m = case.microbatches * case.replicas
+            loss = reference_step(layers, case.loss, inputs, targets, num_microbatches=m, step=step)
         for rank, losses in enumerate(played.losses):
             if not same(losses[step], loss):
                 found.append(f"rank {rank}: the loss of step {step} is {losses[step]} and not {loss}")
@@ -217,6 +221,11 @@ def differences(case: Case, played: Played) -> list[str]:
             )
             if not is_same:
                 found.append(f"rank {rank}: the gradient of {name} differs")
+    for rank, gradients in enumerate(played.gradients):
+        for name, gradient in gradients.items():
+            first = played.gradients[rank % case.ranks][name]
+            if gradient is not None and first is not None and not torch.equal(gradient, first):
+                found.append(f"rank {rank}: the gradient of {name} is not that of replica 0")
     if (
         case.layers is tied
         and len({gradients[SHARED].sum().item() for gradients in played.gradients if SHARED in gradients}) != 1

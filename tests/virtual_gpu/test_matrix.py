@@ -87,6 +87,8 @@ QUICK = [
     Case("1f1b", ranks=3, sets=1, segments=2),
     Case("1f1b", ranks=3, layers=tied),
     Case("interleaved", stages_per_rank=2, layers=tied, also=clips, slow=1),
+    Case("1f1b", replicas=2, layers=dropout),
+    Case("interleaved", stages_per_rank=2, replicas=2, segments=2, also=accumulates),
 ]
 MORE = [
     *(
@@ -115,6 +117,13 @@ MORE = [
         Case("gpipe", ranks=2, stages_per_rank=2, layers=tied),
     ),
     *(Case("1f1b", ranks=3, slow=slow) for slow in range(3)),
+    *(
+        Case(schedule, mode, replicas=2, layers=layers, also=also)
+        for schedule, mode in (("gpipe", "overlap"), ("1f1b", "inline"), ("1f1b", "never"))
+        for layers, also in ((missing_gradients, clips), (batch_norm, evaluates), (frozen_below, accumulates))
+    ),
+    *(Case("1f1b", replicas=2, ranks=3, slow=slow, segments=3) for slow in (0, 4)),
+    *(Case("zb-h1", replicas=2, saves=True), Case("auto", replicas=2, segments=2)),
     *(Case(schedule, last_stage="always", ranks=3) for schedule in ("gpipe", "1f1b")),
     Case("1f1b", ranks=3, communicators="pair"),
     *(

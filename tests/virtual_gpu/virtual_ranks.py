@@ -7,6 +7,7 @@ ones that run everywhere.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from pipetrain.group.coordinates import grid_of
 from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
 from pipetrain.group.group import Group
@@ -36,6 +38,7 @@ from virtual_gpu.virtual_nccl import VirtualGroup, Wires
 
 CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 120.0
+_numbers = itertools.count()
 
 
 class VirtualRanks:
@@ -83,6 +86,11 @@ class VirtualRanks:
         """That of the rank whose thread asks."""
         return self._devices[self._here.rank]
 
+    @property
+    def replica(self) -> int:
+        """That of the rank whose thread asks."""
+        return self._here.replica
+
     # What is put in the place of torch's, and what is written down besides ------------------------------------------
 
     @contextmanager
@@ -117,8 +125,11 @@ class VirtualRanks:
                 put(Pipeline, call, _call(getattr(Pipeline, call), call, self))
             yield
 
-    def _join_group(self, *_: Any, timeout_seconds: float, **__: Any) -> Group:
-        group = Group(self._here.rank, self._num_ranks, CPU, self._store, min(timeout_seconds, TIMEOUT_SECONDS))
+    def _join_group(self, *_: Any, timeout_seconds: float, num_replicas: int, order: str, **__: Any) -> Group:
+        grid = grid_of(self._num_ranks, num_replicas, order)
+        seconds = min(timeout_seconds, TIMEOUT_SECONDS)
+        group = Group(self._here.rank, self._num_ranks, CPU, self._store, seconds, grid=grid)
+        self._here.replica = group.coordinates.replica
         group.monitor.wait = self._passing_on(group.monitor.wait)  # type: ignore[method-assign]
         return group
 
@@ -150,12 +161,20 @@ def nccl_there() -> AbstractContextManager[object]:
 
 
 def _nccl_edges(
-    store: Store, lanes: Lanes, monitor: Monitor, device: Any, stage_ranks: Any, *, communicators: str, **_: Any
+    store: Store,
+    lanes: Lanes,
+    monitor: Monitor,
+    device: Any,
+    stage_ranks: Any,
+    *,
+    communicators: str,
+    of_all: Store,
+    **_: Any,
 ) -> Any:
     """What `make_edges` makes for GPUs."""
     from pipetrain.transport.nccl import NcclEdges
 
-    return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators)
+    return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
 
 
 class _Maker:
@@ -191,7 +210,7 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
 
 def _told(tell: Callable[..., None], ranks: VirtualRanks) -> Any:
     def told(communicator: Any, op: Op, form: Form) -> None:
-        ranks.device.tell((ranks.device.num_calls, op))
+        ranks.device.tell((ranks.replica, ranks.device.num_calls, op))
         tell(communicator, op, form)
 
     return told
@@ -200,7 +219,7 @@ def _told(tell: Callable[..., None], ranks: VirtualRanks) -> Any:
 def _heard(hear: Callable[..., Form], ranks: VirtualRanks) -> Any:
     def heard(communicator: Any, op: Op) -> Form:
         form = hear(communicator, op)
-        ranks.device.hear((ranks.device.num_calls, partner_of(op)))
+        ranks.device.hear((ranks.replica, ranks.device.num_calls, partner_of(op)))
         return form
 
     return heard
@@ -230,12 +249,10 @@ class _Hosts:
         self._queues: dict[tuple[str, int], queue.SimpleQueue[Tensor | None]] = {}
 
     def pair(self, store: Store, name: str, place: int, timeout_seconds: float) -> _HostPair:  # noqa: ARG002
-        # Several pipelines of the same ranks have stores of their own.
-        base = store
-        while hasattr(base, "prefix"):
-            name, base = f"{base.prefix}/{name}", base.underlying_store
+        # Replicas and pipelines have parts of the store of their own; both ends agree there: the first to come has named the pair.
+        number = store.compare_set(f"host pair {name}", "", str(next(_numbers))).decode()
         with self._lock:
-            ways = [self._queues.setdefault((name, sender), queue.SimpleQueue()) for sender in (0, 1)]
+            ways = [self._queues.setdefault((number, sender), queue.SimpleQueue()) for sender in (0, 1)]
         return _HostPair(ways[place], ways[1 - place])
 
 

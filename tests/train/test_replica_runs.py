@@ -5,16 +5,20 @@ import math
 import os
 import pathlib
 import signal
+import socket
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from commands import make_text
+from commands import Process, begin, children_of, end, make_text, wait_until
 from ranks import run_outcomes, run_ranks
+from resumed import num_steps_of
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pipetrain.config.load import load
+from pipetrain.group.failure import PipelineError
 from pipetrain.loop.steps import Steps
 from pipetrain.snapshot.weights import read_weights
 from pipetrain.train import main
@@ -165,6 +169,53 @@ def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> 
     assert batch["inputs"].shape == (8, 32)
 
 
+def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[str]:
+    """As a fault of a machine's memory would; returns what the run ended with, and the snapshots that there are."""
+    rank, run = torch.distributed.get_rank(), Steps.run
+
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+        asked = [0]
+
+        def look() -> int:
+            asked[0] += 1
+            if rank == 1 and asked[0] == 3:
+                next(iter(steps.engine.model.named_parameters()))[1].data.view(-1)[5] += 1e-7
+            return asked_to_stop()
+
+        return run(steps, look)
+
+    Steps.run = run_watched  # type: ignore[method-assign]
+    os.chdir(folder)
+    try:
+        train_as_rank(
+            load(
+                [
+                    *RUN,
+                    "run_dir=differs",
+                    "parallel.num_replicas=2",
+                    "pipeline.num_stages=1",
+                    f"parallel.check_every_steps={every}",
+                ]
+            )
+        )
+    except PipelineError as error:
+        return [str(error), *sorted(path.name for path in pathlib.Path("differs/snapshots").glob("step-*"))]
+    return []
+
+
+@pytest.mark.parametrize(("every", "found"), [("3", 3), ("100", 4)], ids=["in its time", "before a snapshot"])
+def test_replicas_that_differ_end_the_run_before_anything_is_saved(
+    every: str, found: int, tmp_path: pathlib.Path
+) -> None:
+    make_text(tmp_path / "text")
+    for message, *snapshots in run_ranks(2, with_a_weight_that_changes_in_one_replica, str(tmp_path), every):
+        assert f"seen after step {found}" in message
+        assert "rank 0 (replica 0" in message
+        assert "rank 1 (replica 1" in message
+        assert "\n" not in message
+        assert snapshots == []
+
+
 # Ranks that are gone --------------------------------------------------------------------------------------------------
 
 LONG = 25
@@ -213,3 +264,44 @@ def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) ->
     ours, theirs = ([row[0] for row in figures(plain / run, "loss")][4:24] for run in ("less", "plain"))
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert json.loads((plain / "less" / "plan.json").read_text())["num_replicas"] == 1
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_machines_that_are_left(plain: pathlib.Path) -> None:
+    """Two torchruns are two machines with a replica each; one of them is killed, with its ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic", "--monitor-interval=0.1"),
+        "--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=5",
+    ]
+    words = ("run_dir=elastic", "resume=auto", *PLAIN, "parallel.num_replicas=auto", "snapshot.every_steps=2")
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    first, second = (begin(plain, [*launcher, "-m", "pipetrain.train", *RUN, *words], **variables) for _ in range(2))
+    run = plain / "elastic"
+    wait_until(lambda: num_steps_of(run) >= 5, first)
+    assert json.loads((run / "plan.json").read_text())["num_replicas"] == 2
+    lost, left = (first, second) if _hosts(second, port) else (second, first)
+    for pid in (*children_of(lost.pid), lost.pid):
+        os.kill(pid, signal.SIGKILL)
+    code, stderr = end(left)
+    assert code == 0, stderr
+    end(lost)
+    assert "1 replica, the run had 2" in stderr
+    assert json.loads((run / "plan.json").read_text())["num_replicas"] == 1
+    ours, theirs = figures(run, "step", "loss"), figures(plain / "plain", "step", "loss")
+    assert [row[0] for row in ours] == [row[0] for row in theirs]
+    assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], abs=1e-5)
+
+
+def _hosts(process: Process, port: int) -> bool:
+    """Whether it is the torchrun that listens at `port` for the others."""
+    sockets = {os.readlink(link) for link in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()}
+    listening = [
+        line.split() for name in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    return any(
+        row[3] == "0A" and row[1].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in sockets for row in listening[1:]
+    )

@@ -143,7 +143,7 @@ def test_deepspeed_refuses_phases() -> None:
 
 
 def test_only_a_run_with_phases_names_them() -> None:
-    with pytest.raises(ValueError, match="^too long$"), naming_phase(phases_of(load([]))[0], load([])):
+    with pytest.raises(ValueError, match=r"^too long$"), naming_phase(phases_of(load([]))[0], load([])):
         raise ValueError("too long")
 
 

@@ -1,0 +1,102 @@
+"""The benchmark of replicas: what it has each bucket take, what it compares, and a short run to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.command import main
+from benchmarks.ranks import run_ranks
+from benchmarks.replicas.run import (
+    WORKLOAD,
+    Steps,
+    _targets,
+    in_parts,
+    rests_of,
+    simulated_exposed,
+    whole,
+    without_recompute,
+)
+from benchmarks.replicas.sums import Sums, seconds_of
+from benchmarks.systems import TorchPipelining
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Op
+from pipetrain.schedule.simulate import simulate
+
+SUMS = Sums(4, (0.2, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("system", "op", "seconds"),
+    [
+        (whole("1f1b"), "0REDUCE_GRAD.0", 0.2),
+        (whole("1f1b"), "1REDUCE_GRAD.0", 0.4),
+        (in_parts("1f1b"), "1REDUCE_GRAD.3", 0.05),
+        (whole("interleaved"), "3REDUCE_GRAD.0", 0.2),
+        (in_parts("interleaved"), "2REDUCE_GRAD.1", 0.025),
+    ],
+    ids=str,
+)
+def test_what_a_bucket_takes(system, op: str, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    assert seconds_of(Op.parse(op), system.schedule(WORKLOAD), SUMS) == pytest.approx(seconds)
+
+
+def test_what_no_order_hides() -> None:
+    """One bucket of the rank that is done last is exposed whole, of eight one eighth; of two stages on a rank half, less what is beside it."""
+    reduce = WORKLOAD.backward_seconds
+    for family in ("gpipe", "1f1b"):
+        assert simulated_exposed(whole(family), WORKLOAD) / reduce == pytest.approx(1)
+        assert simulated_exposed(in_parts(family), WORKLOAD) / reduce == pytest.approx(1 / 8)
+    assert simulated_exposed(whole("interleaved"), WORKLOAD) / reduce == pytest.approx(1 / 2)
+
+
+def test_from_a_rank_s_last_backward_to_the_end_of_the_step() -> None:
+    timeline = simulate(make_schedule("1f1b", num_stages=2, num_microbatches=4, recompute="never"), Costs.spread(2))
+    assert rests_of(timeline) == (0, 2)
+
+
+def test_what_is_promised_of_rounds() -> None:
+    """A tenth of the reduce beyond the least is too much, a fiftieth is not."""
+    reduce = WORKLOAD.backward_seconds
+    rows = [
+        Steps(whole("1f1b"), [2.0], [2.0 + reduce], [[2 + 1.02 * reduce], [2 + 0.1 * reduce]], [(0.0, reduce)]),
+        Steps(in_parts("1f1b"), [2.2], [2.2 + 0.3 * reduce]),
+        Steps(without_recompute("1f1b"), [1.5], [1.5 + reduce]),
+        Steps(TorchPipelining("1f1b", True), [], [2.2]),
+        Steps(TorchPipelining("1f1b", False), [], [1.7]),
+    ]
+    held = {target.what.split("pipetrain 1f1b ")[1]: target.met for target in _targets(rows, WORKLOAD)}
+    assert held == {
+        "overlap, a bucket per stage: exposed of stage 0 over the least, as a part of the reduce": True,
+        "overlap, a bucket per stage: exposed of stage 1 over the least, as a part of the reduce": False,
+        "overlap, a bucket per stage / torch 1f1b recompute, then an all-reduce": True,
+        "overlap, a bucket per part: exposed, as a part of a blocking reduce": False,
+        "overlap, a bucket per part / torch 1f1b recompute, then an all-reduce": False,
+        "never, a bucket per stage / torch 1f1b no recompute, then an all-reduce": True,
+    }
+
+
+def _world() -> tuple[int, int, str]:
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
+
+
+def test_worlds_side_by_side() -> None:
+    assert run_ranks(4, _world, num_worlds=2) == [(0, 2, "0"), (1, 2, "1"), (0, 2, "0"), (1, 2, "1")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_short_run(tmp_path: Path) -> None:
+    assert main(["replicas", "--quick", f"--out={tmp_path}"]) == 0
+    written = json.loads((tmp_path / "replicas.json").read_text())
+    assert [row["name"] for row in written["measured"]["rows"]][:2] == [
+        "pipetrain 1f1b overlap, a bucket per stage",
+        "pipetrain 1f1b overlap, a bucket per part",
+    ]
+    assert all(seconds > 0 for row in written["measured"]["rows"] for seconds in row["summed"])
