@@ -6,13 +6,16 @@ fails if one survives, or if the line that it breaks is no longer there.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing as mp
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
+_CONTEXT = mp.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -2479,6 +2483,9 @@ MUTANTS = (
 def main(wanted: list[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
     survivors = []
+    # Of the server that all tests are forked from.
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40")
+    _CONTEXT.set_forkserver_preload(["torch", "pytest"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(NUM_AT_ONCE):
@@ -2522,24 +2529,37 @@ def try_one(tree: Path, mutant: Mutant) -> str:
 
 
 def verdict_of(tree: Path, mutant: Mutant) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PATIENCE_SECONDS": "40",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *mutant.tests]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
+    said = tree / "said.txt"
+    process = _CONTEXT.Process(target=run_tests, args=(tree, mutant.tests, said))
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    if process.exitcode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        process.kill()  # where it had not come so far as to have a group
+        process.join()
         return f"red (nothing after {TIMEOUT_SECONDS} s)"
-    if done.returncode == 1:
-        failed = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "FAILED")
+    lines = said.read_text(errors="replace").splitlines()
+    failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), None)
+    if process.exitcode == 1 and failed:
         return "red: " + failed.removeprefix("FAILED ").split(" - ")[0]
-    return "SURVIVED" if done.returncode == 0 else f"NO TEST RAN (pytest {done.returncode}): {done.stdout[-300:]}"
+    return "SURVIVED" if process.exitcode == 0 else f"NO TEST RAN (pytest {process.exitcode}): {' '.join(lines)[-300:]}"
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], said: Path) -> None:
+    """In a process of its own, forked where torch is loaded already, which takes longer than most of these tests: pytest in `tree`."""
+    os.setsid()
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    # As `python -m pytest` in the tree has it: without this file's folder, which is the one of the tree that nobody has broken.
+    sys.path[:] = [str(tree), *(path for path in sys.path if not Path(path).is_relative_to(ROOT / "tests"))]
+    pytest = importlib.import_module("pytest")
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
