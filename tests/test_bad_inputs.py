@@ -301,7 +301,9 @@ TOGETHER = [
     train("phases=[{from:0},{from:3,recompute:{set:2}}]", "phases[1].recompute.set", "did you mean 'recompute.sets'"),
     train("phases=[{from:0},{from:3,data:{batch_size:3}}]", "phases[1]: ", "num_microbatches=4", "data.batch_size=3"),
     train(
-        "phases=[{from:0},{from:3,data:{sequence_length:2048}}]", "phases[1]: data.sequence_length=2048", "shorter samples"
+        "phases=[{from:0},{from:3,data:{sequence_length:2048}}]",
+        "phases[1]: data.sequence_length=2048",
+        "shorter samples",
     ),
     train("phases=[{from:0},{from:3,recompute:{segments:9}}]", "phases[1]: recompute.segments=9", "segments=2 or less"),
     Row("show --phase=1", ("--phase=1", "the run has no phases")),
