@@ -49,6 +49,7 @@ REDUCES, REPLICAS = "tests/schedule/test_reduces.py", "tests/schedule/test_repli
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 HF_MASKS = "tests/hf/test_masks.py"
+DATA_PARALLEL = "tests/runtime/test_replicas_of_pipeline.py"
 GENERATION = "tests/runtime/test_generation.py"
 PHASES, PHASED, CHANGE = "tests/config/test_phase_keys.py", "tests/data/test_phased.py", "tests/runtime/test_change.py"
 PHASED_RUNS = "tests/train/test_phased_runs.py"
@@ -209,14 +210,14 @@ MUTANTS = (
         "pipetrain/snapshot/state.py",
         "Part.OPTIMIZER: state if isinstance(optimizer, Sharded) else _share_of",
         "Part.OPTIMIZER: _share_of",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "state_that"),
     ),
     Mutant(
         "a replica that writes no weights writes them",
         "pipetrain/snapshot/weights.py",
         "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
         "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
-        (SNAPSHOT_SHARES,),
+        (SNAPSHOT_SHARES, "-k", "written_once"),
     ),
     Mutant(
         "auto leaves ranks over",
@@ -312,7 +313,7 @@ MUTANTS = (
     Mutant(
         "the seed does not know the microbatch",
         "pipetrain/runtime/executor.py",
-        "layer_seed(self.seed, self.index, microbatch, layer)",
+        "layer_seed(self.seed, self.index, number, layer)",
         "layer_seed(self.seed, self.index, 0, layer)",
         (PARITY, "-k", "ten_steps and overlap"),
     ),
@@ -473,8 +474,8 @@ MUTANTS = (
     Mutant(
         "whether losses are finite is asked one by one",
         "pipetrain/runtime/losses.py",
-        "    finite = torch.stack([torch.isfinite(loss).to(total.device) for _, loss in ordered])",
-        "    finite = torch.tensor([bool(torch.isfinite(loss)) for _, loss in ordered])",
+        '    values = fetch(torch.stack([loss.to(there).double() for _, loss in ordered]), "the loss of the step").tolist()',
+        '    values = [fetch(loss.double(), "the loss of the step").item() for _, loss in ordered]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
     Mutant(
@@ -920,9 +921,9 @@ MUTANTS = (
     ),
     Mutant(
         "a microbatch that counts nothing is run",
-        "pipetrain/runtime/counting.py",
-        "if weight == 0]",
-        "if weight < 0]",
+        "pipetrain/runtime/calls.py",
+        "if weight == 0)",
+        "if weight < 0)",
         ("tests/test_regressions.py", "-k", "counts_nothing"),
     ),
     Mutant(
@@ -1221,10 +1222,94 @@ MUTANTS = (
     ),
     Mutant(
         "what was added up already is added up again",
-        "pipetrain/parallel/tied.py",
+        "pipetrain/parallel/replicas.py",
         "                self._before[parameter], parameter.grad = parameter.grad, None",
         "                self._before[parameter] = None",
         ("tests/runtime/test_tied.py", "-k", "several_steps"),
+    ),
+    Mutant(
+        "replicas drop the same",
+        "pipetrain/runtime/executor.py",
+        "        number = self.first_microbatch + microbatch\n",
+        "        number = microbatch\n",
+        (f"{DATA_PARALLEL}::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+    ),
+    Mutant(
+        "the loss is that of one replica",
+        "pipetrain/runtime/runner.py",
+        "losses.added_up(self._group.replicas.concatenate(own, what))",
+        "losses.added_up([own])",
+        (f"{DATA_PARALLEL}::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+    ),
+    Mutant(
+        "a replica weighs with another's shares",
+        "pipetrain/runtime/calls.py",
+        "None if weights is None else weights[number])",
+        "None if weights is None else weights[0])",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "replicas start as they were built",
+        "pipetrain/runtime/pipeline.py",
+        "            make_replicas_equal(self._tensors(), self._group.replicas, self._fetch)\n",
+        "",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "what two parts share goes with the first that is ready",
+        "pipetrain/parallel/replicas.py",
+        "        for op in reversed(reduces):",
+        "        for op in reduces:",
+        (DATA_PARALLEL, "-k", "buckets"),
+    ),
+    Mutant(
+        "what steps before gave is lost",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)\n",
+        "",
+        (DATA_PARALLEL, "-k", "buckets"),
+    ),
+    Mutant(
+        "gradients that no replica has are zeros",
+        "pipetrain/parallel/replicas.py",
+        "                if not count:",
+        "                if count < 0:",
+        (DATA_PARALLEL, "-k", "some_replicas"),
+    ),
+    Mutant(
+        "sparse gradients come back dense",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = parameter.grad.to_sparse(dimensions)",
+        "                pass",
+        (DATA_PARALLEL, "-k", "sparse"),
+    ),
+    Mutant(
+        "gradients go while they are copied",
+        "pipetrain/parallel/replicas.py",
+        "        self._keep(gradient)\n",
+        "",
+        ("tests/virtual_gpu/test_matrix.py", "-k", "replicas2"),
+    ),
+    Mutant(
+        "of two neighbours nobody asks which is gone",
+        "pipetrain/transport/gloo.py",
+        "        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [\n            *self._others.values()\n        ]",
+        "        return [*self._others.values()]",
+        (DATA_PARALLEL, "-k", "lost and 4"),
+    ),
+    Mutant(
+        "of an even number of differing replicas one is blamed",
+        "pipetrain/parallel/same_weights.py",
+        "    if times == 1:",
+        "    if times == 0:",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "neighbours stand where the other order has them",
+        "pipetrain/group/coordinates.py",
+        "            stage, replica = divmod(rest, self.replica)",
+        "            replica, stage = divmod(rest, self.stage)",
+        ("tests/runtime/test_group.py", "-k", "grid or same_stages"),
     ),
     Mutant(
         "both copies count in the norm",

@@ -19,6 +19,7 @@ from pipetrain.plan.plan import Plan, make_plan
 from pipetrain.schedule.make import make_schedule
 from pipetrain.snapshot.start import told_of_replicas
 from pipetrain.snapshot.state import RunState
+from pipetrain.train import main
 
 CPU = torch.device("cpu")
 LARGER = (
@@ -82,6 +83,20 @@ def test_replicas_are_compared_in_time_and_before_each_snapshot(
 def test_another_number_of_replicas_is_told(was: tuple[int, int], is_now: tuple[int, int], said: list[str]) -> None:
     state = RunState(7, 8, {}, {"num_replicas": was[0], "num_microbatches": was[1]})
     assert list(told_of_replicas(state, Plan((1, 1), (0, 1), is_now[1], is_now[0]), 32)) == said
+
+
+def test_ranks_that_make_no_replicas_are_refused_before_they_meet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody listens at that address: who waited for the others would wait for long."""
+    variables = {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["experiment=smoke", "parallel.num_replicas=2", "pipeline.num_stages=2"]) == 2
+    assert capsys.readouterr().err == (
+        "pipetrain: 6 ranks are not parallel.num_replicas=2 x 2 ranks of one replica (pipeline.num_stages=2) = 4: start 4 ranks, or "
+        "set parallel.num_replicas=3\n"
+    )
 
 
 def heldout(num_replicas: int) -> tuple[float | None, float | None]:
