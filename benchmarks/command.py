@@ -21,6 +21,7 @@ NAMES = {
     "split": "a backward in two halves beside a whole one: time, and what waits between them",
     "generate": "a token over two ranks beside one process",
     "replicas": "four replicas of two emulated stages: what of adding up gradients a step waits for, beside torch",
+    "scaling": "what ranks hold and send with replicas, ZeRO, parts: computed and counted",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",

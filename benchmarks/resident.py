@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-FIRST_STEP, STEPS = 3, 4  # measured from the third on
+FIRST_STEP, STEPS = 3, 3  # measured from the third on: memory is taken, and gradients are there
 MICROBATCHES = 2
 Build = Callable[[], tuple[list[Any], Any, Any]]  # layers, inputs, a loss of the output alone
 
@@ -42,13 +42,13 @@ class Grown:
         return self.grown / self.metered
 
 
-def measure(model: str, mode: str) -> Grown:
-    """In a process of its own.
+def measure(model: str, mode: str, *, share: int = 1) -> Grown:
+    """In a process of its own; of the first of `share` equal shares of the layers.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    command = [sys.executable, "-m", __spec__.name, model, f"--mode={mode}", "--here"]
+    command = [sys.executable, "-m", __spec__.name, model, f"--mode={mode}", f"--share={share}", "--here"]
     root = str(Path(__file__).resolve().parents[__spec__.name.count(".")])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **THRESHOLD, "PYTHONPATH": paths}
@@ -59,7 +59,7 @@ def measure(model: str, mode: str) -> Grown:
     return Grown(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure_here(model: str, mode: str) -> Grown:
+def _measure_here(model: str, mode: str, share: int) -> Grown:
     import torch
 
     from pipetrain.runtime.pipeline import Pipeline
@@ -68,6 +68,7 @@ def _measure_here(model: str, mode: str) -> Grown:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers, inputs, loss_fn = MODELS[model]()
+    layers = layers[: len(layers) // share]
     targets = torch.zeros(len(inputs))
     policy = RecomputePolicy(mode, last_stage="always")  # type: ignore[arg-type]
     found = []
@@ -118,8 +119,8 @@ def _perceptron() -> tuple[list[Any], Any, Any]:
 
     layers: list[Any] = []
     for _ in range(12):
-        layers.append(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)))
-    return layers, torch.randn(MICROBATCHES * 2048, 512), _mean_of_squares
+        layers.append(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    return layers, torch.randn(MICROBATCHES * 8192, 64), _mean_of_squares
 
 
 def _convolutions() -> tuple[list[Any], Any, Any]:
@@ -127,9 +128,9 @@ def _convolutions() -> tuple[list[Any], Any, Any]:
     from torch import nn
 
     layers: list[Any] = [nn.Conv2d(3, 32, 3, padding=1)]
-    for _ in range(8):
+    for _ in range(18):
         layers.append(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()))
-    return layers, torch.randn(MICROBATCHES * 16, 3, 64, 64), _mean_of_squares
+    return layers, torch.randn(MICROBATCHES * 12, 3, 64, 64), _mean_of_squares
 
 
 def _encoder() -> tuple[list[Any], Any, Any]:
@@ -160,10 +161,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; default: all")
     parser.add_argument("--mode", default="overlap", help="of recomputation (default: overlap)")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--share", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     for model in given.models or MODELS:
-        found = _measure_here(model, given.mode) if given.here else measure(model, given.mode)
+        found = _measure_here(model, given.mode, given.share) if given.here else measure(model, given.mode)
         if given.json or given.here:
             print(json.dumps(asdict(found)), flush=True)
         else:

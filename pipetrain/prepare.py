@@ -73,6 +73,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     pipeline = config.pipeline
     world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
     check_samples(config, world.num_replicas)
+    config = _with_replicas(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
@@ -151,6 +152,7 @@ def predict(config: RunConfig) -> Shown:
         num_stages=pipeline.num_stages,
         stages_per_rank=pipeline.stages_per_rank,
     )
+    config = _with_replicas(config, world.num_replicas)
     costs = _costs(config, len(stage_ranks))
     policy = _policy_shown(config, len(stage_ranks))
     spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
@@ -229,6 +231,11 @@ def _number_bytes(config: RunConfig) -> NumberBytes | None:
     return NumberBytes(weight=size, gradient=size, optimizer=2 * size, boundary=size)
 
 
+def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
+    """The configuration with their number, where it was `auto`."""
+    return replace(config, parallel=replace(config.parallel, num_replicas=num_replicas))
+
+
 def _policy_shown(config: RunConfig, num_stages: int) -> RecomputePolicy:
     """With the layers of each part, where their number depends on the layers of stages or a profile knows them."""
     policy, given = _policy(config), config.plan.profile
@@ -286,15 +293,17 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
 
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
-    """What times and bytes of layers depend on, by its key: they hold for a run that has the same."""
+    """What times and bytes of layers depend on, by its key: they hold for a run that has the same. The number of replicas is known."""
     model = {f"model.{key}": value for key, value in asdict(config.model).items() if key not in _NO_WORK_OF_LAYERS}
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
-    samples = -(-config.data.batch_size // config.pipeline.num_microbatches)
+    replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
+    assert isinstance(replicas, int)
+    samples = -(-config.data.batch_size // (replicas * microbatches))
     return {
         **model,
         "precision": config.precision,
         "data.sequence_length": config.data.sequence_length,
-        "data.batch_size / pipeline.num_microbatches": samples,
+        "data.batch_size / (parallel.num_replicas * pipeline.num_microbatches)": samples,
         "threads_per_rank": config.threads_per_rank,
         **installed,
     }

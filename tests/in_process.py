@@ -8,6 +8,7 @@ can happen any more, the ranks hang: `Hang` says what each waits in.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,11 @@ from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
-from pipetrain.runtime.segmented import AnyStage, make_stage
+from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.without import without_microbatches
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.transport.device import CpuDevice
@@ -60,7 +62,6 @@ class Theatre:
     """Lets one thread run at a time."""
 
     def __init__(self, choose: Choose) -> None:
-        self.log: Log = []
         self.wires: list[Wire | Meeting] = []
         self._choose = choose
         self._paused: dict[int, _Paused] = {}
@@ -227,15 +228,15 @@ class _Sum:
     tensors: list[Tensor]
     settle: Callable[[], None]
     ended: Callable[[], None]
+    log: Log
 
 
 class Meeting:
-    """Two ranks that add up gradients: each in its own order, and both at once."""
+    """Ranks that add up gradients: each in its own order, and all at once."""
 
-    def __init__(self, log: Log) -> None:
-        self.queues: tuple[deque[_Sum], deque[_Sum]] = (deque(), deque())
-        self._told: tuple[list[_Sum], list[_Sum]] = ([], [])
-        self._log = log
+    def __init__(self, num_ranks: int) -> None:
+        self.queues: list[deque[_Sum]] = [deque() for _ in range(num_ranks)]
+        self._told: list[list[_Sum]] = [[] for _ in range(num_ranks)]
 
     def moves(self) -> Iterator[Callable[[], None]]:
         for told in self._told:
@@ -245,18 +246,23 @@ class Meeting:
             yield self._add
 
     def _add(self) -> None:
-        one, other = (queue.popleft() for queue in self.queues)
-        assert {one.op.stage, one.op.peer} == {other.op.stage, other.op.peer}, f"{one.op} meets {other.op}"
-        for first, second in zip(one.tensors, other.tensors, strict=True):
-            first += second
-            second.copy_(first)
-        for told, ended in zip(self._told, (one, other)):
-            ended.settle()
-            told.append(ended)
+        sums = [queue.popleft() for queue in self.queues]
+        first = sums[0].op
+        stages = {first.stage, first.peer} - {None}
+        for one in sums:
+            is_same = {one.op.stage, one.op.peer} - {None} == stages and one.op.part == first.part
+            assert is_same, f"{one.op} meets {first}"
+        for tensors in zip(*(one.tensors for one in sums), strict=True):
+            total = torch.stack(tensors).sum(0)
+            for tensor in tensors:
+                tensor.copy_(total)
+        for told, one in zip(self._told, sums):
+            one.settle()
+            told.append(one)
 
     def _tell(self, told: list[_Sum]) -> None:
         one = told.pop()
-        self._log.append(("end", one.op))
+        one.log.append(("end", one.op))
         one.ended()
 
 
@@ -264,9 +270,10 @@ class Meeting:
 class _Reducer:
     queue: deque[_Sum]
     peer: str
+    log: Log
 
     def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
-        self.queue.append(_Sum(op, tensors, settle, ended))
+        self.queue.append(_Sum(op, tensors, settle, ended, self.log))
 
     def close(self) -> None: ...
     def abort(self) -> None: ...
@@ -274,18 +281,19 @@ class _Reducer:
 
 @dataclass
 class _Edges:
-    """`transport.Edges`: both ends of an edge get the same wire."""
+    """`transport.Edges` of one replica: both ends of an edge get the same wire. `meetings` are those of all replicas."""
 
     theatre: Theatre
     buffered: bool
+    log: Log
+    meetings: dict[tuple[int, ...], Meeting]
     wires: dict[tuple[int, str], Wire] = field(default_factory=dict)
-    meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
 
-    def reducer(self, ranks: tuple[int, int], place: int, peer: str) -> _Reducer:
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> _Reducer:
         if ranks not in self.meetings:
-            meeting = self.meetings[ranks] = Meeting(self.theatre.log)
+            meeting = self.meetings[ranks] = Meeting(len(ranks))
             self.theatre.wires.append(meeting)
-        return _Reducer(self.meetings[ranks].queues[place], peer)
+        return _Reducer(self.meetings[ranks].queues[place], peer, self.log)
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> _Inbound:  # noqa: ARG002
         return _Inbound(self._wire(edge, direction), peer)
@@ -295,7 +303,7 @@ class _Edges:
 
     def _wire(self, edge: int, direction: str) -> Wire:
         if (edge, direction) not in self.wires:
-            wire = self.wires[edge, direction] = Wire(self.theatre.log, buffered=self.buffered)
+            wire = self.wires[edge, direction] = Wire(self.log, buffered=self.buffered)
             self.theatre.wires.append(wire)
         return self.wires[edge, direction]
 
@@ -303,19 +311,20 @@ class _Edges:
 class _Lanes(Lanes):
     """Says when each op starts, and when one that computes ends; others may go on before each."""
 
-    def __init__(self, rank: int, theatre: Theatre) -> None:
+    def __init__(self, rank: int, theatre: Theatre, log: Log) -> None:
         super().__init__(rank, CpuDevice())
         self._own = rank
         self._theatre = theatre
+        self._log = log
 
     @contextmanager
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> Iterator[None]:
         self._theatre.pause(self._own, lambda: True, lambda: str(op))
-        self._theatre.log.append(("start", op))
+        self._log.append(("start", op))
         with super().on(lane, waits, op):
             yield
         if lane in COMPUTING:
-            self._theatre.log.append(("end", op))
+            self._log.append(("end", op))
 
 
 class _Monitor(Monitor):
@@ -328,36 +337,56 @@ class _Monitor(Monitor):
 
 
 class InProcessRun:
-    """All ranks of a schedule, on stages of one layer each; those below `first_backward` are frozen."""
+    """All ranks of a schedule, in each of its replicas, on stages of one layer each; those below `first_backward` are frozen.
 
-    def __init__(self, schedule: Schedule, choose: Choose, *, buffered: bool = False) -> None:
+    `layers` are those of the first replica; `replicas` has those of each.
+    """
+
+    def __init__(
+        self, schedule: Schedule, choose: Choose, *, buffered: bool = False, skipped: Sequence[frozenset[int]] = ()
+    ) -> None:
+        """`skipped` are the microbatches that count nothing, in each replica."""
         self.schedule = schedule
+        self.schedules = [without_microbatches(schedule, own) if own else schedule for own in skipped]
+        self.schedules = self.schedules or [schedule] * schedule.num_replicas
         self.theatre = Theatre(choose)
         torch.manual_seed(0)
         self.layers = [Layer() for _ in schedule.stage_ranks]
         for layer in self.layers[: schedule.first_backward]:
             layer.requires_grad_(False)
         self._tie()
-        m = schedule.num_microbatches
+        self.replicas = [self.layers, *(copy.deepcopy(self.layers) for _ in range(schedule.num_replicas - 1))]
+        self.logs: list[Log] = [[] for _ in self.replicas]
+        m = schedule.num_microbatches * schedule.num_replicas
         self.inputs = torch.randn(m, 2, WIDTH, dtype=torch.float64)
         self.targets = torch.randn(m, 2, WIDTH, dtype=torch.float64)
         self.outputs: dict[int, Tensor] = {}
         self._num_steps = 0
-        self._forms: list[dict[Op, Form]] = [{} for _ in range(schedule.num_ranks)]
-        edges = _Edges(self.theatre, buffered)
+        self._forms: list[dict[Op, Form]] = [{} for _ in range(schedule.num_ranks * schedule.num_replicas)]
+        meetings: dict[tuple[int, ...], Meeting] = {}
+        edges = [_Edges(self.theatre, buffered, log, meetings) for log in self.logs]
         self.transports: list[Transport] = []
         self.stages: list[dict[int, AnyStage]] = []
-        self.executors = [self._make_executor(rank, edges) for rank in range(schedule.num_ranks)]
+        self.shared: list[SharedGradients] = []
+        self.executors = [
+            self._make_executor(replica, place, edges[replica])
+            for replica in range(schedule.num_replicas)
+            for place in range(schedule.num_ranks)
+        ]
 
-    def _make_executor(self, rank: int, edges: _Edges) -> Executor:
+    def _make_executor(self, replica: int, place: int, edges: _Edges) -> Executor:
+        rank = replica * self.schedule.num_ranks + place
         meter, monitor, policy = ActivationMeter(), _Monitor(rank, self.theatre), self.schedule.policy
-        lanes = _Lanes(rank, self.theatre)
-        tied = self.schedule.tied
-        transport = Transport(self.schedule.stage_ranks, rank, edges, meter, CPU, lanes, tied)
+        lanes, layers = _Lanes(rank, self.theatre, self.logs[replica]), self.replicas[replica]
+        ranks = [
+            [number * self.schedule.num_ranks + holder for holder in self.schedule.stage_ranks]
+            for number in range(self.schedule.num_replicas)
+        ]
+        transport = Transport(ranks[replica], rank, edges, meter, CPU, lanes, self.schedule.tied, ranks)
         stages = {
             index: make_stage(
                 index,
-                [self.layers[index], *(nn.Identity() for _ in range(policy.num_parts(index) - 1))],
+                [layers[index], *(nn.Identity() for _ in range(policy.num_parts(index) - 1))],
                 (1,) * policy.num_parts(index),
                 first_layer=index,
                 device=CPU,
@@ -365,15 +394,22 @@ class InProcessRun:
                 loss_fn=mean_square if index == self.schedule.num_stages - 1 else None,
             )
             for index, owner in enumerate(self.schedule.stage_ranks)
-            if owner == rank
+            if owner == place
         }
         for stage in stages.values():
             stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)
+        reduces = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.peer is not None]
         shared = SharedGradients(
-            {op: [self.layers[op.stage].shared[str(op.part)]] for op in self.schedule.lane(rank, Lane.REDUCE)}
+            {op: [layers[op.stage].shared[str(op.part)]] for op in reduces},
+            {
+                (index, part): parameters
+                for index, stage in stages.items()
+                for part, parameters in enumerate(parameters_of_parts(stage))
+            },
         )
+        self.shared.append(shared)
         return Executor(rank, stages, transport, lanes, monitor, monitor.board, shared)
 
     def _tie(self) -> None:
@@ -383,42 +419,49 @@ class InProcessRun:
             copies = [nn.Parameter(torch.tensor(1.5, dtype=torch.float64)) for _ in range(2)]
             if ranks[low] == ranks[high]:
                 copies[1] = copies[0]
-            for stage, copy in zip((low, high), copies):
-                copy.requires_grad_(low >= self.schedule.first_backward)
-                self.layers[stage].shared[str(bucket)] = copy
+            for stage, one in zip((low, high), copies):
+                one.requires_grad_(low >= self.schedule.first_backward)
+                self.layers[stage].shared[str(bucket)] = one
 
-    def step(self) -> Log:
-        """One step of all ranks; gradients are those of this step alone. Returns what happened.
+    def step(self) -> list[Log]:
+        """One step of all ranks; gradients are those of this step alone. Returns what happened in each replica.
 
         Raises:
             Hang, or what a rank raises.
         """
-        self.theatre.log.clear()
-        for layer in self.layers:
-            layer.zero_grad()
+        for log, layers in zip(self.logs, self.replicas):
+            log.clear()
+            for layer in layers:
+                layer.zero_grad()
         with generators_restored(CPU):
-            self.theatre.play([lambda rank=rank: self._run(rank) for rank in range(self.schedule.num_ranks)])  # type: ignore[misc]
+            self.theatre.play([lambda rank=rank: self._run(rank) for rank in range(len(self.executors))])  # type: ignore[misc]
         self._num_steps += 1
-        return list(self.theatre.log)
+        return [list(log) for log in self.logs]
 
     def _run(self, rank: int) -> None:
+        replica, place = divmod(rank, self.schedule.num_ranks)
         m = self.schedule.num_microbatches
+        own = slice(replica * m, (replica + 1) * m)
         with_graph = self.schedule.first_backward < self.schedule.num_stages
         step = Step(self._num_steps, 0, self.schedule.num_stages, with_graph=with_graph, with_loss=True)
-        step.microbatches, step.targets, step.weights = list(self.inputs), list(self.targets), [1 / m] * m
+        step.microbatches, step.targets = list(self.inputs[own]), list(self.targets[own])
+        step.weights, step.first_microbatch = [1 / len(self.inputs)] * m, own.start
         described = self._num_steps == 0
         self.transports[rank].start_step(self._forms[rank], described=(described, described))
-        self.executors[rank].run(Program.of(self.schedule, rank), step)
-        self.outputs.update(step.outputs)
+        self.executors[rank].run(Program.of(self.schedules[replica], place), step)
+        self.shared[rank].finish(lambda tensor, what: tensor)
+        self.outputs.update({own.start + number: output for number, output in step.outputs.items()})
 
-    def assert_right(self, log: Log) -> None:
+    def assert_right(self, logs: Sequence[Log]) -> None:
         """Every op obeyed its waits and its queue, and every value is that of a plain loop over the microbatches."""
-        assert_obeyed(self.schedule, log)
-        found = self._gradients()
+        for schedule, log in zip(self.schedules, logs, strict=True):
+            assert_obeyed(schedule, log)
+        found = [self._gradients(layers) for layers in self.replicas]
         for layer in self.layers:
             layer.zero_grad()
-        m = self.schedule.num_microbatches
-        for number in self.schedule.microbatches:
+        m = len(self.inputs)
+        starts = range(0, m, self.schedule.num_microbatches)
+        for number in (start + number for start, own in zip(starts, self.schedules) for number in own.microbatches):
             value = self.inputs[number]
             for layer in self.layers:
                 value = layer(value)
@@ -427,15 +470,17 @@ class InProcessRun:
             if loss.requires_grad:
                 loss.backward()
         self._add_up_copies()
-        expected = self._gradients()
-        for one, other in zip(found, expected, strict=True):
+        expected = self._gradients(self.layers)
+        for one, other in (
+            (one, other) for of_replica in found for one, other in zip(of_replica, expected, strict=True)
+        ):
             if other is None:
                 assert one is None
             else:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for layer in self.layers for parameter in layer.parameters()]
+    def _gradients(self, layers: Sequence[Layer]) -> list[Tensor | None]:
+        return [parameter.grad for layer in layers for parameter in layer.parameters()]
 
     def _add_up_copies(self) -> None:
         """What the plain loop gave each copy, in both."""

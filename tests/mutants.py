@@ -6,13 +6,16 @@ fails if one survives, or if the line that it breaks is no longer there.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing as mp
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
+_CONTEXT = mp.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,106 @@ REDUCES, REPLICAS = "tests/schedule/test_reduces.py", "tests/schedule/test_repli
 LISTED, SEARCHED = "tests/planner/test_list_order.py", "tests/planner/test_search.py"
 SAMPLES, CHATS, FOLDERS = (f"tests/data/test_{name}.py" for name in ("samples", "chats", "token_folders"))
 HF_MASKS = "tests/hf/test_masks.py"
+DATA_PARALLEL = "tests/runtime/test_replicas_of_pipeline.py"
 GENERATION = "tests/runtime/test_generation.py"
+PHASES, PHASED, CHANGE = "tests/config/test_phase_keys.py", "tests/data/test_phased.py", "tests/runtime/test_change.py"
+PHASED_RUNS = "tests/train/test_phased_runs.py"
 HF_GENERATION = "tests/hf/test_generate_hf.py"
 SHARES, SNAPSHOT_SHARES = "tests/data/test_shares.py", "tests/snapshot/test_shares_of_replicas.py"
 OVER_REPLICAS, WORLD = "tests/train/test_over_replicas.py", "tests/planner/test_replicas_of_run.py"
 MUTANTS = (
+    Mutant(
+        "a phase goes on with what the one before named",
+        "pipetrain/config/phases.py",
+        "    found = [_phase(number, given, whole) for number, given in enumerate(config.phases)]",
+        "    found = []\n    for number, given in enumerate(config.phases):\n        whole = replace(found[-1].config if found else whole, phases=())\n"
+        "        found.append(_phase(number, given, whole))\n    found = found",
+        (PHASES, "-k", "own_keys"),
+    ),
+    Mutant(
+        "a phase may begin when the one before does",
+        "pipetrain/config/phases.py",
+        "        if phase.first_step <= before.first_step:",
+        "        if phase.first_step < before.first_step:",
+        (PHASES, "-k", "mistake"),
+    ),
+    Mutant(
+        "a phase changes any key",
+        "pipetrain/config/phases.py",
+        "        if path not in phase_keys():",
+        "        if path not in keys():",
+        (PHASES, "-k", "mistake"),
+    ),
+    Mutant(
+        "a phase has a balance of its own",
+        "pipetrain/prepare.py",
+        "        if prepared:\n            own = replace(own, pipeline",
+        "        if not prepared:\n            own = replace(own, pipeline",
+        (PHASES, "-k", "stay"),
+    ),
+    Mutant(
+        "an epoch is counted by the last phase alone",
+        "pipetrain/config/together.py",
+        "        left -= num_steps * batch_size / samples",
+        "        left -= 0 * batch_size / samples",
+        (PHASES, "-k", "epochs"),
+    ),
+    Mutant(
+        "each phase begins its samples anew",
+        "pipetrain/data/phased.py",
+        "            if batches.are_of(like)",
+        "            if batches is like",
+        (PHASED, "-k", "comes_again or come_again"),
+    ),
+    Mutant(
+        "samples of another length are counted as one's own",
+        "pipetrain/data/phased.py",
+        "            if batches.are_of(like)",
+        "            if batches",
+        (PHASED, "-k", "length"),
+    ),
+    Mutant(
+        "what was passed over comes again",
+        "pipetrain/data/phased.py",
+        "for start, end in passed_over)",
+        "for start, end in passed_over[:0])",
+        (PHASED, "-k", "passed_over"),
+    ),
+    Mutant(
+        "a change leaves the stages as they were",
+        "pipetrain/runtime/executor.py",
+        "        self._stages, self._shared = stages, shared",
+        "        self._shared = shared",
+        (CHANGE, "-k", "whatever and 1-False"),
+    ),
+    Mutant(
+        "a change keeps what was agreed on calls",
+        "pipetrain/runtime/runner.py",
+        "        self._calls = Calls(group.chain, plan",
+        "        self._calls = getattr(self, '_calls', None) or Calls(group.chain, plan",
+        (CHANGE, "-k", "whatever and 1-False"),
+    ),
+    Mutant(
+        "a change keeps what was proved",
+        "pipetrain/runtime/runner.py",
+        "        self._proving = Proving(stages, verify)",
+        "        self._proving = getattr(self, '_proving', None) or Proving(stages, verify)",
+        (CHANGE, "-k", "proved"),
+    ),
+    Mutant(
+        "the run goes on by the phase before",
+        "pipetrain/loop/steps.py",
+        "                self.engine.change(phase.plan, phase.schedule)\n",
+        "",
+        (PHASED_RUNS, "-k", "those_of_their_phases"),
+    ),
+    Mutant(
+        "phases behind a run may be others",
+        "pipetrain/snapshot/start.py",
+        "    if was_given != is_given:",
+        "    if was_given and not is_given:",
+        ("tests/snapshot/test_session.py", "-k", "behind"),
+    ),
     Mutant(
         "replicas take slices as if all were of one size",
         "pipetrain/data/share.py",
@@ -218,7 +317,7 @@ MUTANTS = (
     Mutant(
         "the seed does not know the microbatch",
         "pipetrain/runtime/executor.py",
-        "layer_seed(self.seed, self.index, microbatch, layer)",
+        "layer_seed(self.seed, self.index, number, layer)",
         "layer_seed(self.seed, self.index, 0, layer)",
         (PARITY, "-k", "ten_steps and overlap"),
     ),
@@ -379,8 +478,8 @@ MUTANTS = (
     Mutant(
         "whether losses are finite is asked one by one",
         "pipetrain/runtime/losses.py",
-        "    finite = torch.stack([torch.isfinite(loss).to(total.device) for _, loss in ordered])",
-        "    finite = torch.tensor([bool(torch.isfinite(loss)) for _, loss in ordered])",
+        '    values = fetch(torch.stack([loss.to(there).double() for _, loss in ordered]), "the loss of the step").tolist()',
+        '    values = [fetch(loss.double(), "the loss of the step").item() for _, loss in ordered]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
     Mutant(
@@ -596,8 +695,8 @@ MUTANTS = (
     Mutant(
         "what a step holds at its end is not looked at",
         "pipetrain/runtime/executor.py",
-        "        self._assert_nothing_is_held()\n",
-        "",
+        "        self._shared.end_step()\n        self._assert_nothing_is_held()\n",
+        "        self._shared.end_step()\n",
         ("tests/runtime/test_nothing_is_held.py", "-k", "is_an_error"),
     ),
     Mutant(
@@ -826,9 +925,9 @@ MUTANTS = (
     ),
     Mutant(
         "a microbatch that counts nothing is run",
-        "pipetrain/runtime/counting.py",
-        "if weight == 0]",
-        "if weight < 0]",
+        "pipetrain/runtime/calls.py",
+        "if weight == 0)",
+        "if weight < 0)",
         ("tests/test_regressions.py", "-k", "counts_nothing"),
     ),
     Mutant(
@@ -1127,10 +1226,94 @@ MUTANTS = (
     ),
     Mutant(
         "what was added up already is added up again",
-        "pipetrain/parallel/tied.py",
+        "pipetrain/parallel/replicas.py",
         "                self._before[parameter], parameter.grad = parameter.grad, None",
         "                self._before[parameter] = None",
         ("tests/runtime/test_tied.py", "-k", "several_steps"),
+    ),
+    Mutant(
+        "replicas drop the same",
+        "pipetrain/runtime/executor.py",
+        "        number = self.first_microbatch + microbatch\n",
+        "        number = microbatch\n",
+        (f"{DATA_PARALLEL}::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+    ),
+    Mutant(
+        "the loss is that of one replica",
+        "pipetrain/runtime/runner.py",
+        "losses.added_up(self._group.replicas.concatenate(own, what))",
+        "losses.added_up([own])",
+        (f"{DATA_PARALLEL}::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+    ),
+    Mutant(
+        "a replica weighs with another's shares",
+        "pipetrain/runtime/calls.py",
+        "None if weights is None else weights[number])",
+        "None if weights is None else weights[0])",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "replicas start as they were built",
+        "pipetrain/runtime/pipeline.py",
+        "            make_replicas_equal(self._tensors(), self._group.replicas, self._fetch)\n",
+        "",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "what two parts share goes with the first that is ready",
+        "pipetrain/parallel/replicas.py",
+        "        for op in reversed(reduces):",
+        "        for op in reduces:",
+        (DATA_PARALLEL, "-k", "buckets"),
+    ),
+    Mutant(
+        "what steps before gave is lost",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)\n",
+        "",
+        (DATA_PARALLEL, "-k", "buckets"),
+    ),
+    Mutant(
+        "gradients that no replica has are zeros",
+        "pipetrain/parallel/replicas.py",
+        "                if not count:",
+        "                if count < 0:",
+        (DATA_PARALLEL, "-k", "some_replicas"),
+    ),
+    Mutant(
+        "sparse gradients come back dense",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = parameter.grad.to_sparse(dimensions)",
+        "                pass",
+        (DATA_PARALLEL, "-k", "sparse"),
+    ),
+    Mutant(
+        "gradients go while they are copied",
+        "pipetrain/parallel/replicas.py",
+        "        self._keep(gradient)\n",
+        "",
+        ("tests/virtual_gpu/test_matrix.py", "-k", "replicas2"),
+    ),
+    Mutant(
+        "of two neighbours nobody asks which is gone",
+        "pipetrain/transport/gloo.py",
+        "        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [\n            *self._others.values()\n        ]",
+        "        return [*self._others.values()]",
+        (DATA_PARALLEL, "-k", "lost and 4"),
+    ),
+    Mutant(
+        "of an even number of differing replicas one is blamed",
+        "pipetrain/parallel/same_weights.py",
+        "    if times == 1:",
+        "    if times == 0:",
+        (DATA_PARALLEL, "-k", "everything"),
+    ),
+    Mutant(
+        "neighbours stand where the other order has them",
+        "pipetrain/group/coordinates.py",
+        "            stage, replica = divmod(rest, self.replica)",
+        "            replica, stage = divmod(rest, self.stage)",
+        ("tests/runtime/test_group.py", "-k", "grid or same_stages"),
     ),
     Mutant(
         "both copies count in the norm",
@@ -2300,6 +2483,9 @@ MUTANTS = (
 def main(wanted: list[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
     survivors = []
+    # Of the server that all tests are forked from.
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40")
+    _CONTEXT.set_forkserver_preload(["torch", "pytest"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(NUM_AT_ONCE):
@@ -2343,24 +2529,37 @@ def try_one(tree: Path, mutant: Mutant) -> str:
 
 
 def verdict_of(tree: Path, mutant: Mutant) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PATIENCE_SECONDS": "40",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *mutant.tests]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
+    said = tree / "said.txt"
+    process = _CONTEXT.Process(target=run_tests, args=(tree, mutant.tests, said))
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    if process.exitcode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        process.kill()  # where it had not come so far as to have a group
+        process.join()
         return f"red (nothing after {TIMEOUT_SECONDS} s)"
-    if done.returncode == 1:
-        failed = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "FAILED")
+    lines = said.read_text(errors="replace").splitlines()
+    failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), None)
+    if process.exitcode == 1 and failed:
         return "red: " + failed.removeprefix("FAILED ").split(" - ")[0]
-    return "SURVIVED" if done.returncode == 0 else f"NO TEST RAN (pytest {done.returncode}): {done.stdout[-300:]}"
+    return "SURVIVED" if process.exitcode == 0 else f"NO TEST RAN (pytest {process.exitcode}): {' '.join(lines)[-300:]}"
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], said: Path) -> None:
+    """In a process of its own, forked where torch is loaded already, which takes longer than most of these tests: pytest in `tree`."""
+    os.setsid()
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    # As `python -m pytest` in the tree has it: without this file's folder, which is the one of the tree that nobody has broken.
+    sys.path[:] = [str(tree), *(path for path in sys.path if not Path(path).is_relative_to(ROOT / "tests"))]
+    pytest = importlib.import_module("pytest")
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -289,6 +289,25 @@ TOGETHER = [
         "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
     ),
     train("parallel.num_replicas=2 cluster.gpus_per_node=5", "5 ranks cannot be shared out", "start 4 or 6 ranks"),
+    train("phases=[{from:2}]", "phases[0].from=2", "begins with the run", "from: 0"),
+    train("phases=[{from:0},{from:3},{from:3}]", "phases[2].from=3", "phases[1] begins after 3 steps"),
+    train("phases=[{from:0},{from:6}]", "phases[1].from=6", "steps=6", "more steps"),
+    train(
+        "phases=[{from:0},{from:3,optim:{clip_norm:2}}]", "phases[1].optim.clip_norm", "recompute.*, data.batch_size"
+    ),
+    train(
+        "phases=[{from:0},{from:3,pipeline:{balance:[1,3]}}]", "phases[1].pipeline.balance", "layers stay where they"
+    ),
+    train("phases=[{from:0},{from:3,recompute:{set:2}}]", "phases[1].recompute.set", "did you mean 'recompute.sets'"),
+    train("phases=[{from:0},{from:3,data:{batch_size:3}}]", "phases[1]: ", "num_microbatches=4", "data.batch_size=3"),
+    train(
+        "phases=[{from:0},{from:3,data:{sequence_length:2048}}]",
+        "phases[1]: data.sequence_length=2048",
+        "shorter samples",
+    ),
+    train("phases=[{from:0},{from:3,recompute:{segments:9}}]", "phases[1]: recompute.segments=9", "segments=2 or less"),
+    Row("show --phase=1", ("--phase=1", "the run has no phases")),
+    Row("show phases=[{from:0},{from:9}] --phase=2", ("--phase=2", "there are phases 0 to 1")),
 ]
 
 # Data --------------------------------------------------------------------------------------------------------------------

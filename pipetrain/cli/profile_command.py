@@ -65,6 +65,11 @@ def _measured(config: Any, rounds: int) -> Profile:
     from pipetrain.runtime.profiling import profile_layers
 
     check_run(config)
+    replicas = config.parallel.num_replicas
+    if not isinstance(replicas, int):
+        raise ValueError(
+            f"parallel.num_replicas={replicas}: a profile is of microbatches of one size; give the number of replicas"
+        )
     if config.model.compile:
         raise ValueError("model.compile=true: layers are measured as they are; use model.compile=false")
     torch.set_num_threads(config.threads_per_rank)
@@ -76,7 +81,7 @@ def _measured(config: Any, rounds: int) -> Profile:
     spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)
     batch = data.train.batch(0)
     inputs, targets = batch if spec.take_batch is None else spec.take_batch(*batch)
-    m = config.pipeline.num_microbatches
+    m = replicas * config.pipeline.num_microbatches
     # The first microbatch is the largest.
     inputs, targets = cut(inputs, m)[0], cut(targets, m, "targets")[0]
     targets = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), targets)

@@ -417,7 +417,9 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
-    reduce_seconds: _Seconds = 0.0  # adding up the gradients of a parameter that two stages share
+    reduce_seconds: _Seconds = (
+        0.0  # adding up a stage's gradients over the replicas, and those of a parameter that two stages share
+    )
     # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
     input_share: _Share | None = None
     # What recompute.selective keeps of a microbatch, in sets, by bytes; None: nothing, or not counted.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipetrain.config.phases import phases_of
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
 from pipetrain.data.hf_tokenizer import HfTokenizer
@@ -121,7 +122,7 @@ def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
 def _context(config: RunConfig) -> int | None:
     """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
     if config.model.path is None:
-        return max(2, config.data.sequence_length)
+        return max(2, *(phase.config.data.sequence_length for phase in phases_of(config)))
     longest: int | None = load_function(family_of(config.model).longest)(config.model)
     return longest
 

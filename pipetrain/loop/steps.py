@@ -78,7 +78,7 @@ class Steps:
             if (other := phase_of(self.phases, step)) is not phase:
                 phase = other
                 self.engine.change(phase.plan, phase.schedule)
-                self.recorder.begin_phase(measured_steps(step))
+                self.recorder.begin_phase(phase.number, step, measured_steps(step))
             started = time.perf_counter()
             batch = self.batches.batch(step, self.guard.passed_over, phase.share)
             result = self.engine.step(step, batch, self._accepts)

@@ -102,7 +102,7 @@ def meshes_svg(meshes: Sequence[MeshShown]) -> str:
         replicas = _drawn_replicas(one.mesh)
         pieces += _panel(one, replicas, top)
         top += _TOP + len(replicas) * (_HIGH + _DOWN)
-        width = max(width, _LEFT + one.mesh.grid.stage * (_WIDE + _ACROSS), 7 * len(one.title) + 32)
+        width = max(width, _LEFT + one.mesh.grid.stage * (_WIDE + _ACROSS), 7 * max(len(one.title), len(_MEANING)) + 32)
     shape = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
     font = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
     return "\n".join(

@@ -57,8 +57,9 @@ class Recorder:
             folder.schedule.write_text(write_csv(schedule))
         self._trackers.start({**config, "plan": asdict(phases[0][0])})
 
-    def begin_phase(self, keep: range) -> None:
-        """What comes is of a phase: of the timelines, those of the steps in `keep` are remembered."""
+    def begin_phase(self, number: int | None, step: int, keep: range) -> None:
+        """From `step` on it is another phase: of the timelines, those of the steps in `keep` are remembered."""
+        self._reporter.say(f"step {step}: phase {number} begins")
         self._keep = keep
         self.timelines = []
 

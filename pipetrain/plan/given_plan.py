@@ -52,7 +52,8 @@ def plan_of(
         raise ValueError(_other_ranks(given.num_ranks, num_ranks, num_replicas))
     stage_ranks_of(given.stage_ranks, len(given.balance), num_ranks)
     _check_said_once(given, num_stages, stages_per_rank, num_microbatches, balance)
-    return dataclasses.replace(given, num_replicas=num_replicas, order=order)
+    fitting = dataclasses.replace(given, num_replicas=num_replicas, order=order)
+    return given if fitting == given else fitting
 
 
 def replicas_said(num_replicas: int, plan: Plan | None) -> int:

@@ -64,7 +64,8 @@ class _Drill:
     @property
     def run(self) -> str:
         """The folder of its run: no other drill has such a one."""
-        return "-".join([*self.fault.split()[:2], str(self.num_ranks), str(self.num_replicas)])
+        deed, rank = self.fault.split()[:2]
+        return f"{deed}-{rank.removeprefix('rank=')}-of-{self.num_ranks}-{self.num_replicas}"
 
 
 _HANG = rf"rank \d waits .*and nothing came for {TIMEOUT_SECONDS} s.*no word from rank 1; rank 0 waits"

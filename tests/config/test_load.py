@@ -37,7 +37,7 @@ PROMISED = (
     "transport.edges parallel.num_replicas parallel.order parallel.check_every_steps parallel.zero "
     "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
     "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
-    "cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "
+    "phases cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "
     "cost.input_gradient_seconds cost.weight_gradient_seconds cost.input_share cost.kept_share "
 )
 

@@ -99,7 +99,7 @@ REFUSED = {
     "too few stages": (["pipeline.num_stages=3"], ["make 4 ranks", "need 3 ranks", "num_stages=4"]),
     "interleaved": (["pipeline.stages_per_rank=2"], ["stages_per_rank=2", "need 2 ranks", "num_stages=8"]),
     "replicas": (
-        ["parallel.num_replicas=3", "pipeline.num_stages=2"],
+        ["parallel.num_replicas=3", "pipeline.num_stages=2", "pipeline.num_microbatches=4"],
         ["make 4 ranks", "parallel.num_replicas=3", "need 6 ranks", "parallel.num_replicas=2"],
     ),
     "replicas left over": (["parallel=replicas", "pipeline.num_stages=3"], ["4 ranks are not a multiple of the 3", "start 3 or 6"]),

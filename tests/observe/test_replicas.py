@@ -16,7 +16,8 @@ from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import as_markdown, read_report, remarks, write_report
 from pipetrain.observe.run_page import run_page
-from pipetrain.observe.run_report import measured_and_predicted
+from pipetrain.observe.run_report import TokenFigures, measured_and_predicted, metrics_of
+from pipetrain.observe.trackers.tracker import figures
 from pipetrain.plan.measured import measure_costs
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -27,7 +28,7 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down, break_down_replicas
 from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.residuals import op_seconds, residuals
-from pipetrain.timeline.step_report import RankReport, Report
+from pipetrain.timeline.step_report import RankReport, Report, StepFigures, StepResult
 from pipetrain.timeline.stragglers import Straggler
 
 STAGES = 2
@@ -235,6 +236,22 @@ def test_events_of_a_file_are_of_the_rank_of_the_run(tmp_path: pathlib.Path) -> 
     file.close()
     (line,) = (tmp_path / "rank-0003.jsonl").read_text().splitlines()
     assert (json.loads(line)["rank"], json.loads(line)["op"]) == (3, "1F0")
+
+
+@pytest.mark.parametrize("order", BY_ORDER)
+def test_figures_of_trackers_are_named_by_the_ranks_of_the_run(order: str) -> None:
+    """What wandb and TensorBoard keep, and a line of metrics.jsonl."""
+    report = report_of(one_behind(5.0), order)
+    result = StepResult(loss=1.0, learning_rate=0.1, grad_norm=2.0)
+    memory = StepFigures(report.step_seconds, (1, 2, 3, 4), report)
+    metrics = metrics_of(7, result, memory, TokenFigures(8, 8, 8, 4.0))
+    kept = figures(dataclasses.asdict(metrics))
+    late = BY_ORDER[order][2]  # the first rank of the replica that is behind
+    assert kept[f"fill_seconds/rank-{late}"] == 5
+    assert kept[f"reduce_exposed_seconds/rank-{late}"] == 3
+    assert kept["peak_memory_bytes/rank-3"] == 4
+    assert kept["step_seconds"] == report.step_seconds
+    assert "fill_seconds/rank-4" not in kept
 
 
 def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) -> None:

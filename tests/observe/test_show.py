@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from shows import show
 
+from pipetrain.cli.main import main
 from pipetrain.observe.drawing import draw, write_drawing
 from pipetrain.schedule.op import Op
 from pipetrain.timeline.shown import Shown
@@ -61,3 +62,13 @@ def test_an_unknown_ending_is_refused(shown: Shown, tmp_path: pathlib.Path) -> N
         write_drawing([shown], tmp_path / "x.png")
     with pytest.raises(ValueError, match="cannot be written"):
         write_drawing([shown], tmp_path / "missing" / "x.svg")
+
+
+def test_the_schedule_of_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = "phases=[{from:0},{from:9,pipeline:{num_microbatches:2},recompute:{mode:inline}}]"
+    for options, microbatches in (([], 8), (["--phase=0"], 8), (["--phase=1"], 2)):
+        assert main(["show", phases, *options, "--json"]) == 0
+        ops = {op["op"] for op in json.loads(capsys.readouterr().out)["ops"]}
+        assert len([op for op in ops if op.startswith("0F")]) == microbatches
+    assert main(["show", phases, "--phase=1", "--against=recompute.mode=never"]) == 0
+    assert "gpipe, inline: 2 stages x 2 microbatches" in capsys.readouterr().out

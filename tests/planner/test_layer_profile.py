@@ -162,6 +162,8 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     assert predict(load(given)).schedule.policy == policy
     with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16_autocast"):
         prepare(load([*given, "precision=bf16_autocast"]))
+    with pytest.raises(ValueError, match=r"measured with data.batch_size / .*=2, and this has 1; measure again"):
+        prepare(load([*given, "parallel.num_replicas=2"]))
     file.write_text(Profile(Costs.spread(2), 8).as_json())
     with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):
         prepare(load(given))

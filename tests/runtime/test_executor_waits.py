@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -96,6 +97,47 @@ def test_what_check_accepts_runs(schedule: Schedule, seed: int) -> None:
     check_and_run(schedule, seed)
 
 
+REPLICATED = (
+    random_schedules(max_ranks=3, max_microbatches=3)
+    .map(lambda drawn: drawn[0])
+    .filter(lambda schedule: schedule.num_replicas > 1)
+)
+
+
+SKIPPED = st.lists(st.frozensets(st.integers(0, 2)), min_size=4, max_size=4)
+
+
+@given(REPLICATED, SKIPPED, st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=12)
+def test_what_check_accepts_runs_in_all_replicas(schedule: Schedule, wanted: list[frozenset[int]], seed: int) -> None:
+    run_in_all_replicas(schedule, wanted, seed)
+
+
+@pytest.mark.slow
+@given(REPLICATED, SKIPPED, st.integers(0, 1 << 16))
+@settings(PATIENT, max_examples=100)
+def test_what_check_accepts_runs_in_all_replicas_at_length(
+    schedule: Schedule, wanted: list[frozenset[int]], seed: int
+) -> None:
+    run_in_all_replicas(schedule, wanted, seed)
+
+
+def run_in_all_replicas(schedule: Schedule, wanted: list[frozenset[int]], seed: int) -> None:
+    """Each rank of each replica at its own pace, whole or each without other microbatches."""
+    try:
+        check(schedule)
+    except ValueError:
+        return
+    skipped: list[frozenset[int]] = []
+    if seed % 2:
+        all_of_them = frozenset(range(schedule.num_microbatches))
+        # One microbatch counts at least.
+        skipped = [*(own & all_of_them for own in wanted[: schedule.num_replicas - 1]), frozenset()]
+    run = InProcessRun(schedule, random.Random(seed).randrange, buffered=seed % 4 > 1, skipped=skipped)
+    run.assert_right(run.step())
+    run.assert_right(run.step())
+
+
 @given(SCHEDULES, st.sets(st.integers(0, 3), min_size=1), st.integers(0, 1 << 16))
 @settings(PATIENT, max_examples=60)
 def test_what_is_left_without_some_microbatches_runs(schedule: Schedule, wanted: set[int], seed: int) -> None:
@@ -131,9 +173,9 @@ def test_families_are_launched_in_their_order(family: str) -> None:
 def run_as_launched(schedule: Schedule, seed: int) -> None:
     run = InProcessRun(schedule, random.Random(seed).randrange, buffered=seed % 2 == 1)
     for _ in range(2):
-        log = run.step()
-        run.assert_right(log)
-        for rank, order in enumerate(schedule.launch_order):
+        logs = run.step()
+        run.assert_right(logs)
+        for log, (rank, order) in itertools.product(logs, enumerate(schedule.launch_order)):
             assert order == tuple(op for what, op in log if what == "start" and schedule.stage_ranks[op.stage] == rank)
 
 

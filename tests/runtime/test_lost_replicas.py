@@ -56,12 +56,17 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
 @pytest.mark.parametrize(
     ("order", "lost", "op"),
     [
-        ("replica-stage", 0, "0F1"),
         ("replica-stage", 1, "1B0"),
-        ("replica-stage", 2, "0B2"),
-        ("replica-stage", 3, "1REDUCE_GRAD.0"),
         ("stage-replica", 1, "0REDUCE_GRAD.0"),
-        ("stage-replica", 2, "1F2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("replica-stage", 0, "0F1"),
+                ("replica-stage", 2, "0B2"),
+                ("replica-stage", 3, "1REDUCE_GRAD.0"),
+                ("stage-replica", 2, "1F2"),
+            )
+        ),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_every_survivor(order: str, lost: int, op: str) -> None:
@@ -91,6 +96,7 @@ def beside_one_that_hangs(path: str, hung: int) -> None:
         (folder / f"ended-{rank}").touch()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_by_its_silence(tmp_path: Path) -> None:
     outcomes = run_outcomes(4, beside_one_that_hangs, str(tmp_path), 3)
     assert_gone(outcomes)

@@ -1,4 +1,4 @@
-"""docs/SCHEDULES.md shows every family, its pictures are fresh and its commands are spelled as the keys are."""
+"""docs/SCHEDULES.md shows every family; its pictures and those of docs/SCALING.md are fresh and their commands are spelled as the keys are."""
 
 import importlib.util
 import json
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipetrain.cli.main import main
 from pipetrain.schedule.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "SCHEDULES.md").read_text()
+PAGE, SCALING = ((DOCS / name).read_text() for name in ("SCHEDULES.md", "SCALING.md"))
 
 
 def script(name: str) -> Any:
@@ -26,7 +27,8 @@ def script(name: str) -> Any:
 
 FRONTIER = script("frontier")
 FACTS = json.loads((DOCS / "pictures" / "frontier.json").read_text())
-PICTURES = {**script("make").pictures(PAGE), "frontier.svg": FRONTIER.picture(FACTS)}
+MAKE = script("make")
+PICTURES = {**MAKE.pictures(PAGE), **MAKE.pictures(SCALING), "frontier.svg": FRONTIER.picture(FACTS)}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -35,7 +37,7 @@ def test_picture_is_fresh(name: str) -> None:
 
 
 def test_every_picture_is_shown_and_made() -> None:
-    shown = set(re.findall(r"\]\(pictures/(\S+)\)", PAGE))
+    shown = set(re.findall(r"\]\(pictures/(\S+)\)", PAGE + SCALING))
     assert shown == set(PICTURES) == {path.name for path in (DOCS / "pictures").glob("*.svg")}
 
 
@@ -82,3 +84,21 @@ def test_the_whole_frontier_is_what_is_simulated(name: str) -> None:
     assert {int(sets): seconds(int(sets)) for sets in FACTS["seconds"][name]} == {
         int(sets): stored for sets, stored in FACTS["seconds"][name].items()
     }
+
+
+DRAWN = re.findall(r"^    pipetrain (show .+)\n\n((?:    (?!pipetrain).*\n|\n)+)", SCALING, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "block"), DRAWN, ids=[command for command, _ in DRAWN])
+def test_what_the_page_of_replicas_shows_is_what_is_printed(
+    command: str, block: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    wanted = [line.strip() for line in block.splitlines() if line.strip()]
+    assert wanted
+    assert all(line in map(str.strip, printed) for line in wanted)
+
+
+def test_the_page_of_replicas_shows_something() -> None:
+    assert len(DRAWN) >= 3

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,47 @@ def test_another_run_is_not_resumed(tmp_path: pathlib.Path, change: dict[str, ob
     train(tmp_path, config)
     with pytest.raises(ValueError, match=message):
         session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), **change))
+
+
+SHORT = {"from": 2, "data": {"sequence_length": 128}}
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (
+            (),
+            r"phases: the first 4 steps of the run of .* had batches of data\.batch_size=16 data\.sequence_length=256 after 0 steps, ",
+        ),
+        (
+            ({"from": 0}, {"from": 3, "data": {"sequence_length": 128}}),
+            r"let what is new begin with from=4 or later, or start",
+        ),
+        (
+            ({"from": 0}, {"from": 2, "data": {"batch_size": 8}}),
+            r"here it is .*data\.batch_size=8 data\.sequence_length=256 after 2",
+        ),
+    ],
+)
+def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, message: str) -> None:
+    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
+    train(tmp_path, config)
+    with pytest.raises(ValueError, match=message):
+        session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), phases=phases))
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        ({"from": 0, "recompute": {"mode": "inline"}}, SHORT),  # the policy may change
+        ({"from": 0}, SHORT, {"from": 4, "data": {"batch_size": 8}}),  # and what is to come
+        ({"from": 0, "pipeline": {"num_microbatches": 2}}, {"from": 1}, {**SHORT, "recompute": {"sets": 2}}),
+    ],
+)
+def test_what_is_no_batch_of_steps_behind_may_change(tmp_path: pathlib.Path, phases: Any) -> None:
+    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
+    train(tmp_path, config)
+    assert session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), steps=6, phases=phases)).first_step == 5
 
 
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import make_text
 from deepspeed_runs import accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
 from ranks import run_ranks
+from test_replica_runs import HALF, TWO_BY_TWO, figures, lines_of
+from test_replica_runs import train as train_runs
 from torch import Tensor, nn
 
 from pipetrain.config.records import RunConfig
@@ -141,6 +146,35 @@ def test_replicas_give_the_numbers_of_one_pipeline_of_as_many_microbatches() -> 
         same, without = runs
         assert same.losses == sharded[0].losses[BREAK_AT - 1 :]
         assert without.losses == pytest.approx(same.losses, rel=1e-5)
+
+
+# Whole runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_leaves_what_a_run_leaves_and_goes_on(tmp_path: pathlib.Path) -> None:
+    """With ZeRO 1 exactly, and with the native engine; the ranks stand in the other order then."""
+    make_text(tmp_path / "text")
+    engine = ("engine=deepspeed", "pipeline=1f1b", "recompute=inline", *TWO_BY_TWO)
+    runs = (
+        ("run_dir=whole", *engine, "parallel.zero=1"),
+        ("run_dir=again", HALF, *engine, "parallel.zero=1"),
+        ("run_dir=native", HALF, *TWO_BY_TWO, "parallel.order=stage-replica"),
+    )
+    assert run_ranks(4, train_runs, str(tmp_path), *runs) == [[0] * len(runs)] * 4
+    keys = ("step", "loss", "grad_norm", "tokens_seen")
+    whole, again, native = (figures(tmp_path / name, *keys) for name in ("whole", "again", "native"))
+    assert again == whole[4:]
+    for ours, theirs in zip(native, whole[4:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    (line, *_) = lines_of(tmp_path / "whole")
+    assert line["tokens"] == 8 * 32
+    assert len(line["peak_memory_bytes"]) == 4  # type: ignore[arg-type]
+    report = json.loads((tmp_path / "whole" / "report.json").read_text())
+    assert report["tokens_seen"] == 8 * 8 * 32
+    assert report["heldout_loss"] == pytest.approx(
+        json.loads((tmp_path / "native" / "report.json").read_text())["heldout_loss"], rel=1e-3
+    )
 
 
 # The pieces alone, without DeepSpeed --------------------------------------------------------------------------------------

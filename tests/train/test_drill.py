@@ -2,11 +2,12 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.proof.drill import Result, _Drill, _Ground, _run, drill_table
+from pipetrain.proof.drill import _DRILLS, Result, _Drill, _Ground, _run, drill_table
 
 HANDLED = Result("a rank is killed", 2, 1, 0.4, "rank 1 is gone", "from step 2, equal bit for bit", None)
 MISSED = Result("a rank is stopped", 2, 1, 40.0, "", "not tried", "all ranks ended after 40.0 s, 19 s are promised")
@@ -30,6 +31,25 @@ def test_the_faults_of_two_ranks(tmp_path: pathlib.Path, capsys: pytest.CaptureF
     assert len(results) == 5
     assert [result["problem"] for result in results] == [None] * 5
     assert "5 faults, all handled as promised" in capsys.readouterr().out
+
+
+def test_each_drill_has_a_folder_of_its_own() -> None:
+    """... whose name the command line takes as it is, and each place of two replicas is lost once."""
+    folders = [one.run for one in _DRILLS]
+    assert len({*folders}) == len(folders)
+    assert all(re.fullmatch(r"[\w-]+", folder) for folder in folders)
+    lost = [one.fault.split()[1] for one in _DRILLS if one.num_replicas == 2 and one.fault.startswith("kill")]
+    assert lost == [f"rank={rank}" for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_replica_is_lost_named_and_resumed(tmp_path: pathlib.Path) -> None:
+    (one,) = (one for one in _DRILLS if one.fault.startswith("kill rank=3") and one.num_replicas == 2)
+    with _Ground(tmp_path) as ground:
+        result = _run(one, ground)
+    assert result.problem is None
+    assert "rank 3 (replica 1, stage 1) is gone" in result.message
+    assert result.resume.endswith("equal bit for bit")
 
 
 @pytest.mark.slow

@@ -243,7 +243,8 @@ def test_a_rollback_goes_on_with_later_batches_and_a_resume_too(folder: pathlib.
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))  # those before the rollback are written over
     assert not any(line["skipped"] for line in metrics)
     passed_over = json.loads((back / "snapshots" / f"step-{STEPS:08d}" / "state.json").read_text())["guard"]
-    assert passed_over["batches_passed_over"] >= 1
+    assert len(passed_over["passed_over"]) == report["rollbacks"]
+    assert all(start < end for start, end in passed_over["passed_over"])
     assert passed_over["num_rollbacks"] == report["rollbacks"]
     kept = list((back / "inspect").iterdir())
     assert len(kept) == report["rollbacks"]  # a step that comes again with another batch has a folder of its own

@@ -4,6 +4,7 @@ import json
 import pathlib
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pipetrain import train as rank
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
 from pipetrain.observe.folder import RunFolder
-from pipetrain.prepare import Run, prepare
+from pipetrain.prepare import PreparedPhase, prepare, prepare_phases
 from pipetrain.schedule.csv_file import write_csv
 
 TYPED = [
@@ -45,21 +46,26 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configurations for which an order was sought."""
     found: list[RunConfig] = []
 
-    def counted(config: RunConfig, num_ranks: int) -> Run:
+    def counted(config: RunConfig, num_ranks: int, orders: Sequence[str | None] = ()) -> tuple[PreparedPhase, ...]:
         found.append(config)
-        return prepare(config, num_ranks)
+        return prepare_phases(config, num_ranks, orders)
 
-    monkeypatch.setattr(rank, "prepare", counted)
+    monkeypatch.setattr(rank, "prepare_phases", counted)
     return found
 
 
-def agreed(ranks: Ranks, config: RunConfig) -> list[str | None]:
+def agreed_on_phases(ranks: Ranks, config: RunConfig) -> list[list[str | None]]:
     """What each of the ranks gets."""
     found = []
     for number in range(ranks.size):
         ranks.rank = number
-        found.append(rank._agreed_order(config, ranks))  # type: ignore[arg-type]
+        found.append(rank._agreed_orders(config, ranks))  # type: ignore[arg-type]
     return found
+
+
+def agreed(ranks: Ranks, config: RunConfig) -> list[str | None]:
+    """The same, of a run without phases."""
+    return [order for (order,) in agreed_on_phases(ranks, config)]
 
 
 def test_one_rank_seeks_and_all_have_the_same(prepared: list[RunConfig]) -> None:
@@ -70,7 +76,7 @@ def test_one_rank_seeks_and_all_have_the_same(prepared: list[RunConfig]) -> None
     schedules = [prepare(config, 3, order).schedule for order in orders]
     assert write_csv(schedules[0]) == orders[0]
     assert schedules[0] == schedules[1] == prepare(config, 3).schedule
-    assert agreed(Ranks(3), load(["pipeline.num_stages=3"])) == [None] * 3
+    assert agreed_on_phases(Ranks(3), load(["pipeline.num_stages=3"])) == [[]] * 3
 
 
 def test_every_rank_hears_what_is_wrong() -> None:
@@ -78,7 +84,7 @@ def test_every_rank_hears_what_is_wrong() -> None:
     for number in range(3):
         ranks.rank = number
         with pytest.raises(ValueError, match=r"plan.profile=/nowhere: .* is not there"):
-            rank._agreed_order(config, ranks)  # type: ignore[arg-type]
+            rank._agreed_orders(config, ranks)  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
@@ -97,6 +103,34 @@ def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunCo
     for change in ("recompute.sets=2", "recompute.mode=early", "cost.hop_seconds=0.5"):
         agreed(Ranks(3), load([*TYPED, f"run_dir={tmp_path}", "resume=auto", change]))
     assert len(prepared) == 3, "sought again for what has changed"
+
+
+def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
+    folder, phases = RunFolder(tmp_path), "phases=[{from:0,recompute:{sets:2}},{from:3,recompute:{stash:3}}]"
+    config = load([*TYPED, f"run_dir={tmp_path}", phases])
+    first, *others = agreed_on_phases(Ranks(3), config)
+    assert [first] * 2 == others
+    assert len(prepared) == 1
+    assert first == [
+        write_csv(prepare(load([*TYPED, key]), 3).schedule) for key in ("recompute.sets=2", "recompute.stash=3")
+    ]
+    assert first[0] != first[1]
+    (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
+    folder.config.write_text(as_yaml(config))
+    folder.schedule.write_text(str(first[0]))
+    for number, order in enumerate(first):
+        folder.phase(number).path.mkdir(parents=True)
+        folder.phase(number).schedule.write_text(str(order))
+    again = [*TYPED, f"run_dir={tmp_path}", "resume=auto"]
+    assert agreed_on_phases(Ranks(1), load([*again, phases])) == [first]
+    # Whichever phase has it now, and in a run without any.
+    turned = "phases=[{from:0,recompute:{stash:3}},{from:5,recompute:{sets:2}}]"
+    assert agreed_on_phases(Ranks(1), load([*again, turned])) == [first[::-1]]
+    assert agreed(Ranks(1), load([*again, "recompute.stash=3"])) == [first[1]]
+    assert len(prepared) == 1, "nothing was sought again"
+    added = "phases=[{from:0,recompute:{stash:3}},{from:5,recompute:{sets:3}}]"
+    orders = agreed_on_phases(Ranks(3), load([*again, added]))[0]
+    assert (orders[0], len(prepared)) == (first[1], 2)
 
 
 def test_search_is_shorter_than_what_ranks_wait() -> None:

@@ -21,7 +21,7 @@ METRICS = (
     "step loss perplexity lr grad_norm tokens counted_tokens tokens_seen tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
     "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
     "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
-    "communicator_bytes reduce_exposed_seconds skipped"
+    "communicator_bytes reduce_exposed_seconds skipped phase"
 )
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "

@@ -278,6 +278,13 @@ def accumulates(pipeline: Pipeline, batch: Any) -> None:
     pipeline.step(*given)
 
 
+def changes(pipeline: Pipeline, batch: Any) -> None:
+    """The next step is run by another schedule and another policy."""
+    others = (("gpipe", "early", 2), ("1f1b", "inline", 1), ("gpipe", "never", None), ("1f1b", "overlap", 2))
+    schedule, mode, sets = others[pipeline.step_index % len(others)]
+    pipeline.change(schedule=schedule, recompute=RecomputePolicy(mode, sets))  # type: ignore[arg-type]
+
+
 def infers(pipeline: Pipeline, batch: Any) -> None:
     pipeline(batch[0] if pipeline.is_first else None)
 
