@@ -27,6 +27,11 @@ CLAIM = "a token over two ranks takes at most 1.2 x as long as on one process an
 MOST = 1.2
 VOCABULARY = 8192
 PROMPT = list(range(1, 33))
+# 30 and 210 million parameters: what a token costs besides the layers is the same, and shows more in the smaller one.
+SIZES = (
+    ModelConfig(num_blocks=8, hidden_size=512, num_heads=8),
+    ModelConfig(num_blocks=16, hidden_size=1024, num_heads=16),
+)
 SEVERAL = 4  # prompts for the table of groups
 _HOPS_PER_TOKEN = 2  # the hidden state there, the token back
 
@@ -48,21 +53,26 @@ class Measured:
 
 def run(options: Options) -> Result:
     num_tokens = 8 if options.quick else 100
-    config = ModelConfig(num_blocks=2 if options.quick else 8, hidden_size=64 if options.quick else 512, num_heads=8)
-    settings = {"rounds": options.rounds, "model": asdict(config), "tokens": num_tokens, "prompt": len(PROMPT)}
+    config, *larger = SIZES if not options.quick else (ModelConfig(num_blocks=2, hidden_size=64, num_heads=8),)
+    sizes = [asdict(one) for one in (config, *larger)]
+    settings = {"rounds": options.rounds, "models": sizes, "tokens": num_tokens, "prompt": len(PROMPT)}
     result = Result("generate", CLAIM, settings=settings)
     has_transformers = importlib.util.find_spec("transformers") is not None
     preload("pipetrain.model.transformer", *(["transformers"] if has_transformers else []))
-    measured = [_measure("built-in llama", _built_in, config, num_tokens, options.rounds, _alone)]
-    if has_transformers:
-        measured.append(_measure("transformers' Llama", _of_transformers, config, num_tokens, options.rounds, _theirs))
-    else:
+    measured = []
+    for size in (config, *larger):
+        name = f"{size.num_blocks} blocks of {size.hidden_size}"
+        measured.append(_measure(f"built-in llama, {name}", _built_in, size, num_tokens, options.rounds, _alone))
+        if has_transformers:
+            theirs = f"transformers' Llama, {name}"
+            measured.append(_measure(theirs, _of_transformers, size, num_tokens, options.rounds, _theirs))
+    if not has_transformers:
         result.notes.append("transformers is not installed: its Llama was left out")
     groups = {
         number: [max(run_ranks(2, _several, config, number, num_tokens)) for _ in range(options.rounds)]
         for number in (1, 2)
     }
-    result.tables += [_table(measured, config), _table_of_groups(groups)]
+    result.tables += [_table(measured), _table_of_groups(groups)]
     result.targets = [Target(f"{one.model}: two ranks / (one process + 2 hops)", one.ratio, MOST) for one in measured]
     result.data = {"models": [asdict(one) for one in measured], "seconds_per_turn_of_4_prompts": groups}
     return result
@@ -191,15 +201,12 @@ def _several(config: ModelConfig, num_groups: int, num_tokens: int) -> float:
 # What is shown -------------------------------------------------------------------------------------------------------
 
 
-def _table(measured: list[Measured], config: ModelConfig) -> Table:
+def _table(measured: list[Measured]) -> Table:
     rows = []
     for one in measured:
         alone, over_two, hop = (statistics.median(times) * 1e3 for times in (one.alone, one.over_two, one.hop))
         rows.append((one.model, f"{alone:.2f}", f"{hop:.3f}", f"{over_two:.2f}", f"{one.ratio:.3f}"))
-    title = (
-        f"one prompt, {config.num_blocks} blocks of {config.hidden_size}, one thread per rank; ms per token, medians of "
-        f"{len(measured[0].alone)} rounds"
-    )
+    title = f"one prompt, one thread per rank; ms per token, medians of {len(measured[0].alone)} rounds"
     return Table(title, ("", "one process", "a hop", "two ranks", "two ranks / (one process + 2 hops)"), tuple(rows))
 
 
@@ -208,4 +215,6 @@ def _table_of_groups(groups: dict[int, list[float]]) -> Table:
         (f"{number}", f"{statistics.median(times) * 1e3:.2f}", f"{SEVERAL / statistics.median(times):.0f}")
         for number, times in groups.items()
     )
-    return Table(f"{SEVERAL} prompts over two ranks, built-in llama", ("groups", "ms per turn", "tokens/s"), rows)
+    return Table(
+        f"{SEVERAL} prompts over two ranks, built-in llama, the smaller", ("groups", "ms per turn", "tokens/s"), rows
+    )
