@@ -136,7 +136,7 @@ RANGES = [
     train("observe.peak_flops_per_second=0", "observe.peak_flops_per_second=0.0", "more than 0"),
     train("optim.masters=on", "optim.masters=on", "auto or off"),
     train("precision=fp16", "precision=fp16", "auto, fp32, bf16, bf16_autocast"),
-    train("recompute.segments=9", "recompute.segments=9: stage 0 has 3 layers", "use recompute.segments=3"),
+    train("recompute.segments=9", "recompute.segments=9: stage 0 has 2 layers", "use recompute.segments=2"),
     train("recompute.segments=0", "recompute.segments=0", "a number of parts, sqrt or layers"),
     train("transport.ahead=-1", "transport.ahead=-1", "0 or more"),
     train("transport.communicators=rank", "transport.communicators=rank", "edge or pair"),
