@@ -20,7 +20,7 @@ train: env  ## the default experiment on two ranks; make train ARGS="steps=50 re
 	$(BIN)/pipetrain train $(ARGS)
 
 test: env lint  ## every test but the slow ones
-	$(PYTEST) -n 2 -m "not slow" tests
+	$(PYTEST) -n 3 -m "not slow" tests
 
 test-full: test test-slow test-slurm  ## and the slow ones
 
@@ -28,7 +28,7 @@ test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, ge
 	$(PYTEST) -m slurm tests/slurm
 
 test-slow: env  ## and what needs root
-	$(PYTEST) -n 2 -m "(slow or root) and not slurm" tests
+	$(PYTEST) -n 3 -m "(slow or root) and not slurm" tests
 
 soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)

@@ -1,7 +1,8 @@
-"""Breaks one line at a time and asks the tests to notice: `python tests/mutants.py [part of a name ...]`.
+"""Breaks one line at a time and asks the tests to notice: `python tests/mutants.py [--third] [part of a name ...]`.
 
 Each mutant is applied to a copy of the tree in a temporary folder, where only the tests that should turn red are run. It
-fails if one survives, or if the line that it breaks is no longer there.
+fails if one survives, or if the line that it breaks is no longer there. With `--third` a third of them is tried, another one
+after each commit, and of the others that their lines are there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -2481,8 +2483,13 @@ MUTANTS = (
 
 
 def main(wanted: list[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
-    survivors = []
+    words = [word for word in wanted if word != "--third"]
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    survivors = [mutant.name for mutant in chosen if not applies(ROOT, mutant)]
+    if "--third" in wanted:
+        start = num_commits() % 3
+        print(f"every third of {len(chosen)}, from number {start}", flush=True)
+        chosen = chosen[start::3]
     # Of the server that all tests are forked from.
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40")
     _CONTEXT.set_forkserver_preload(["torch", "pytest"])
@@ -2495,13 +2502,23 @@ def main(wanted: list[str]) -> int:
             )
             copies.put(copy)
         for mutant, (seconds, verdict) in zip(chosen, threads.map(partial(in_a_copy, copies), chosen)):
-            if not verdict.startswith("red"):
+            if not verdict.startswith("red") and mutant.name not in survivors:
                 survivors.append(mutant.name)
             print(f"{mutant.name:<52} {seconds:5.1f} s  {verdict}", flush=True)
     print(
-        f"{len(chosen) - len(survivors)} of {len(chosen)} turn a test red" + "".join(f"\n  not: {n}" for n in survivors)
+        f"{sum(mutant.name not in survivors for mutant in chosen)} of {len(chosen)} turn a test red"
+        + "".join(f"\n  not: {n}" for n in survivors)
     )
     return 1 if survivors or not chosen else 0
+
+
+def num_commits() -> int:
+    found = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(found.stdout)
+
+
+def applies(tree: Path, mutant: Mutant) -> bool:
+    return (tree / mutant.file).read_text().count(mutant.old) == 1
 
 
 def in_a_copy(copies: SimpleQueue[Path], mutant: Mutant) -> tuple[float, str]:

@@ -29,8 +29,9 @@ def unexpected(rows: list[EntryRow]) -> str:
 
 
 @pytest.mark.timeout(1800)
-def test_a_third_of_the_zoo() -> None:
-    rows = run_zoo(every_third(), quick=True)
+def test_a_ninth_of_the_zoo() -> None:
+    """The slow tests try all of it in the same ways."""
+    rows = run_zoo(every_third()[::3], quick=True)
     assert all(row.is_expected for row in rows), unexpected(rows)
 
 
