@@ -27,8 +27,8 @@ test-full: test test-slow test-slurm  ## and the slow ones
 test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, gets SLURM with apt-get
 	$(PYTEST) -m slurm tests/slurm
 
-test-slow: env  ## and what needs root
-	$(PYTEST) -n 3 -m "(slow or root) and not slurm" tests
+test-slow: env  ## and what needs root; make test-slow ARGS=--share=3: a third of them, which the commit chooses
+	$(PYTEST) -n 3 -m "(slow or root) and not slurm" $(ARGS) tests
 
 soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)

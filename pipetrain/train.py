@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # torch makes some 400,000 objects, which all stay: looking through them again and again is a quarter of an import
+
 import os
 import signal
 import sys
@@ -53,6 +57,9 @@ from pipetrain.snapshot.start import check_start
 from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.stragglers import StragglerWatch
 from pipetrain.transport.carrier import PINNED
+
+gc.freeze()  # nor is any of them looked at later
+gc.enable()
 
 
 def train(config: RunConfig) -> Outcome:

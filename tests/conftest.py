@@ -5,12 +5,30 @@ from collections.abc import Generator
 
 import pytest
 import torch
+from shares import share_of, this_commit
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 torch.set_num_threads(1)
 
 # Set where root's rights are promised: there a test that needs them must not be left out without a word.
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", type=int, default=1, help="of the slow tests every so many-th, from one that the commit chooses"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is not in this run's share. Those that need root's rights are always tried: CI is where they can be."""
+    num_shares = config.getoption("--share")
+    if num_shares == 1:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("root")]
+    others = set(slow) - set(share_of(slow, num_shares, this_commit()))
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.hookimpl(wrapper=True)

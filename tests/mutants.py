@@ -1,18 +1,18 @@
-"""Breaks one line at a time and asks the tests to notice: `python tests/mutants.py [--third] [part of a name ...]`.
+"""Breaks one line at a time and asks the tests to notice: `python tests/mutants.py [--share=6] [part of a name ...]`.
 
 Each mutant is applied to a copy of the tree in a temporary folder, where only the tests that should turn red are run. It
-fails if one survives, or if the line that it breaks is no longer there. With `--third` a third of them is tried, another one
-after each commit, and of the others that their lines are there.
+fails if one survives, or if the line that it breaks is no longer there. With `--share=6` a sixth of them is tried, which the
+commit chooses, and of the others that their lines are there.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import multiprocessing as mp
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+
+from shares import share_of, this_commit
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
@@ -2482,14 +2484,14 @@ MUTANTS = (
 )
 
 
-def main(wanted: list[str]) -> int:
-    words = [word for word in wanted if word != "--third"]
-    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Breaks one line at a time and asks the tests to notice.")
+    parser.add_argument("--share", type=int, default=1, help="every so many-th, from one that the commit chooses")
+    parser.add_argument("words", nargs="*", help="parts of the names of those to try")
+    wanted = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if not wanted.words or any(word in mutant.name for word in wanted.words)]
     survivors = [mutant.name for mutant in chosen if not applies(ROOT, mutant)]
-    if "--third" in wanted:
-        start = num_commits() % 3
-        print(f"every third of {len(chosen)}, from number {start}", flush=True)
-        chosen = chosen[start::3]
+    chosen = share_of(chosen, wanted.share, this_commit()) if wanted.share > 1 else chosen
     # Of the server that all tests are forked from.
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40")
     _CONTEXT.set_forkserver_preload(["torch", "pytest"])
@@ -2510,11 +2512,6 @@ def main(wanted: list[str]) -> int:
         + "".join(f"\n  not: {n}" for n in survivors)
     )
     return 1 if survivors or not chosen else 0
-
-
-def num_commits() -> int:
-    found = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(found.stdout)
 
 
 def applies(tree: Path, mutant: Mutant) -> bool:

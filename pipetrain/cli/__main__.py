@@ -2,6 +2,6 @@
 
 import sys
 
-from pipetrain.cli.main import main
+from pipetrain.cli.main import command
 
-sys.exit(main())
+sys.exit(command())
