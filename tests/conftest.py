@@ -1,5 +1,6 @@
 """Shared by all tests. That this file is here puts tests/ on the path, so that `import ranks` works in every folder."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = set(slow) - set(share_of(slow, num_shares, this_commit()))
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded stays: neither the collector nor who looks for tensors needs to go through it in each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ has a clock of its own (`time_out_once`).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -31,7 +32,8 @@ NEVER_SECONDS = 10 * PATIENCE_SECONDS
 _SETTLED_SECONDS = 3.0
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
+# With what a rank would load by itself when it first makes an optimizer or goes backward, which takes it seconds.
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pipetrain.runtime.pipeline", "pipetrain.train"])
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _main(
     import torch.distributed as dist
 
     faulthandler.enable()
+    gc.freeze()  # what has been loaded is no test's: neither the collector nor who looks for tensors needs to go through it
     torch.set_num_threads(1)
     if num_ranks > 1:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=PATIENCE_SECONDS))

@@ -24,7 +24,6 @@ NUM_MICROBATCHES = 8
 WIDTH = 64
 _SECONDS = PATIENCE_SECONDS
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "pipetrain.runtime.pipeline"])
 
 
 @dataclass(frozen=True)
