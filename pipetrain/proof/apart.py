@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 import tempfile
 import time
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.proof.beside_loop import Found, Verdict, worst_of
+from pipetrain.proof.forked import forking
 
 PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
@@ -36,7 +36,7 @@ def try_apart(
 ) -> Iterator[tuple[T, Found]]:
     """What `attempt(trial)` finds, in order; with several ranks all of them attempt it, and the worst counts.
 
-    `attempt` is a function of a module, as processes are started anew. A trial that gives nothing for so many `seconds`
+    `attempt` is a function of a module, as processes have nothing of this one. A trial that gives nothing for so many `seconds`
     has failed, as has one in which the process dies.
     """
     left = list(trials)
@@ -62,7 +62,7 @@ class _Processes(Generic[T]):
         self._folder = tempfile.TemporaryDirectory(prefix="pipetrain-trials-")
         self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
-        context = mp.get_context("spawn")
+        context = forking()
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(

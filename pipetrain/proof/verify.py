@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.data.batch import Batch
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.spec import ModelSpec, make_spec, spec_of
 from pipetrain.plan.plan import make_plan
+from pipetrain.proof.forked import START_METHOD, forking
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import AUTO, FAMILIES
@@ -120,7 +121,8 @@ def cases(num_ranks: int, num_replicas: int = 1) -> Iterator[Case]:
 
 def _on_ranks(num_ranks: int, num_replicas: int = 1) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="pipetrain-verify-") as folder:
-        spawn(_rank, args=(num_ranks, num_replicas, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        forking()
+        start_processes(_rank, (num_ranks, num_replicas, folder), num_ranks, start_method=START_METHOD)  # type: ignore[no-untyped-call]
         found = json.loads((Path(folder) / "rows.json").read_text())
     return [Row(case, *result) for case, result in zip(cases(num_ranks, num_replicas), found)]
 
