@@ -1,6 +1,7 @@
 """Shared by all tests. That this file is here puts tests/ on the path, so that `import ranks` works in every folder."""
 
 import gc
+import importlib
 import os
 from collections.abc import Generator
 
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What has been loaded stays: neither the collector nor who looks for tensors needs to go through it in each test."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # for many tests; the first of them that makes an optimizer would load it
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 
