@@ -27,7 +27,7 @@ from pipetrain.runtime.faults import VARIABLE
 from pipetrain.timeline.draw.table import Table
 
 STEPS = 8
-TIMEOUT_SECONDS = 4
+TIMEOUT_SECONDS = 15  # longer than ranks that start on a busy machine wait for each other
 MARGIN_SECONDS = 15  # all ranks have ended by then: after a death, and after the time-out of a hang
 _MARK = "PIPETRAIN_DRILL"  # in the environment of every process of a drill
 _LIMIT_SECONDS = 180
@@ -191,7 +191,7 @@ class _Ground:
         """A run of the command line to its end, and how long after its last step that was."""
         words = [
             *("experiment=smoke", "data=text", f"data.path={self.folder / 'text'}", "observe.progress=false"),
-            *(f"run_dir={self.folder / run}", f"timeout_seconds={TIMEOUT_SECONDS}"),
+            *(f"run_dir={self.folder / run}", f"timeout_seconds={TIMEOUT_SECONDS if fault else _LIMIT_SECONDS}"),
             *(f"pipeline.num_stages={num_ranks // num_replicas}", f"parallel.num_replicas={num_replicas}"),
             *(f"steps={STEPS}", "snapshot.every_steps=2", "model.dropout=0.1", *options),
         ]
