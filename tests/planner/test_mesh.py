@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from pipetrain.cli.main import main
 from pipetrain.config.load import load
 from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.group.coordinates import Grid
 from pipetrain.model.arithmetic import parameters_per_layer, shapes_per_layer
@@ -245,3 +247,15 @@ def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
     assert sum(rank.parameters or 0 for rank in mesh.ranks) == 2 * sum(
         parameters_per_layer(model, ByteTokenizer.vocabulary_size)
     )
+
+
+def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
+    (row,) = [line for line in readme.splitlines() if line.startswith("| replicas |")]
+    train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
+    config = load(train[2:])
+    check_run(config)
+    assert (config.parallel.num_replicas, config.parallel.zero) == (2, 1)
+    assert main(show[1:]) == 0
+    said = capsys.readouterr().out
+    assert all(f"replica {number}" in said for number in range(4)), said
