@@ -121,14 +121,17 @@ def _foresee_stages(result: Result, options: Options) -> None:
 
 
 def foresee(case: Case, rounds: int, *, steps: int) -> list[Stages]:
-    """Layers and stages by turns, each in processes of their own; the medians."""
+    """Layers and stages by turns, each in processes of their own; the medians.
+
+    As many processes measure layers at once as the pipeline has: they share the memory of the machine as its stages do.
+    """
     seconds: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     sizes: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for _ in range(rounds):
-        (alone,) = run_ranks(1, _alone, case, 3 if steps == 1 else 9, timeout_seconds=600.0)
+        alone = run_ranks(2, _alone, case, 3 if steps == 1 else 9, timeout_seconds=600.0)
         together = run_ranks(2, _together, case, steps, timeout_seconds=600.0)
-        seconds["foreseen"].append(alone[1])
-        sizes["foreseen"].append(alone[0])
+        seconds["foreseen"].append(tuple(of_stages[stage] for stage, (_, of_stages) in enumerate(alone)))
+        sizes["foreseen"].append(tuple(of_stages[stage] for stage, (of_stages, _) in enumerate(alone)))
         seconds["measured"].append(tuple(rank[1] for rank in together))
         sizes["metered"].append(tuple(rank[0] for rank in together))
     return [
