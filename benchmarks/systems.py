@@ -180,11 +180,16 @@ class Ours:
                 workload.num_stages,
             ),
             num_microbatches=workload.num_microbatches,
-            policy=self.policy,
+            policy=self._policy_of(workload),
             warmup=self.warmup,
             transport_ahead=self.transport_ahead,
             split_backward=self.split_backward,
         )
+
+    def _policy_of(self, workload: Workload) -> RecomputePolicy:
+        """With the parts where their number is said by the layers; else the pipeline cuts them."""
+        is_number = isinstance(self.segments, int)
+        return self.policy if is_number else self.policy.of_layers(_balance(workload, self.stages_per_rank))
 
     def start(self, workload: Workload) -> OursRunner:
         return OursRunner(self, workload)
