@@ -57,7 +57,7 @@ def test_random_schedules(drawn: tuple[Schedule, Costs]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @many
 @given(random_schedules())
 def test_random_schedules_more(drawn: tuple[Schedule, Costs]) -> None:

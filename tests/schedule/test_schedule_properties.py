@@ -121,7 +121,7 @@ def test_check_accepts_what_the_oracle_finishes(mutant: tuple[Schedule, Op | Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @more
 @given(cases())
 def test_every_schedule_more(case: Case) -> None:
@@ -129,7 +129,7 @@ def test_every_schedule_more(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @more
 @given(mutants())
 def test_check_accepts_what_the_oracle_finishes_more(mutant: tuple[Schedule, Op | None]) -> None:
