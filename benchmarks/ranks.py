@@ -64,11 +64,8 @@ def run_ranks(
     places: Sequence[Place] = (),
     store_host: str = "127.0.0.1",
     timeout_seconds: float = 120.0,
-    num_worlds: int = 1,
 ) -> list[Any]:
     """The values that the ranks return, in rank order. The store lives here, so that every rank may come and go.
-
-    With several worlds the ranks are cut into as many runs of their own side by side, each from rank 0.
 
     Raises:
         RanksFailed: with the traceback of the rank that failed first; all processes are gone by then.
@@ -81,7 +78,7 @@ def run_ranks(
     for rank in range(num_ranks):
         ours, theirs = _CONTEXT.Pipe()
         place = places[rank] if places else Place()
-        arguments = (theirs, rank, num_ranks // num_worlds, store_host, store.port, place, function, args)
+        arguments = (theirs, rank, num_ranks, store_host, store.port, place, function, args)
         process = _CONTEXT.Process(target=_main, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -123,7 +120,7 @@ def _collect(connections: Sequence[Connection], deadline: float, timeout_seconds
 
 def _main(
     connection: Connection,
-    number: int,
+    rank: int,
     num_ranks: int,
     store_host: str,
     port: int,
@@ -133,14 +130,13 @@ def _main(
 ) -> None:
     _enter(place)
     _silence_stdout()
-    world, rank = divmod(number, num_ranks)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1")
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     dist = importlib.import_module("torch.distributed")
     try:
         limit = timedelta(seconds=60)
-        store = dist.PrefixStore(str(world), dist.TCPStore(store_host, port, None, is_master=False, timeout=limit))
+        store = dist.TCPStore(store_host, port, None, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
         connection.send((function(*args), None))
     except BaseException:

@@ -158,8 +158,8 @@ class Ours:
     def placement(self) -> str:
         return "v" if self.family == "zbv" else "loop"
 
-    def schedule(self, workload: Workload) -> Schedule:
-        spec = self._spec(workload)
+    def schedule(self, workload: Workload, num_replicas: int = 1) -> Schedule:
+        spec = self._spec(workload, num_replicas)
         if self.order is not None:
             spec = replace(spec, order=order_of_csv(self.order, self.name, spec.shape))
         return make(spec)
@@ -171,7 +171,7 @@ class Ours:
         found = best_schedule(self._spec(workload), costs, Effort(self.search_seconds))
         return replace(self, order=write_csv(found.schedule))
 
-    def _spec(self, workload: Workload) -> ScheduleSpec:
+    def _spec(self, workload: Workload, num_replicas: int = 1) -> ScheduleSpec:
         return ScheduleSpec(
             family=self.family,
             stage_ranks=stage_ranks_of(
@@ -184,6 +184,7 @@ class Ours:
             warmup=self.warmup,
             transport_ahead=self.transport_ahead,
             split_backward=self.split_backward,
+            num_replicas=num_replicas,
         )
 
     def _policy_of(self, workload: Workload) -> RecomputePolicy:
@@ -196,9 +197,11 @@ class Ours:
 
 
 class OursRunner:
-    """A `Pipeline` on this rank."""
+    """A `Pipeline` on this rank, of the ranks of `group` (default: all)."""
 
-    def __init__(self, system: Ours, workload: Workload, *, num_replicas: int = 1) -> None:
+    def __init__(
+        self, system: Ours, workload: Workload, *, num_replicas: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
         layers, balance = workload.layers(), _balance(workload, system.stages_per_rank)
         plan = make_plan(
             len(layers),
@@ -212,9 +215,10 @@ class OursRunner:
         self.pipeline = Pipeline(
             layers,
             workload.loss,
-            schedule=system.schedule(workload),
+            schedule=system.schedule(workload, num_replicas),
             recompute=system.policy,
             plan=plan,
+            group=group,
             timeout_seconds=60.0,
         )
         self._batch = workload.batch()

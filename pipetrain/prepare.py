@@ -348,4 +348,6 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
 
 
 def _policy(config: RunConfig) -> RecomputePolicy:
-    return RecomputePolicy(**asdict(config.recompute))  # a field per key; it makes enums of text itself
+    policy = RecomputePolicy(**asdict(config.recompute))  # a field per key; it makes enums of text itself
+    num_replicas = config.parallel.num_replicas
+    return policy if isinstance(num_replicas, str) else policy.for_replicas(num_replicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,10 @@ from ..systems import Ours, OursRunner, TorchPipelining, TorchRunner, Workload
 
 @dataclass(frozen=True)
 class Sums:
-    """What adding up takes: seconds for all gradients of each rank of a replica, over `num_replicas`. One replica adds nothing up."""
+    """What adding up takes: seconds for all gradients of each rank of a replica, over `num_replicas`."""
 
     num_replicas: int
     seconds: tuple[float, ...] = ()
-
-
-def start(system: Ours | TorchPipelining, workload: Workload, sums: Sums) -> OursRunner | TorchRunner:
-    """The system on this rank; with one replica as it is."""
-    if isinstance(system, Ours):
-        if sums.num_replicas > 1:
-            schedule = system.schedule(workload)
-            slow_sums(lambda op: seconds_of(op, schedule, sums))
-        return OursRunner(system, workload, num_replicas=sums.num_replicas)
-    if sums.num_replicas == 1:
-        return TorchRunner(system, workload)
-    return _TorchWithSums(system, workload, sums)
 
 
 def seconds_of(op: Op, schedule: Schedule, sums: Sums) -> float:
@@ -44,22 +32,32 @@ def seconds_of(op: Op, schedule: Schedule, sums: Sums) -> float:
     return sums.seconds[rank] / stages * schedule.policy.share_of(op.stage, part)
 
 
-class _TorchWithSums(TorchRunner):
-    """torch's schedule, and then one all-reduce of all gradients: its page on pipelines says to add data parallelism like that."""
+class Links:
+    """How slow the links are between the replicas of this rank, for the runners that stand on it."""
 
-    def __init__(self, system: TorchPipelining, workload: Workload, sums: Sums) -> None:
-        place = dist.get_rank() % workload.num_stages
-        super().__init__(
-            system,
-            workload,
-            group=_own(
-                [[r * workload.num_stages + s for s in range(workload.num_stages)] for r in range(sums.num_replicas)]
-            ),
-        )
-        self._replicas = _own(
-            [[r * workload.num_stages + s for r in range(sums.num_replicas)] for s in range(workload.num_stages)]
-        )
-        self._seconds = sums.seconds[place]
+    def __init__(self) -> None:
+        self._seconds_of: Callable[[Op], float] = lambda op: 0.0  # noqa: ARG005
+        slow_sums(lambda op: self._seconds_of(op))
+
+    def slow(self, seconds_of: Callable[[Op], float]) -> None:
+        """From the next step on."""
+        self._seconds_of = seconds_of
+
+
+class TorchWithSums(TorchRunner):
+    """torch's schedule on the ranks of `replica`, and then one all-reduce of all gradients over those of `replicas`: its page on pipelines
+    says to add data parallelism like that. The reduce takes so many seconds more than gloo's own time."""
+
+    def __init__(
+        self,
+        system: TorchPipelining,
+        workload: Workload,
+        seconds: float,
+        replica: dist.ProcessGroup,
+        replicas: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(system, workload, group=replica)
+        self._seconds, self._replicas = seconds, replicas
 
     def step(self) -> None:
         super().step()
@@ -71,7 +69,28 @@ class _TorchWithSums(TorchRunner):
             gradient.copy_(total.view_as(gradient))
 
 
-def _own(groups: Sequence[Sequence[int]]) -> Any:
+class OursWithSums:
+    """A system of ours on this rank: as a pipeline that adds nothing up, and as one of several replicas."""
+
+    def __init__(
+        self, system: Ours, workload: Workload, num_replicas: int, replica: dist.ProcessGroup, links: Links
+    ) -> None:
+        self.alone = OursRunner(system, workload, group=replica)
+        self._summed = OursRunner(system, workload, num_replicas=num_replicas)
+        self._schedule = self._summed.pipeline.schedule
+        self._links = links
+
+    def step(self, sums: Sums) -> None:
+        """One in which the buckets take what `sums` says."""
+        self._links.slow(lambda op: seconds_of(op, self._schedule, sums))
+        self._summed.step()
+
+    def close(self) -> None:
+        self.alone.close()
+        self._summed.close()
+
+
+def own_group(groups: Sequence[Sequence[int]]) -> Any:
     """The group that this rank is in. Every rank makes them all."""
     made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next(group for ranks, group in made if dist.get_rank() in ranks)

@@ -69,7 +69,7 @@ class Programs:
             family="gpipe" if isinstance(given, Schedule) else given,
             stage_ranks=plan.stage_ranks,
             num_microbatches=plan.num_microbatches,
-            policy=policy.of_layers(plan.balance, cut, work),
+            policy=policy.for_replicas(plan.num_replicas).of_layers(plan.balance, cut, work),
             split_backward=not isinstance(given, Schedule) and plan.split_backward,
             warmup=None if isinstance(given, Schedule) else plan.warmup,
             transport_ahead=plan.transport_ahead,

@@ -150,7 +150,10 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
 
 
 def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
-    """A set is either kept from F to the end of its backward or brought back by one R, or one of each part, as the policy says."""
+    """A set is either kept from F to the end of its backward or brought back by one R, or one of each part, as the policy says.
+
+    What comes back in parts goes in parts; what is kept may, or as a whole.
+    """
     there = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     recomputed = {(op.stage, op.microbatch) for op in there}
     for stage in range(schedule.num_stages):
@@ -166,9 +169,9 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
             elif place not in schedule.kept:
                 wanted = in_parts(op, schedule.policy.num_parts(stage))
                 yield from ((one, "is missing: the set is not kept") for one in wanted if one not in there)
-                yield from _not_in_parts(schedule, stage, microbatch, len(wanted))
-            else:
-                yield from _not_in_parts(schedule, stage, microbatch, 1)
+                first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
+                if first.part is None and len(wanted) > 1:
+                    yield first, "the set comes back in parts"
     present = set(schedule.microbatches)
     for stage, microbatch in schedule.kept:
         if not 0 <= stage < schedule.num_stages or microbatch not in present:
@@ -176,14 +179,6 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
                 schedule.way(Direction.FORWARD, stage, microbatch)[0],
                 "is said to be kept, but is not in the schedule",
             )
-
-
-def _not_in_parts(schedule: Schedule, stage: int, microbatch: int, num_parts: int) -> Iterator[Fault]:
-    """A backward that has not as many parts as its set comes in."""
-    first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
-    if (first.part is None) != (num_parts == 1):
-        why = "the set comes back in parts" if first.part is None else "the set is kept, so its backward is whole"
-        yield first, why
 
 
 def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:

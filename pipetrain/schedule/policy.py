@@ -99,7 +99,8 @@ class RecomputePolicy:
     between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A place is then one of a part:
     `sets` may be a multiple of 1 / segments, a kept set takes as many places as there are parts, and with less than one set
     the last stage recomputes as well. `sets=None` is one place. `parts` are the layers in each part of each stage, and `shares`
-    what each is of its stage's work, where that is known (`of_layers`). Nothing of it with `mode=never`.
+    what each is of its stage's work, where that is known (`of_layers`). With `mode=never` parts are of use to replicas alone: what
+    they add up of a stage's gradients starts with the first part that has all of them.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
@@ -157,8 +158,14 @@ class RecomputePolicy:
 
     @property
     def in_parts(self) -> bool:
-        """Whether stages are recomputed in parts."""
-        return self.segments != 1 and self.mode is not Mode.NEVER
+        """Whether stages have parts."""
+        return self.segments != 1
+
+    def for_replicas(self, num_replicas: int) -> RecomputePolicy:
+        """The policy where so many replicas run: of one, stages that are not recomputed need no parts."""
+        if num_replicas > 1 or self.mode is not Mode.NEVER or not self.in_parts:
+            return self
+        return replace(self, segments=1, sets=None, parts=(), shares=())
 
     def of_layers(
         self, balance: Sequence[int], cut: CutStage | None = None, work: Sequence[float] | None = None
@@ -195,7 +202,7 @@ class RecomputePolicy:
         return self.segments
 
     def num_parts(self, stage: int) -> int:
-        """In how many parts `stage` is recomputed.
+        """In how many parts `stage` is recomputed, or goes back.
 
         Raises:
             ValueError: that depends on the layers of the stage, which are not known.
@@ -261,7 +268,7 @@ class RecomputePolicy:
                 )
         if self.parts and len(self.parts) != num_stages:
             raise ValueError(f"the policy has the parts of {len(self.parts)} stages, and there are {num_stages}")
-        for stage in range(num_stages) if self.in_parts else ():
+        for stage in range(num_stages) if self.in_parts and self.mode is not Mode.NEVER else ():
             self._check_multiple(stage)
 
     def _check_multiple(self, stage: int) -> None:

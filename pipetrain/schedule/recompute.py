@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 Sets = Set[tuple[int, int]]  # (stage, microbatch)
@@ -25,7 +25,11 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         inline, early         F0 F1 F2 R0 B0 R1 B1 R2 B2
         overlap               the same as without R; on the recompute lane R0 R1 R2
 
-    in parts, inline      F0 F1 F2 R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 ...
+        in parts, inline      F0 F1 F2 R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 ...
+        in parts, never       F0 F1 F2 B0 B1 B2; with several replicas F0 F1 F2 B0 B1 B2.1 B2.0
+
+    The set of the last microbatch back goes in parts in any case where replicas add up the gradients of each: what follows the end
+    of the last B then is one part's.
 
     R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two
     lanes cannot wait for each other in a circle. A schedule that comes with R or with kept sets, from a file or a
@@ -34,24 +38,21 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
     Raises:
         ValueError: the schedule itself has R, but the mode or the schedule says that their sets are kept.
     """
-    policy = schedule.policy
     backwards = _places(schedule, _FIRST_READERS)
     written = _places(schedule, {RECOMPUTE})
-    if policy.mode is Mode.NEVER:
-        if written:
-            raise ValueError("recompute.mode=never, but the schedule itself has R; choose another mode or remove them")
-        return dataclasses.replace(schedule, kept=frozenset(backwards))
+    if schedule.policy.mode is Mode.NEVER and written:
+        raise ValueError("recompute.mode=never, but the schedule itself has R; choose another mode or remove them")
     if schedule.kept & written:
         stage, microbatch = min(schedule.kept & written)
         raise ValueError(
             f"{Op(stage, RECOMPUTE, microbatch)} recomputes a set that the schedule itself keeps; remove it"
         )
-    if written or schedule.kept:
+    if schedule.policy.mode is Mode.NEVER or written or schedule.kept:
         kept = backwards - written
     else:
         kept = backwards & chosen
         kept |= kept_at_once(schedule)
-    lanes = tuple(_with_lanes(dict(lanes), policy, kept) for lanes in schedule.lanes)
+    lanes = tuple(_with_lanes(schedule, dict(lanes), kept) for lanes in schedule.lanes)
     return dataclasses.replace(schedule, lanes=lanes, kept=frozenset(kept))
 
 
@@ -76,7 +77,7 @@ def _places(schedule: Schedule, kinds: Set[Kind]) -> set[tuple[int, int]]:
     return {(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind in kinds}
 
 
-def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], policy: RecomputePolicy, kept: Sets) -> dict[Lane, tuple[Op, ...]]:
+def _with_lanes(schedule: Schedule, lanes: dict[Lane, tuple[Op, ...]], kept: Sets) -> dict[Lane, tuple[Op, ...]]:
     """The lanes of one rank with R where the mode wants it; R that stand there already stay in their order."""
     compute = lanes[Lane.COMPUTE]
     if not any(op.kind is RECOMPUTE for op in compute):
@@ -84,17 +85,19 @@ def _with_lanes(lanes: dict[Lane, tuple[Op, ...]], policy: RecomputePolicy, kept
         def wanted(op: Op) -> bool:
             return (op.stage, op.microbatch) not in kept
 
-        compute = tuple(with_recompute(_with_parts(compute, policy, wanted), wanted))
-    if policy.mode is not Mode.OVERLAP:
+        compute = tuple(with_recompute(_with_parts(schedule, compute, wanted), wanted))
+    if schedule.policy.mode is not Mode.OVERLAP:
         return {**lanes, Lane.COMPUTE: compute}
     recompute = tuple(op for op in compute if op.kind is RECOMPUTE)
     return {**lanes, Lane.COMPUTE: tuple(op for op in compute if op.kind is not RECOMPUTE), Lane.RECOMPUTE: recompute}
 
 
-def _with_parts(compute: Iterable[Op], policy: RecomputePolicy, wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute` with B of each part in the place of each B that is `wanted`."""
+def _with_parts(schedule: Schedule, compute: Sequence[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
+    """`compute` with B of each part in the place of each B that is `wanted` or, with several replicas, its stage's last."""
+    last = {op.stage: op for op in compute if op.kind in _FIRST_READERS}.values() if schedule.num_replicas > 1 else ()
     for op in compute:
-        yield from in_parts(op, policy.num_parts(op.stage)) if op.kind in _FIRST_READERS and wanted(op) else (op,)
+        goes_in_parts = op.kind in _FIRST_READERS and op.part is None and (wanted(op) or op in last)
+        yield from in_parts(op, schedule.policy.num_parts(op.stage)) if goes_in_parts else (op,)
 
 
 def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:

@@ -22,7 +22,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash
+from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash, places_freed
 from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, Direction
 from pipetrain.schedule.messages import receive_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -118,7 +118,7 @@ class _Pool:
             if op.kind in ENDS_SET:
                 self._ends.append(number)
                 self._kept.append(kept)
-                kept -= per_set * is_kept
+                kept -= places_freed(schedule, op) * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
         """The last op before what `recompute` brings is read during which no place is free for it; None: one always is."""

@@ -139,8 +139,8 @@ class Shown:
 def _policy(policy: RecomputePolicy) -> str:
     """The mode, and what differs from the default."""
     words = [policy.mode.value]
+    words += [f"segments {policy.segments}"] if policy.in_parts else []
     if policy.mode is not Mode.NEVER:
-        words += [f"segments {policy.segments}"] if policy.in_parts else []
         words += (
             [f"sets {_numbers(policy.sets)}"]
             if policy.sets not in (None, 1) or (policy.in_parts and policy.sets)

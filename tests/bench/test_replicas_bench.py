@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks.command import main
-from benchmarks.ranks import run_ranks
 from benchmarks.replicas.run import (
     WORKLOAD,
     Steps,
@@ -19,13 +17,12 @@ from benchmarks.replicas.run import (
     rests_of,
     simulated_exposed,
     whole,
-    without_recompute,
 )
 from benchmarks.replicas.sums import Sums, seconds_of
-from benchmarks.systems import TorchPipelining
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
+from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.simulate import simulate
 
 SUMS = Sums(4, (0.2, 0.4))
@@ -49,10 +46,12 @@ def test_what_a_bucket_takes(system, op: str, seconds: float) -> None:  # type: 
 def test_what_no_order_hides() -> None:
     """One bucket of the rank that is done last is exposed whole, of eight one eighth; of two stages on a rank half, less what is beside it."""
     reduce = WORKLOAD.backward_seconds
-    for family in ("gpipe", "1f1b"):
-        assert simulated_exposed(whole(family), WORKLOAD) / reduce == pytest.approx(1)
-        assert simulated_exposed(in_parts(family), WORKLOAD) / reduce == pytest.approx(1 / 8)
-    assert simulated_exposed(whole("interleaved"), WORKLOAD) / reduce == pytest.approx(1 / 2)
+    for family, mode in itertools.product(("gpipe", "1f1b"), (Mode.OVERLAP, Mode.NEVER)):
+        assert simulated_exposed(whole(family, mode), WORKLOAD) / reduce == pytest.approx(1)
+        assert simulated_exposed(in_parts(family, mode), WORKLOAD) / reduce == pytest.approx(1 / 8)
+    for mode in (Mode.OVERLAP, Mode.NEVER):
+        assert simulated_exposed(whole("interleaved", mode), WORKLOAD) / reduce == pytest.approx(1 / 2)
+        assert simulated_exposed(in_parts("interleaved", mode), WORKLOAD) / reduce == pytest.approx(1 / 8)
 
 
 def test_from_a_rank_s_last_backward_to_the_end_of_the_step() -> None:
@@ -63,31 +62,25 @@ def test_from_a_rank_s_last_backward_to_the_end_of_the_step() -> None:
 def test_what_is_promised_of_rounds() -> None:
     """A tenth of the reduce beyond the least is too much, a fiftieth is not."""
     reduce = WORKLOAD.backward_seconds
+    stages = [[2 + 1.02 * reduce], [2 + 0.1 * reduce]]
     rows = [
-        Steps(whole("1f1b"), [2.0], [2.0 + reduce], [[2 + 1.02 * reduce], [2 + 0.1 * reduce]], [(0.0, reduce)]),
-        Steps(in_parts("1f1b"), [2.2], [2.2 + 0.3 * reduce]),
-        Steps(without_recompute("1f1b"), [1.5], [1.5 + reduce]),
-        Steps(TorchPipelining("1f1b", True), [], [2.2]),
-        Steps(TorchPipelining("1f1b", False), [], [1.7]),
+        Steps(whole("1f1b"), [2.0], [2.0 + reduce], [3.2], stages, [(0.0, reduce)]),
+        Steps(in_parts("1f1b"), [2.2], [2.2 + 0.3 * reduce], [2.2], [[], []]),
+        Steps(whole("1f1b", Mode.NEVER), [2.0], [2.0 + reduce], [2.0], stages, [(0.0, reduce)]),
+        Steps(in_parts("1f1b", Mode.NEVER), [1.5], [1.5 + 0.1 * reduce], [2.2], [[], []]),
     ]
     held = {target.what.split("pipetrain 1f1b ")[1]: target.met for target in _targets(rows, WORKLOAD)}
     assert held == {
         "overlap, a bucket per stage: exposed of stage 0 over the least, as a part of the reduce": True,
         "overlap, a bucket per stage: exposed of stage 1 over the least, as a part of the reduce": False,
-        "overlap, a bucket per stage / torch 1f1b recompute, then an all-reduce": True,
+        "overlap, a bucket per stage / torch 1f1b, then an all-reduce": True,
         "overlap, a bucket per part: exposed, as a part of a blocking reduce": False,
-        "overlap, a bucket per part / torch 1f1b recompute, then an all-reduce": False,
-        "never, a bucket per stage / torch 1f1b no recompute, then an all-reduce": True,
+        "overlap, a bucket per part / torch 1f1b, then an all-reduce": False,
+        "never, a bucket per stage: exposed of stage 0 over the least, as a part of the reduce": True,
+        "never, a bucket per stage: exposed of stage 1 over the least, as a part of the reduce": False,
+        "never, a bucket per part: exposed, as a part of a blocking reduce": True,
+        "never, a bucket per part / torch 1f1b without recomputation, then an all-reduce": True,
     }
-
-
-def _world() -> tuple[int, int, str]:
-    dist.barrier()
-    return dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
-
-
-def test_worlds_side_by_side() -> None:
-    assert run_ranks(4, _world, num_worlds=2) == [(0, 2, "0"), (1, 2, "1"), (0, 2, "0"), (1, 2, "1")]
 
 
 @pytest.mark.slow

@@ -87,6 +87,9 @@ class Shape:
 SHAPES = {
     "2 x 2": Shape(4, 2),
     "2 x 2, 1f1b in parts": Shape(4, 2, options={"schedule": "1f1b", "recompute": RecomputePolicy(segments="layers")}),
+    "2 x 2, all kept, in parts": Shape(
+        4, 2, options={"schedule": "1f1b", "recompute": RecomputePolicy("never", segments="layers")}
+    ),
     "2 x 2, split": Shape(4, 2, {"split_backward": True}, {"schedule": "1f1b", "recompute": "inline"}),
     "4 x 1": Shape(4, 4, options={"recompute": "early"}),
     "1 x 4": Shape(4, 1),
@@ -94,6 +97,7 @@ SHAPES = {
     "2 x 2, zb-h1, neighbours": Shape(4, 2, {"order": "stage-replica"}, {"schedule": "zb-h1", "recompute": "never"}),
     "2 x 3, auto": Shape(6, 2, options={"schedule": "auto"}),
 }
+FAST = ("2 x 2", "4 x 1", "2 x 2, all kept, in parts")
 
 
 def ten_steps(name: str, num_steps: int = 10) -> list[float]:
@@ -141,7 +145,7 @@ def assert_replicas_equal(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("2 x 2", "4 x 1") else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
 )
 def test_ten_steps_beside_the_plain_loop(name: str) -> None:
     norms = run_ranks(SHAPES[name].num_ranks, ten_steps, name)

@@ -25,7 +25,9 @@ class Oracle:
         self.added: set[tuple[int, frozenset[int]]] = set()
         self.over_replicas: set[Op] = set()
         self.kept: set[tuple[int, int]] = set()
-        self.recomputed: set[tuple[int, int, int | None]] = set()  # the last: which part of a set
+        self.recomputed: set[tuple[int, int, int | None]] = (
+            set()
+        )  # the last: which part of a set; of a kept one, too, once it goes
         self.peaks = [0] * schedule.num_stages
         self.lanes = [{lane: list(schedule.lane(rank, lane)) for lane in Lane} for rank in range(schedule.num_ranks)]
         self.links: dict[tuple[Lane, int, Kind], list[Op]] = {}
@@ -192,6 +194,9 @@ class Oracle:
             inline = self.schedule.policy.mode is Mode.INLINE
             self.need(not inline or self.arrived(op, Kind.B), f"{op} before its gradient")
             self.recomputed.add(its_part)
+        if op.kind is Kind.B and op.part is not None and place in self.kept:  # it goes part by part
+            self.kept.discard(place)
+            self.recomputed |= {(*place, part) for part in parts}
         self.within_bounds(op)
         if op.kind in (Kind.B, Kind.I, Kind.W):
             self.need(its_part in self.recomputed or (op.part is None and place in self.kept), f"{op} without its set")

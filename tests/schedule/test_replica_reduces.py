@@ -66,16 +66,13 @@ WANTED = {
             for stage in (0, 1)
         ],
     ),
-    "a kept set goes back as a whole": (
+    "a kept set, too, where it goes back last": (
         of_replicas(recompute=RecomputePolicy("inline", sets=1, segments=2), num_microbatches=2),  # type: ignore[arg-type]
-        [
-            ["0REDUCE_GRAD.1 <- 0B1.1", "0REDUCE_GRAD.0 <- 0B1.0"],
-            ["1REDUCE_GRAD.1 <- 1B1", "1REDUCE_GRAD.0 <- 1B1"],
-        ],
+        [[f"{stage}REDUCE_GRAD.{part} <- {stage}B1.{part}" for part in (1, 0)] for stage in (0, 1)],
     ),
-    "nothing is recomputed, so there are no parts": (
+    "nothing is recomputed": (
         of_replicas(recompute=RecomputePolicy("never", segments=2)),  # type: ignore[arg-type]
-        [["0REDUCE_GRAD.0 <- 0B2"], ["1REDUCE_GRAD.0 <- 1B2"]],
+        [[f"{stage}REDUCE_GRAD.{part} <- {stage}B2.{part}" for part in (1, 0)] for stage in (0, 1)],
     ),
     "parameters of two stages, after those of one": (
         of_replicas(tied=[(0, 1)]),

@@ -41,6 +41,9 @@ def in_parts(*changes: tuple[str, str]) -> Schedule:
 REPLICAS = make_schedule(
     num_stages=3, num_microbatches=3, num_replicas=2, recompute=RecomputePolicy("inline", segments=2)
 )  # type: ignore[arg-type]
+ALL_KEPT = make_schedule(
+    num_stages=3, num_microbatches=3, num_replicas=2, recompute=RecomputePolicy("never", segments=3)
+)  # type: ignore[arg-type]
 LAUNCHED = for_device(VALID)
 TWO_PLACES = for_device(make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(sets=2, keep="none")))  # type: ignore[arg-type]
 
@@ -80,9 +83,9 @@ BROKEN = {
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1 1R1.0 1B1.0", "1R1.2 1R1.1 1R1.0 1B1")),
         "comes back in parts",
     ),
-    "parts of a kept set": (
-        dataclasses.replace(in_parts(("1R1.2", ""), ("1R1.1", ""), ("1R1.0", "")), kept=IN_PARTS.kept | {(1, 1)}),
-        "1B1.2: the set is kept, so its backward is whole",
+    "a kept set, whole and in parts": (
+        edited(1, Lane.COMPUTE, ("1B2.2", "1B2.2 1B2"), schedule=ALL_KEPT),
+        "1B2: stands beside 1B2.2 and 1B2.1 and 1B2.0",
     ),
     "places of parts": (
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.2 1R1.1 1B1.2 1B1.1")),
