@@ -1376,6 +1376,20 @@ MUTANTS = (
         (REPLICAS, "-k", "wait_for"),
     ),
     Mutant(
+        "what goes back last goes as a whole, though replicas add up its parts",
+        "pipetrain/schedule/recompute.py",
+        ".values() if schedule.num_replicas > 1 else ()",
+        ".values() if False else ()",
+        (REPLICAS, "-k", "wait_for"),
+    ),
+    Mutant(
+        "one replica goes back in parts though it recomputes nothing",
+        "pipetrain/schedule/policy.py",
+        "        if num_replicas > 1 or self.mode is not Mode.NEVER or not self.in_parts:\n            return self\n",
+        "        return self\n",
+        ("tests/schedule/test_parts.py", "-k", "one_replica"),
+    ),
+    Mutant(
         "nobody looks whether replicas add up",
         "pipetrain/schedule/check.py",
         "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",

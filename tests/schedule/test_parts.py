@@ -14,7 +14,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv, write_csv
 from pipetrain.schedule.make import make, make_schedule
-from pipetrain.schedule.op import Lane
+from pipetrain.schedule.op import Kind, Lane
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
@@ -167,9 +167,25 @@ def test_halves_have_no_parts(family: str, split: bool) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_never_has_no_parts() -> None:
+def test_never_has_no_parts_of_one_replica() -> None:
     never = make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy("never", segments="sqrt"))  # type: ignore[arg-type]
     assert never.lanes == make_schedule(num_stages=2, num_microbatches=2, recompute="never").lanes
+    assert not never.policy.in_parts
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "auto"])
+def test_the_last_microbatch_goes_back_in_parts_for_replicas(family: str, tmp_path: Path) -> None:
+    """Although its set is kept; so it stands in a file, and is read from it."""
+    policy = RecomputePolicy("never", segments=3)  # type: ignore[arg-type]
+    schedule = make_schedule(family, num_stages=2, num_microbatches=4, recompute=policy, num_replicas=2)
+    path = tmp_path / "order.csv"
+    path.write_text(write_csv(schedule))
+    again = make_schedule(path, num_stages=2, num_microbatches=4, recompute=policy, num_replicas=2)
+    for made in (schedule, again):
+        check(made)
+        for rank in range(2):
+            back = [str(op) for op in made.lane(rank, Lane.COMPUTE) if op.kind is Kind.B]
+            assert back == [f"{rank}B{i}" for i in range(3)] + [f"{rank}B3.{part}" for part in (2, 1, 0)]
 
 
 def test_words_are_numbers_where_the_layers_are_known() -> None:

@@ -46,11 +46,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_text(tmp_path_factory.mktemp("data") / "text")
 
 
+# Two replicas of two stages, a replica on each node, or as many as there are nodes for.
+REPLICAS = ["pipeline.num_stages=2", "parallel.num_replicas=auto", "parallel.zero=1", "model.dropout=0"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run on this machine, without SLURM."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    command = [*PIPETRAIN, *RUN, *text, "run_dir=run"]
+    return undisturbed_losses(tmp_path_factory.mktemp("undisturbed"), *text)
+
+
+def undisturbed_losses(folder: pathlib.Path, *options: str) -> list[float]:
+    command = [*PIPETRAIN, *RUN, *options, "run_dir=run"]
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200
     )
@@ -192,6 +199,28 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
     assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
     assert losses(run) == undisturbed
     assert "going on from" in log(run)
+
+
+def test_replicas_go_on_on_the_node_that_is_left(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
+    """A node that does not come back takes a replica with it; the batches stay the same, and so do the losses."""
+    (tmp_path / "here").mkdir()
+    wanted = undisturbed_losses(tmp_path / "here", *text, *REPLICAS, "parallel.num_replicas=2")
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text, *REPLICAS)
+    wait_for_steps(run, 20)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not processes_of(run), 60, "processes are left")
+    cluster.run("scontrol", "update", f"JobId={job}", "NumNodes=1", "ReqNodeList=n1")
+    start_at_once(cluster, job)
+    ended = wait_for_the_end(cluster, job, run)
+    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    wait_for(cluster.is_ready, 30, "the nodes are not idle")
+    assert ended == "COMPLETED 0:0", log(run)
+    assert losses(run)[:40] == pytest.approx(wanted[:40], abs=1e-5)
+    assert "1 replica, the run had 2" in log(run)
+    assert json.loads((run / "plan.json").read_text())["num_replicas"] == 1
 
 
 def test_scancel_leaves_nothing_behind(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
