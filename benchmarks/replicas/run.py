@@ -6,7 +6,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,20 +22,22 @@ from pipetrain.schedule.simulate import simulate
 from ..emulated import EmulatedWorkload, hurried
 from ..ranks import preload, run_ranks, touch_memory
 from ..result import Options, Result, Table, Target
+from ..stolen import Stolen
 from ..systems import Ours, TorchPipelining
 from ..trial import WARM_UP
 from .sums import Links, OursWithSums, Sums, TorchWithSums, own_group, seconds_of
 
 CLAIM = "gradients of replicas are added up while other stages still compute: what a step waits for is what no order could hide"
 NUM_REPLICAS, SEGMENTS = 4, 8
-TURNS = 2  # of each start of the processes
+TURNS = 2  # of each start of the processes, at least, and twice as many where they were disturbed
+MOST_STOLEN = 0.05  # of the machine's time in a step, for others of its host: more disturbs
 # What may be exposed more than has to be, as a part of the reduce, and of buckets as parts what may be exposed of a blocking one.
 MOST_OVER, MOST_OF_BLOCKING = 0.05, 0.20
 WORKLOAD = EmulatedWorkload(
     num_stages=2,
     num_microbatches=4,
-    forward_seconds=0.4,  # eight processes on two cores: what a step computes takes them a quarter of a second
-    backward_seconds=0.8,
+    forward_seconds=0.2,  # eight processes on two cores: what a step computes takes them a quarter of a second
+    backward_seconds=0.4,
     tensor_bytes=100_000,
     layers_per_stage=SEGMENTS,
 )
@@ -45,7 +47,6 @@ NOTE = (
     "without recomputation in gpipe and 1f1b the one bucket of stage 0 comes after the step in any order, as torch's all-reduce does: those two "
     "rows can be no faster, and with a bucket for each part they are"
 )
-ALONE, SUMMED, TORCH = "alone", "summed", "torch"
 
 
 def whole(family: str, mode: Mode = Mode.OVERLAP) -> Ours:
@@ -60,8 +61,14 @@ def in_parts(family: str, mode: Mode = Mode.OVERLAP) -> Ours:
 
 
 def stages_alone(system: Ours) -> bool:
-    """Whether the sums of one stage are also timed without those of the others: where a rank has one bucket."""
-    return system.segments == 1 and system.stages_per_rank == 1
+    """Whether the sums of one stage are also timed without those of the others: where a rank has one bucket, and something is recomputed."""
+    return system.segments == 1 and system.stages_per_rank == 1 and system.recomputes
+
+
+_Key = tuple[str, int | None]  # of a turn: the system, and the rank whose sums alone take time; None: all
+_Taken = tuple[
+    tuple[tuple[float, float], ...], float
+]  # on one rank: begin and end of each step, and the most stolen of one
 
 
 @dataclass(frozen=True)
@@ -81,42 +88,56 @@ class Match:
         return TorchPipelining(self.family, self.recomputes)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of steps that were taken one right after the other; and of one of them the most that the host took of the machine."""
+
+    seconds: tuple[float, ...]
+    stolen: float = 0.0
+
+
 @dataclass
 class Steps:
-    """Of one system, seconds of the steps of each turn: without adding up (replicas side by side that know nothing of each other), with it,
-    and of torch's schedule with an all-reduce after it."""
+    """Of one system, turn by turn: a step without adding up (replicas side by side that know nothing of each other), one with it, and one of
+    torch's schedule with an all-reduce after it."""
 
     system: Ours
-    alone: list[float] = field(default_factory=list)
-    summed: list[float] = field(default_factory=list)
-    of_torch: list[float] = field(default_factory=list)
-    of_stage: list[list[float]] = field(default_factory=list)  # where the sums of one rank alone take their time
+    turns: list[Turn] = field(default_factory=list)
+    of_stage: list[list[Turn]] = field(default_factory=list)  # without; and where the sums of one rank alone take time
     rests: list[tuple[float, ...]] = field(
         default_factory=list
     )  # per rank, from its last backward to the end of the step alone
 
     @property
     def exposed(self) -> float:
-        """Seconds: the median over turns of what a step with sums takes more than one of the same turn without."""
-        return _more(self.summed, self.alone)
+        """Seconds: what a step with sums takes more than the one before it, without."""
+        return _more(self.turns)
 
     @property
     def of_peer(self) -> float:
-        """Of torch's step with an all-reduce behind it, the median over turns."""
-        return statistics.median(ours / theirs for ours, theirs in zip(self.summed, self.of_torch, strict=True))
+        """Of torch's step, with an all-reduce behind it, right after it."""
+        return statistics.median(turn.seconds[1] / turn.seconds[2] for turn in calm(self.turns))
 
     def exposed_of(self, rank: int) -> float:
-        return _more(self.of_stage[rank], self.alone)
+        return _more(self.of_stage[rank])
 
     def rest_of(self, rank: int) -> float:
         return statistics.median(rests[rank] for rests in self.rests)
+
+    def seconds(self, place: int) -> list[float]:
+        return [turn.seconds[place] for turn in calm(self.turns)]
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.system.name, **asdict(self)}
 
 
-def _more(seconds: Sequence[float], less: Sequence[float]) -> float:
-    return statistics.median(one - other for one, other in zip(seconds, less, strict=True))
+def calm(turns: Sequence[Turn]) -> Sequence[Turn]:
+    """Those in which the machine was this benchmark's; all, where none was."""
+    return [turn for turn in turns if turn.stolen <= MOST_STOLEN] or turns
+
+
+def _more(turns: Sequence[Turn]) -> float:
+    return statistics.median(turn.seconds[1] - turn.seconds[0] for turn in calm(turns))
 
 
 def run(options: Options) -> Result:
@@ -131,37 +152,50 @@ def run(options: Options) -> Result:
         for match in matches:
             _add_turns(rows[match], match, workload, turns)
             for row in rows[match]:
-                line = f"{row.system.name:46} {row.summed[-1]:8.3f} s, torch {row.of_torch[-1]:.3f} s"
+                last, kept = row.turns[-1], len([turn for turn in row.turns if turn.stolen <= MOST_STOLEN])
+                line = f"{row.system.name:46} {last.seconds[1]:8.3f} s, torch {last.seconds[2]:.3f} s"
+                line += f", {kept} of {len(row.turns)} turns undisturbed"
                 print(f"round {number + 1}/{options.rounds}  {line}", file=sys.stderr, flush=True)
     all_rows = [row for of_match in rows.values() for row in of_match]
     settings = {"rounds": options.rounds, "turns": turns, "replicas": NUM_REPLICAS, "workload": vars(workload)}
     result = Result("replicas", CLAIM, settings=settings)
     result.tables.append(_table(all_rows, workload))
     result.targets += _targets(all_rows, workload)
-    result.notes.append(NOTE)
+    all_turns = [turn for row in all_rows for turns in (row.turns, *row.of_stage) for turn in turns]
+    disturbed = [turn for turn in all_turns if turn.stolen > MOST_STOLEN]
+    result.notes += [
+        NOTE,
+        f"{len(disturbed)} of {len(all_turns)} turns do not count: in a step of theirs the host had taken more than {MOST_STOLEN:.0%} of this machine's time",
+    ]
     result.data = {"rows": [row.to_json() for row in all_rows]}
     return result
 
 
 def _add_turns(rows: Sequence[Steps], match: Match, workload: EmulatedWorkload, turns: int) -> None:
-    """Starts all ranks of all replicas, and adds what they measured in so many turns."""
+    """Starts all ranks of all replicas, and adds what they measured in so many turns, or more."""
     num_ranks = workload.num_stages * NUM_REPLICAS
     ranks = run_ranks(num_ranks, run_trial, match, workload, turns, timeout_seconds=600.0)
-    seconds = {what: _steps([of_rank["spans"][what] for of_rank in ranks]) for what in ranks[0]["spans"]}
     for row in rows:
         name = row.system.name
-        row.alone += seconds[name, ALONE]
-        row.summed += seconds[name, SUMMED]
-        row.of_torch += seconds[match.torch.name, TORCH]
-        for rank, of_rank in enumerate(row.of_stage):
-            of_rank += seconds.get((name, rank), [])
+        for number, found in ((None, row.turns), *enumerate(row.of_stage)):
+            if (name, number) in ranks[0]["turns"]:
+                found += _together([of_rank["turns"][name, number] for of_rank in ranks])
         replicas = [of_rank["rests"][name] for of_rank in ranks if of_rank["rests"][name]]
         row.rests += [tuple(map(statistics.median, zip(*of_turn))) for of_turn in zip(*replicas, strict=True)]
 
 
-def _steps(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """Seconds of each step, from the first rank's start to the last one's end."""
-    return [max(end for _, end in ranks) - min(begin for begin, _ in ranks) for ranks in zip(*spans, strict=True)]
+def _together(of_ranks: Sequence[Sequence[_Taken]]) -> list[Turn]:
+    """Each turn's steps from the first rank's start to the last one's end."""
+    return [
+        Turn(
+            tuple(
+                max(end for _, end in ranks) - min(begin for begin, _ in ranks)
+                for ranks in zip(*(spans for spans, _ in taken), strict=True)
+            ),
+            max(stolen for _, stolen in taken),
+        )
+        for taken in zip(*of_ranks, strict=True)
+    ]
 
 
 def run_trial(match: Match, workload: EmulatedWorkload, turns: int) -> dict[str, Any]:
@@ -172,24 +206,22 @@ def run_trial(match: Match, workload: EmulatedWorkload, turns: int) -> dict[str,
     replicas = own_group([[r * size + stage for r in range(NUM_REPLICAS)] for stage in range(size)])
     links = Links()
     ours = [OursWithSums(system, workload, NUM_REPLICAS, replica, links) for system in match.ours]
-    reduce = workload.backward_seconds
-    torch = TorchWithSums(match.torch, workload, reduce, replica, replicas)
-    calls = {(match.torch.name, TORCH): torch.step}
+    torch = TorchWithSums(match.torch, workload, workload.backward_seconds, replica, replicas)
+    calls: dict[_Key, tuple[Callable[[], None], ...]] = {}
     for system, runner in zip(match.ours, ours):
-        calls.update({(system.name, what): call for what, call in _calls(system, runner, workload)})
+        calls |= _calls(system, runner, torch, workload)
     with hurried(WARM_UP):
-        for call in calls.values():
+        for call in (torch.step, *(runner.alone.step for runner in ours), *(of_turn[1] for of_turn in calls.values())):
             call()
     gc.collect()
     gc.freeze()
-    spans: dict[tuple[str, Any], list[tuple[float, float]]] = {what: [] for what in calls}
+    taken: dict[_Key, list[_Taken]] = {key: [] for key in calls}
     rests: dict[str, list[tuple[float, ...]]] = {system.name: [] for system in match.ours}
-    for _ in range(turns):
-        for what, call in calls.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            spans[what].append((begin, time.perf_counter()))
+    for number in range(2 * turns):
+        if number >= turns and not _again(taken.values(), turns):
+            break
+        for key, of_turn in calls.items():
+            taken[key].append(_take(of_turn))
         for system, runner in zip(match.ours, ours):
             report = runner.alone.pipeline.gather_report()
             if report is not None:
@@ -197,19 +229,43 @@ def run_trial(match: Match, workload: EmulatedWorkload, turns: int) -> dict[str,
     dist.barrier()
     for runner in ours:
         runner.close()
-    return {"spans": spans, "rests": rests}
+    return {"turns": taken, "rests": rests}
 
 
 def _calls(
-    system: Ours, runner: OursWithSums, workload: EmulatedWorkload
-) -> Iterator[tuple[str | int, Callable[[], None]]]:
-    """The steps of a system: alone, with all sums, and perhaps with those of each rank alone."""
+    system: Ours, runner: OursWithSums, torch: TorchWithSums, workload: EmulatedWorkload
+) -> dict[_Key, tuple[Callable[[], None], ...]]:
+    """The steps of each turn of a system: alone, with all sums, torch's; perhaps with the sums of each rank alone."""
     ranks, reduce = range(workload.num_stages), workload.backward_seconds
-    yield ALONE, runner.alone.step
-    yield SUMMED, partial(runner.step, Sums(NUM_REPLICAS, (reduce,) * len(ranks)))
+    alone, all_sums = runner.alone.step, Sums(NUM_REPLICAS, (reduce,) * len(ranks))
+    calls: dict[_Key, tuple[Callable[[], None], ...]] = {
+        (system.name, None): (alone, partial(runner.step, all_sums), torch.step)
+    }
     for rank in ranks if stages_alone(system) else ():
-        seconds = tuple(reduce if place == rank else 0.0 for place in ranks)
-        yield rank, partial(runner.step, Sums(NUM_REPLICAS, seconds))
+        own = tuple(reduce if place == rank else 0.0 for place in ranks)
+        calls[system.name, rank] = (alone, partial(runner.step, Sums(NUM_REPLICAS, own)))
+    return calls
+
+
+def _take(calls: Sequence[Callable[[], None]]) -> _Taken:
+    spans, stolen = [], Stolen()
+    most = 0.0
+    for call in calls:
+        dist.barrier()
+        stolen.share()
+        begin = time.perf_counter()
+        call()
+        spans.append((begin, time.perf_counter()))
+        most = max(most, stolen.share())
+    return tuple(spans), most
+
+
+def _again(taken: Iterable[Sequence[_Taken]], turns: int) -> bool:
+    """Whether too few were undisturbed. What the first rank saw counts."""
+    too_few = any(sum(stolen <= MOST_STOLEN for _, stolen in of_key) < turns for of_key in taken)
+    answer = [too_few]
+    dist.broadcast_object_list(answer, 0)
+    return answer[0]
 
 
 def rests_of(timeline: Timeline) -> tuple[float, ...]:
@@ -241,21 +297,22 @@ def _table(rows: Sequence[Steps], workload: EmulatedWorkload) -> Table:
     lines = []
     for row in rows:
         exposed = (row.exposed, simulated_exposed(row.system, workload))
-        line = [row.system.name, f"{statistics.median(row.alone):.3f}", f"{statistics.median(row.summed):.3f}"]
-        line += [f"{_spread(row.summed):.1%}", *(f"{seconds / reduce:.1%}" for seconds in exposed)]
+        alone, summed, of_torch = (statistics.median(row.seconds(place)) for place in range(3))
+        line = [row.system.name, f"{alone:.3f}", f"{summed:.3f}"]
+        line += [f"{_spread(row.seconds(1)):.1%}", *(f"{seconds / reduce:.1%}" for seconds in exposed)]
         line += [
             f"{row.exposed_of(rank) / reduce:.1%} ({_least(row, rank, reduce) / reduce:.1%})"
             if row.of_stage[rank]
             else ""
             for rank in ranks
         ]
-        lines.append((*line, f"{statistics.median(row.of_torch):.3f}", f"{row.of_peer:.3f}"))
+        lines.append((*line, f"{of_torch:.3f}", f"{row.of_peer:.3f}"))
     stages = (f"stage {rank} (least)" for rank in ranks)
     heads = ("", "alone s", "step s", "spread", "exposed", "simulated", *stages, "torch s", "step / torch")
     title = (
         f"{NUM_REPLICAS} replicas of {workload.num_stages} ranks, {workload.num_microbatches} microbatches each, F {workload.forward_seconds:g} s, "
         f"B {workload.backward_seconds:g} s, adding up {reduce:g} s per rank; exposed as a part of that; torch's schedule, recomputing or not as "
-        f"ours, has an all-reduce behind it; medians of {len(rows[0].summed)} turns"
+        f"ours, has an all-reduce behind it; medians of {min(len(calm(row.turns)) for row in rows)} turns or more"
     )
     return Table(title, heads, tuple(lines))
 
@@ -294,4 +351,4 @@ def _targets(rows: Sequence[Steps], workload: EmulatedWorkload) -> list[Target]:
 
 def _is_equal_by_design(system: Ours) -> bool:
     """Where the last backward of a rank ends the step, and its one bucket comes after it as an all-reduce after the step does."""
-    return stages_alone(system) and not system.recomputes
+    return system.segments == 1 and system.stages_per_rank == 1 and not system.recomputes

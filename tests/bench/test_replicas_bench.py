@@ -12,6 +12,7 @@ from benchmarks.command import main
 from benchmarks.replicas.run import (
     WORKLOAD,
     Steps,
+    Turn,
     _targets,
     in_parts,
     rests_of,
@@ -19,6 +20,7 @@ from benchmarks.replicas.run import (
     whole,
 )
 from benchmarks.replicas.sums import Sums, seconds_of
+from benchmarks.stolen import Stolen
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
@@ -62,12 +64,13 @@ def test_from_a_rank_s_last_backward_to_the_end_of_the_step() -> None:
 def test_what_is_promised_of_rounds() -> None:
     """A tenth of the reduce beyond the least is too much, a fiftieth is not."""
     reduce = WORKLOAD.backward_seconds
-    stages = [[2 + 1.02 * reduce], [2 + 0.1 * reduce]]
+    stages = [[Turn((2.0, 2 + 1.02 * reduce))], [Turn((2.0, 2 + 0.1 * reduce))]]
+    disturbed = Turn((2.0, 9.0, 1.0), stolen=0.3)
     rows = [
-        Steps(whole("1f1b"), [2.0], [2.0 + reduce], [3.2], stages, [(0.0, reduce)]),
-        Steps(in_parts("1f1b"), [2.2], [2.2 + 0.3 * reduce], [2.2], [[], []]),
-        Steps(whole("1f1b", Mode.NEVER), [2.0], [2.0 + reduce], [2.0], stages, [(0.0, reduce)]),
-        Steps(in_parts("1f1b", Mode.NEVER), [1.5], [1.5 + 0.1 * reduce], [2.2], [[], []]),
+        Steps(whole("1f1b"), [Turn((2.0, 2.0 + reduce, 3.2)), disturbed], stages, [(0.0, reduce)]),
+        Steps(in_parts("1f1b"), [Turn((2.2, 2.2 + 0.3 * reduce, 2.2))], [[], []]),
+        Steps(whole("1f1b", Mode.NEVER), [Turn((2.0, 2.0 + 1.1 * reduce, 2.0))], [[], []]),
+        Steps(in_parts("1f1b", Mode.NEVER), [Turn((1.5, 1.5 + 0.1 * reduce, 2.2))], [[], []]),
     ]
     held = {target.what.split("pipetrain 1f1b ")[1]: target.met for target in _targets(rows, WORKLOAD)}
     assert held == {
@@ -76,11 +79,21 @@ def test_what_is_promised_of_rounds() -> None:
         "overlap, a bucket per stage / torch 1f1b, then an all-reduce": True,
         "overlap, a bucket per part: exposed, as a part of a blocking reduce": False,
         "overlap, a bucket per part / torch 1f1b, then an all-reduce": False,
-        "never, a bucket per stage: exposed of stage 0 over the least, as a part of the reduce": True,
-        "never, a bucket per stage: exposed of stage 1 over the least, as a part of the reduce": False,
+        "never, a bucket per stage: exposed over what is simulated, as a part of the reduce": False,
         "never, a bucket per part: exposed, as a part of a blocking reduce": True,
         "never, a bucket per part / torch 1f1b without recomputation, then an all-reduce": True,
     }
+
+
+def test_what_the_host_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr("benchmarks.stolen._STAT", stat)
+    assert Stolen().share() == 0
+    stat.write_text("cpu  100 0 50 800 0 0 0 50 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    stolen = Stolen()
+    stat.write_text("cpu  130 0 60 830 0 0 0 80 7 7\n")
+    assert stolen.share() == pytest.approx(0.3)
+    assert stolen.share() == 0
 
 
 @pytest.mark.slow
@@ -92,4 +105,5 @@ def test_a_short_run(tmp_path: Path) -> None:
         "pipetrain 1f1b overlap, a bucket per stage",
         "pipetrain 1f1b overlap, a bucket per part",
     ]
-    assert all(seconds > 0 for row in written["measured"]["rows"] for seconds in row["summed"])
+    turns = [turn for row in written["measured"]["rows"] for turn in row["turns"]]
+    assert all(len(turn["seconds"]) == 3 and min(turn["seconds"]) > 0 for turn in turns)

@@ -208,16 +208,18 @@ def test_replicas_go_on_on_the_node_that_is_left(cluster: Cluster, text: list[st
     run = tmp_path / "run"
     job = submit(cluster, run, *text, *REPLICAS)
     wait_for_steps(run, 20)
+    assert json.loads((run / "plan.json").read_text())["num_replicas"] == 2
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    wait_for_state(cluster, job, "PENDING", seconds=60)
-    wait_for(lambda: not processes_of(run), 60, "processes are left")
-    cluster.run("scontrol", "update", f"JobId={job}", "NumNodes=1", "ReqNodeList=n1")
-    start_at_once(cluster, job)
-    ended = wait_for_the_end(cluster, job, run)
-    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
+    try:
+        wait_for_state(cluster, job, "PENDING", seconds=60)
+        cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")  # or it comes back by itself
+        wait_for(lambda: not processes_of(run), 60, "processes are left")
+        cluster.run("scontrol", "update", f"JobId={job}", "NumTasks=1", "NumNodes=1-1")
+        start_at_once(cluster, job)
+        assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
+    finally:
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
-    wait_for(cluster.is_ready, 30, "the nodes are not idle")
-    assert ended == "COMPLETED 0:0", log(run)
+        wait_for(cluster.is_ready, 30, "the nodes are not idle")
     assert losses(run)[:40] == pytest.approx(wanted[:40], abs=1e-5)
     assert "1 replica, the run had 2" in log(run)
     assert json.loads((run / "plan.json").read_text())["num_replicas"] == 1
