@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -29,7 +30,7 @@ from .sums import Links, OursWithSums, Sums, TorchWithSums, own_group, seconds_o
 
 CLAIM = "gradients of replicas are added up while other stages still compute: what a step waits for is what no order could hide"
 NUM_REPLICAS, SEGMENTS = 4, 8
-TURNS = 2  # of each start of the processes, at least, and twice as many where they were disturbed
+TURNS, MOST_TURNS = 3, 6  # of each start of the processes: as many undisturbed ones, if so many are enough for that
 MOST_STOLEN = 0.05  # of the machine's time in a step, for others of its host: more disturbs
 # What may be exposed more than has to be, as a part of the reduce, and of buckets as parts what may be exposed of a blocking one.
 MOST_OVER, MOST_OF_BLOCKING = 0.05, 0.20
@@ -65,35 +66,23 @@ def stages_alone(system: Ours) -> bool:
     return system.segments == 1 and system.stages_per_rank == 1 and system.recomputes
 
 
-_Key = tuple[str, int | None]  # of a turn: the system, and the rank whose sums alone take time; None: all
+_ALL = -1  # in the place of the rank whose sums alone take time
 _Taken = tuple[
-    tuple[tuple[float, float], ...], float
-]  # on one rank: begin and end of each step, and the most stolen of one
+    tuple[float, float, float], ...
+]  # on one rank, of each step of a turn: begin, end, and what the host took
 
 
-@dataclass(frozen=True)
-class Match:
-    """What takes turns in one start of the processes: our ways of a family, and torch's."""
-
-    family: str
-    recomputes: bool
-
-    @property
-    def ours(self) -> tuple[Ours, ...]:
-        mode = Mode.OVERLAP if self.recomputes else Mode.NEVER
-        return whole(self.family, mode), in_parts(self.family, mode)
-
-    @property
-    def torch(self) -> TorchPipelining:
-        return TorchPipelining(self.family, self.recomputes)
+def torch_of(system: Ours) -> TorchPipelining:
+    """What it is measured beside: a checkpoint around each stage where ours recompute."""
+    return TorchPipelining(system.family, system.recomputes)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of steps that were taken one right after the other; and of one of them the most that the host took of the machine."""
+    """Seconds of steps that were taken one right after the other; and what the host took of the machine in each, as a part of its time."""
 
     seconds: tuple[float, ...]
-    stolen: float = 0.0
+    stolen: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -116,7 +105,7 @@ class Steps:
     @property
     def of_peer(self) -> float:
         """Of torch's step, with an all-reduce behind it, right after it."""
-        return statistics.median(turn.seconds[1] / turn.seconds[2] for turn in calm(self.turns))
+        return statistics.median(ours / theirs for ours, theirs in calm(self.turns, 1, 2))
 
     def exposed_of(self, rank: int) -> float:
         return _more(self.of_stage[rank])
@@ -125,145 +114,129 @@ class Steps:
         return statistics.median(rests[rank] for rests in self.rests)
 
     def seconds(self, place: int) -> list[float]:
-        return [turn.seconds[place] for turn in calm(self.turns)]
+        return [seconds for (seconds,) in calm(self.turns, place)]
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.system.name, **asdict(self)}
 
 
-def calm(turns: Sequence[Turn]) -> Sequence[Turn]:
-    """Those in which the machine was this benchmark's; all, where none was."""
-    return [turn for turn in turns if turn.stolen <= MOST_STOLEN] or turns
+def calm(turns: Sequence[Turn], *places: int) -> list[tuple[float, ...]]:
+    """The seconds of these steps of each turn in which the machine was the benchmark's; of all turns, where it never was."""
+    of_all = [tuple(turn.seconds[place] for place in places) for turn in turns]
+    return [one for one, turn in zip(of_all, turns) if _is_calm(turn.stolen, places)] or of_all
+
+
+def _is_calm(stolen: Sequence[float], places: Sequence[int] = ()) -> bool:
+    return all(stolen[place] <= MOST_STOLEN for place in places or range(len(stolen)))
 
 
 def _more(turns: Sequence[Turn]) -> float:
-    return statistics.median(turn.seconds[1] - turn.seconds[0] for turn in calm(turns))
+    return statistics.median(more - less for less, more in calm(turns, 0, 1))
 
 
 def run(options: Options) -> Result:
     preload("torch.distributed.pipelining")
     workload, families, turns = (QUICK, FAMILIES[1:2], 1) if options.quick else (WORKLOAD, FAMILIES, TURNS)
-    matches = [Match(family, recomputes) for family in families for recomputes in (True, False)]
-    rows = {
-        match: [Steps(ours, of_stage=[[] for _ in range(workload.num_stages)]) for ours in match.ours]
-        for match in matches
-    }
+    ways = itertools.product(families, (Mode.OVERLAP, Mode.NEVER), (whole, in_parts))
+    rows = [Steps(make(family, mode), of_stage=[[] for _ in range(workload.num_stages)]) for family, mode, make in ways]
     for number in range(options.rounds):
-        for match in matches:
-            _add_turns(rows[match], match, workload, turns)
-            for row in rows[match]:
-                last, kept = row.turns[-1], len([turn for turn in row.turns if turn.stolen <= MOST_STOLEN])
-                line = f"{row.system.name:46} {last.seconds[1]:8.3f} s, torch {last.seconds[2]:.3f} s"
-                line += f", {kept} of {len(row.turns)} turns undisturbed"
-                print(f"round {number + 1}/{options.rounds}  {line}", file=sys.stderr, flush=True)
-    all_rows = [row for of_match in rows.values() for row in of_match]
+        for row in rows:
+            _add_turns(row, workload, turns)
+            last, kept = row.turns[-1].seconds, len([turn for turn in row.turns if _is_calm(turn.stolen)])
+            line = f"{row.system.name:46} {last[1]:8.3f} s, torch {last[2]:.3f} s, {kept} of {len(row.turns)} turns undisturbed"
+            print(f"round {number + 1}/{options.rounds}  {line}", file=sys.stderr, flush=True)
     settings = {"rounds": options.rounds, "turns": turns, "replicas": NUM_REPLICAS, "workload": vars(workload)}
     result = Result("replicas", CLAIM, settings=settings)
-    result.tables.append(_table(all_rows, workload))
-    result.targets += _targets(all_rows, workload)
-    all_turns = [turn for row in all_rows for turns in (row.turns, *row.of_stage) for turn in turns]
-    disturbed = [turn for turn in all_turns if turn.stolen > MOST_STOLEN]
+    result.tables.append(_table(rows, workload))
+    result.targets += _targets(rows, workload)
+    stolen = [share for row in rows for turns in (row.turns, *row.of_stage) for turn in turns for share in turn.stolen]
+    disturbed = [share for share in stolen if share > MOST_STOLEN]
     result.notes += [
         NOTE,
-        f"{len(disturbed)} of {len(all_turns)} turns do not count: in a step of theirs the host had taken more than {MOST_STOLEN:.0%} of this machine's time",
+        f"{len(disturbed)} of {len(stolen)} steps do not count: the host had taken more than {MOST_STOLEN:.0%} of this machine's time in them",
     ]
-    result.data = {"rows": [row.to_json() for row in all_rows]}
+    result.data = {"rows": [row.to_json() for row in rows]}
     return result
 
 
-def _add_turns(rows: Sequence[Steps], match: Match, workload: EmulatedWorkload, turns: int) -> None:
-    """Starts all ranks of all replicas, and adds what they measured in so many turns, or more."""
+def _add_turns(row: Steps, workload: EmulatedWorkload, turns: int) -> None:
+    """Starts all ranks of all replicas, and adds what they measured in so many undisturbed turns, if they came to that."""
     num_ranks = workload.num_stages * NUM_REPLICAS
-    ranks = run_ranks(num_ranks, run_trial, match, workload, turns, timeout_seconds=600.0)
-    for row in rows:
-        name = row.system.name
-        for number, found in ((None, row.turns), *enumerate(row.of_stage)):
-            if (name, number) in ranks[0]["turns"]:
-                found += _together([of_rank["turns"][name, number] for of_rank in ranks])
-        replicas = [of_rank["rests"][name] for of_rank in ranks if of_rank["rests"][name]]
-        row.rests += [tuple(map(statistics.median, zip(*of_turn))) for of_turn in zip(*replicas, strict=True)]
+    ranks = run_ranks(num_ranks, run_trial, row.system, workload, turns, timeout_seconds=900.0)
+    row.turns += _together([of_rank["turns"][_ALL] for of_rank in ranks])
+    for rank, of_rank in enumerate(row.of_stage if stages_alone(row.system) else ()):
+        of_rank += _together([one["turns"][rank] for one in ranks])
+    replicas = [of_rank["rests"] for of_rank in ranks if of_rank["rests"]]
+    row.rests += [tuple(map(statistics.median, zip(*of_turn))) for of_turn in zip(*replicas, strict=True)]
 
 
 def _together(of_ranks: Sequence[Sequence[_Taken]]) -> list[Turn]:
     """Each turn's steps from the first rank's start to the last one's end."""
-    return [
-        Turn(
-            tuple(
-                max(end for _, end in ranks) - min(begin for begin, _ in ranks)
-                for ranks in zip(*(spans for spans, _ in taken), strict=True)
-            ),
-            max(stolen for _, stolen in taken),
-        )
-        for taken in zip(*of_ranks, strict=True)
-    ]
+    turns = []
+    for of_turn in zip(*of_ranks, strict=True):
+        steps = [tuple(zip(*ranks, strict=True)) for ranks in zip(*of_turn, strict=True)]
+        seconds = tuple(max(ends) - min(begins) for begins, ends, _ in steps)
+        turns.append(Turn(seconds, tuple(max(stolen) for _, _, stolen in steps)))
+    return turns
 
 
-def run_trial(match: Match, workload: EmulatedWorkload, turns: int) -> dict[str, Any]:
-    """On one rank: each system's steps to warm up, its sleeps hurried, then all of them in turns, in time."""
+def run_trial(system: Ours, workload: EmulatedWorkload, turns: int) -> dict[str, Any]:
+    """On one rank: each kind of step to warm up, its sleeps hurried, then all of them in turns, in time."""
     touch_memory(workload.memory_bytes())
     size = workload.num_stages
     replica = own_group([[r * size + stage for stage in range(size)] for r in range(NUM_REPLICAS)])
     replicas = own_group([[r * size + stage for r in range(NUM_REPLICAS)] for stage in range(size)])
-    links = Links()
-    ours = [OursWithSums(system, workload, NUM_REPLICAS, replica, links) for system in match.ours]
-    torch = TorchWithSums(match.torch, workload, workload.backward_seconds, replica, replicas)
-    calls: dict[_Key, tuple[Callable[[], None], ...]] = {}
-    for system, runner in zip(match.ours, ours):
-        calls |= _calls(system, runner, torch, workload)
+    ours = OursWithSums(system, workload, NUM_REPLICAS, replica, Links())
+    torch = TorchWithSums(torch_of(system), workload, workload.backward_seconds, replica, replicas)
+    calls = _calls(system, ours, torch, workload)
     with hurried(WARM_UP):
-        for call in (torch.step, *(runner.alone.step for runner in ours), *(of_turn[1] for of_turn in calls.values())):
+        for call in itertools.chain(*calls.values()):
             call()
     gc.collect()
     gc.freeze()
-    taken: dict[_Key, list[_Taken]] = {key: [] for key in calls}
-    rests: dict[str, list[tuple[float, ...]]] = {system.name: [] for system in match.ours}
-    for number in range(2 * turns):
+    taken: dict[int, list[_Taken]] = {key: [] for key in calls}
+    rests: list[tuple[float, ...]] = []
+    for number in range(MOST_TURNS if turns > 1 else 1):
         if number >= turns and not _again(taken.values(), turns):
             break
         for key, of_turn in calls.items():
             taken[key].append(_take(of_turn))
-        for system, runner in zip(match.ours, ours):
-            report = runner.alone.pipeline.gather_report()
-            if report is not None:
-                rests[system.name].append(rests_of(report.timeline))
+        report = ours.alone.pipeline.gather_report()
+        if report is not None:
+            rests.append(rests_of(report.timeline))
     dist.barrier()
-    for runner in ours:
-        runner.close()
+    ours.close()
     return {"turns": taken, "rests": rests}
 
 
 def _calls(
     system: Ours, runner: OursWithSums, torch: TorchWithSums, workload: EmulatedWorkload
-) -> dict[_Key, tuple[Callable[[], None], ...]]:
-    """The steps of each turn of a system: alone, with all sums, torch's; perhaps with the sums of each rank alone."""
+) -> dict[int, tuple[Callable[[], None], ...]]:
+    """The steps of each turn: alone, with all sums, torch's; perhaps alone and with the sums of each rank alone."""
     ranks, reduce = range(workload.num_stages), workload.backward_seconds
     alone, all_sums = runner.alone.step, Sums(NUM_REPLICAS, (reduce,) * len(ranks))
-    calls: dict[_Key, tuple[Callable[[], None], ...]] = {
-        (system.name, None): (alone, partial(runner.step, all_sums), torch.step)
-    }
+    calls: dict[int, tuple[Callable[[], None], ...]] = {_ALL: (alone, partial(runner.step, all_sums), torch.step)}
     for rank in ranks if stages_alone(system) else ():
         own = tuple(reduce if place == rank else 0.0 for place in ranks)
-        calls[system.name, rank] = (alone, partial(runner.step, Sums(NUM_REPLICAS, own)))
+        calls[rank] = (alone, partial(runner.step, Sums(NUM_REPLICAS, own)))
     return calls
 
 
 def _take(calls: Sequence[Callable[[], None]]) -> _Taken:
-    spans, stolen = [], Stolen()
-    most = 0.0
+    steps, stolen = [], Stolen()
     for call in calls:
         dist.barrier()
         stolen.share()
         begin = time.perf_counter()
         call()
-        spans.append((begin, time.perf_counter()))
-        most = max(most, stolen.share())
-    return tuple(spans), most
+        steps.append((begin, time.perf_counter(), stolen.share()))
+    return tuple(steps)
 
 
 def _again(taken: Iterable[Sequence[_Taken]], turns: int) -> bool:
     """Whether too few were undisturbed. What the first rank saw counts."""
-    too_few = any(sum(stolen <= MOST_STOLEN for _, stolen in of_key) < turns for of_key in taken)
-    answer = [too_few]
+    calm_turns = [sum(_is_calm([stolen for *_, stolen in steps]) for steps in of_key) for of_key in taken]
+    answer = [min(calm_turns) < turns]
     dist.broadcast_object_list(answer, 0)
     return answer[0]
 
@@ -312,7 +285,7 @@ def _table(rows: Sequence[Steps], workload: EmulatedWorkload) -> Table:
     title = (
         f"{NUM_REPLICAS} replicas of {workload.num_stages} ranks, {workload.num_microbatches} microbatches each, F {workload.forward_seconds:g} s, "
         f"B {workload.backward_seconds:g} s, adding up {reduce:g} s per rank; exposed as a part of that; torch's schedule, recomputing or not as "
-        f"ours, has an all-reduce behind it; medians of {min(len(calm(row.turns)) for row in rows)} turns or more"
+        f"ours, has an all-reduce behind it; medians of {min(len(calm(row.turns, 0, 1)) for row in rows)} turns or more"
     )
     return Table(title, heads, tuple(lines))
 

@@ -65,7 +65,7 @@ def test_what_is_promised_of_rounds() -> None:
     """A tenth of the reduce beyond the least is too much, a fiftieth is not."""
     reduce = WORKLOAD.backward_seconds
     stages = [[Turn((2.0, 2 + 1.02 * reduce))], [Turn((2.0, 2 + 0.1 * reduce))]]
-    disturbed = Turn((2.0, 9.0, 1.0), stolen=0.3)
+    disturbed = Turn((2.0, 9.0, 1.0), (0.0, 0.3, 0.0))
     rows = [
         Steps(whole("1f1b"), [Turn((2.0, 2.0 + reduce, 3.2)), disturbed], stages, [(0.0, reduce)]),
         Steps(in_parts("1f1b"), [Turn((2.2, 2.2 + 0.3 * reduce, 2.2))], [[], []]),
