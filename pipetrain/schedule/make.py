@@ -60,7 +60,7 @@ def make_schedule(
             family=family,
             stage_ranks=stage_ranks_of(placement, num_stages, num_ranks),
             num_microbatches=num_microbatches,
-            policy=RecomputePolicy.of(recompute),
+            policy=RecomputePolicy.of(recompute).for_replicas(num_replicas),
             warmup=warmup,
             costs=costs,
             first_backward=first_backward,

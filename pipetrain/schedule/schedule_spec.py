@@ -49,7 +49,6 @@ class ScheduleSpec:
             object.__setattr__(self, "family", os.fspath(self.family))
         if self.family == "inference":
             object.__setattr__(self, "first_backward", self.num_stages)
-        object.__setattr__(self, "policy", self.policy.for_replicas(self.num_replicas))
         self._check_numbers()
         self._check_family()
         self._check_parts()

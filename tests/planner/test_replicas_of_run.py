@@ -8,6 +8,7 @@ from pipetrain.config.load import load
 from pipetrain.launcher.nodes import choose_ranks_per_node
 from pipetrain.plan.world import World, world_of
 from pipetrain.prepare import prepare
+from pipetrain.schedule.kinds import Kind
 
 STAGES_2, STAGES_4 = "pipeline.num_stages=2", "pipeline.num_stages=4"
 AUTO, TWO, THREE = (f"parallel.num_replicas={number}" for number in ("auto", 2, 3))
@@ -94,3 +95,14 @@ def test_zero_waits_for_replicas_that_auto_may_not_find() -> None:
     assert prepare(load(words), 2).plan.num_replicas == 1
     with pytest.raises(ValueError, match=r"parallel.zero=1 with parallel.num_replicas=1"):
         prepare(load(["experiment=smoke", STAGES_2, "parallel.zero=1"]))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "num_ranks", "parts"), [(TWO, 4, {1, 0}), (AUTO, 4, {1, 0}), (AUTO, 2, set()), ("", 2, set())]
+)
+def test_what_is_not_recomputed_has_parts_for_replicas(replicas: str, num_ranks: int, parts: set[int]) -> None:
+    """What a run trains, however its replicas are counted."""
+    words = f"{replicas} {STAGES_2} recompute.mode=never recompute.segments=2 data.batch_size=32"
+    run = prepare(load(words.split()), num_ranks=num_ranks)
+    found = {op.part for _, _, op in run.schedule.ops() if op.kind is Kind.B and op.part is not None}
+    assert found == parts
