@@ -30,15 +30,15 @@ from .sums import Links, OursWithSums, Sums, TorchWithSums, own_group, seconds_o
 
 CLAIM = "gradients of replicas are added up while other stages still compute: what a step waits for is what no order could hide"
 NUM_REPLICAS, SEGMENTS = 4, 8
-TURNS, MOST_TURNS = 3, 6  # of each start of the processes: as many undisturbed ones, if so many are enough for that
+TURNS, MOST_TURNS = 3, 4  # of each start of the processes: as many undisturbed ones, if so many are enough for that
 MOST_STOLEN = 0.05  # of the machine's time in a step, for others of its host: more disturbs
 # What may be exposed more than has to be, as a part of the reduce, and of buckets as parts what may be exposed of a blocking one.
 MOST_OVER, MOST_OF_BLOCKING = 0.05, 0.20
 WORKLOAD = EmulatedWorkload(
     num_stages=2,
     num_microbatches=4,
-    forward_seconds=0.2,  # eight processes on two cores: what a step computes takes them a quarter of a second
-    backward_seconds=0.4,
+    forward_seconds=0.4,  # eight processes on two cores: what a step computes takes them a quarter of a second
+    backward_seconds=0.8,
     tensor_bytes=100_000,
     layers_per_stage=SEGMENTS,
 )
