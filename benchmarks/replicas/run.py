@@ -20,6 +20,7 @@ from pipetrain.schedule.op import Lane
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.simulate import simulate
 
+from ..awake import awake
 from ..emulated import EmulatedWorkload, hurried
 from ..ranks import preload, run_ranks, touch_memory
 from ..result import Options, Result, Table, Target
@@ -30,15 +31,15 @@ from .sums import Links, OursWithSums, Sums, TorchWithSums, own_group, seconds_o
 
 CLAIM = "gradients of replicas are added up while other stages still compute: what a step waits for is what no order could hide"
 NUM_REPLICAS, SEGMENTS = 4, 8
-TURNS, MOST_TURNS = 3, 4  # of each start of the processes: as many undisturbed ones, if so many are enough for that
+TURNS, MOST_TURNS = 3, 6  # of each start of the processes: as many undisturbed ones, if so many are enough for that
 MOST_STOLEN = 0.05  # of the machine's time in a step, for others of its host: more disturbs
 # What may be exposed more than has to be, as a part of the reduce, and of buckets as parts what may be exposed of a blocking one.
 MOST_OVER, MOST_OF_BLOCKING = 0.05, 0.20
 WORKLOAD = EmulatedWorkload(
     num_stages=2,
     num_microbatches=4,
-    forward_seconds=0.4,  # eight processes on two cores: what a step computes takes them a quarter of a second
-    backward_seconds=0.8,
+    forward_seconds=0.2,  # eight processes on two cores: what a step computes takes them a quarter of a second
+    backward_seconds=0.4,
     tensor_bytes=100_000,
     layers_per_stage=SEGMENTS,
 )
@@ -141,7 +142,8 @@ def run(options: Options) -> Result:
     rows = [Steps(make(family, mode), of_stage=[[] for _ in range(workload.num_stages)]) for family, mode, make in ways]
     for number in range(options.rounds):
         for row in rows:
-            _add_turns(row, workload, turns)
+            with awake():
+                _add_turns(row, workload, turns)
             last, kept = row.turns[-1].seconds, len([turn for turn in row.turns if _is_calm(turn.stolen)])
             line = f"{row.system.name:46} {last[1]:8.3f} s, torch {last[2]:.3f} s, {kept} of {len(row.turns)} turns undisturbed"
             print(f"round {number + 1}/{options.rounds}  {line}", file=sys.stderr, flush=True)
