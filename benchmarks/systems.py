@@ -180,7 +180,7 @@ class Ours:
                 workload.num_stages,
             ),
             num_microbatches=workload.num_microbatches,
-            policy=self._policy_of(workload).for_replicas(num_replicas),
+            policy=self._policy_of(workload),
             warmup=self.warmup,
             transport_ahead=self.transport_ahead,
             split_backward=self.split_backward,

@@ -170,7 +170,11 @@ def an_engine() -> None:
     """Of replicas of one stage on one rank each; with one replica there is nobody to share with."""
     for zero in (0, 1):
         config = engine_config(
-            "parallel.num_replicas=auto", "pipeline.num_stages=1", "pipeline.balance=[5]", f"parallel.zero={zero}"
+            "parallel.num_replicas=auto",
+            "pipeline.num_stages=1",
+            "pipeline.num_microbatches=2",
+            "pipeline.balance=[5]",
+            f"parallel.zero={zero}",
         )
         engine = engine_of(config)
         batch = Batch(
