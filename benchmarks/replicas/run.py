@@ -38,8 +38,8 @@ MOST_OVER, MOST_OF_BLOCKING = 0.05, 0.20
 WORKLOAD = EmulatedWorkload(
     num_stages=2,
     num_microbatches=4,
-    forward_seconds=0.2,  # eight processes on two cores: what a step computes takes them a quarter of a second
-    backward_seconds=0.4,
+    forward_seconds=0.4,  # eight processes on two cores: what a step computes takes them a quarter of a second
+    backward_seconds=0.8,
     tensor_bytes=100_000,
     layers_per_stage=SEGMENTS,
 )
