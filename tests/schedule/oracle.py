@@ -117,7 +117,9 @@ class Oracle:
         compute = self.schedule.lane(self.schedule.stage_ranks[reduce.stage], Lane.COMPUTE)
         bucket = (None, reduce.part) if self.parts(reduce.stage) else (None,)
         gives = [number for number, op in enumerate(compute) if op.stage == reduce.stage and op.kind in "BIW"]
-        return max(number for number in gives if compute[number].part in bucket), -(reduce.part or 0)
+        last = max((number for number in gives if compute[number].part in bucket), default=-1)
+        self.need(last >= 0, f"{reduce}: nothing gives to its bucket")
+        return last, -(reduce.part or 0)
 
     def buckets(self) -> set[Op]:
         stages = range(self.schedule.first_backward, self.schedule.num_stages if self.schedule.num_replicas > 1 else 0)
