@@ -15,6 +15,7 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv, write_csv
+from pipetrain.schedule.families import Generator, Shape
 from pipetrain.schedule.kinds import REDUCING, Kind
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule, with_first_backward
@@ -34,7 +35,7 @@ some = settings(max_examples=150, deadline=None, derandomize=True, suppress_heal
 THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type: ignore[arg-type]
 
 
-def of_replicas(family: str = "1f1b", num_stages: int = 2, **options: object) -> Schedule:
+def of_replicas(family: str | Generator = "1f1b", num_stages: int = 2, **options: object) -> Schedule:
     defaults = {"num_microbatches": 3, "num_replicas": 4}
     return make_schedule(family, num_stages=num_stages, **{**defaults, **options})  # type: ignore[arg-type]
 
@@ -45,6 +46,11 @@ def reduces(schedule: Schedule) -> list[list[str]]:
         [f"{op} <- {' '.join(map(str, schedule.waits.get(op, ())))}".strip() for op in schedule.lane(rank, Lane.REDUCE)]
         for rank in range(schedule.num_ranks)
     ]
+
+
+def in_own_order(_: Shape) -> list[list[Op]]:
+    """Set 0 comes back in two parts, set 1 is kept and goes back as a whole."""
+    return [[Op.parse(op) for op in ["0F0", "0F1", "0R0.1", "0B0.1", "0R0.0", "0B0.0", "0B1"]]]
 
 
 WANTED = {
@@ -69,6 +75,10 @@ WANTED = {
     "a kept set, too, where it goes back last": (
         of_replicas(recompute=RecomputePolicy("inline", sets=1, segments=2), num_microbatches=2),  # type: ignore[arg-type]
         [[f"{stage}REDUCE_GRAD.{part} <- {stage}B1.{part}" for part in (1, 0)] for stage in (0, 1)],
+    ),
+    "a kept set that a schedule of one's own takes back whole, last": (
+        of_replicas(in_own_order, 1, num_microbatches=2, recompute=RecomputePolicy("inline", sets=1.5, segments=2)),  # type: ignore[arg-type]
+        [["0REDUCE_GRAD.1 <- 0B1", "0REDUCE_GRAD.0 <- 0B1"]],
     ),
     "nothing is recomputed": (
         of_replicas(recompute=RecomputePolicy("never", segments=2)),  # type: ignore[arg-type]
