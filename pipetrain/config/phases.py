@@ -64,11 +64,6 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-def phase_at(phases: Sequence[Phase], step: int) -> Phase:
-    """The phase of a step, from 1."""
-    return next(phase for phase in reversed(phases) if phase.first_step <= step)
-
-
 def steps_of_phases(phases: Sequence[Phase], last_step: int) -> Iterator[tuple[Phase, int]]:
     """Each phase with its number of steps, up to `last_step`."""
     ends = [*(phase.first_step for phase in phases[1:]), last_step + 1]
@@ -101,6 +96,13 @@ def batches_before(config: Mapping[str, Any], step: int) -> list[tuple[int, Any,
         if phase[FROM] < step and (not found or found[-1][1:] != (size, length)):
             found.append((phase[FROM], size, length))
     return found
+
+
+def value_in_step(config: Mapping[str, Any], key: str, step: int) -> Any:
+    """What a key that phases may change is in a step, from 1, of a configuration as plain values."""
+    given: Mapping[str, Any] = next((phase for phase in reversed(config.get("phases") or ()) if phase[FROM] < step), {})
+    group, name = key.split(".")
+    return dict(_leaves(given)).get(key, config[group][name])
 
 
 def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:

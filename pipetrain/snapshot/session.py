@@ -176,11 +176,11 @@ class Snapshots:
         path = newest_whole(self._folder, _say) if resume == AUTO else find(Path(resume), _say)
         if path is None:
             return {}
-        state = Snapshot(path, checked=True).state
-        check_same_run(path, state, _plain(self._config))
+        state, now = Snapshot(path, checked=True).state, _plain(self._config)
+        check_same_run(path, state, now)
         check_same_data(path, state, self._data)
         _say(f"going on from {path}")
-        for told in told_of_replicas(state, self._plan, self._config.data.batch_size):
+        for told in told_of_replicas(state, self._plan.num_replicas, now):
             _say(told)
         return {"path": str(path.resolve())}
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipetrain.config.phases import batches_before
+from pipetrain.config.phases import batches_before, value_in_step
 from pipetrain.config.schema import guarded_keys
 
 if TYPE_CHECKING:
-    from pipetrain.plan.plan import Plan
     from pipetrain.snapshot.state import RunState
 
 AUTO = "auto"
+_MICROBATCHES = "pipeline.num_microbatches"
 _MISSING = object()
 
 
@@ -77,17 +77,20 @@ def _told(batches: Sequence[tuple[int, Any, Any]]) -> str:
     )
 
 
-def told_of_replicas(state: RunState, plan: Plan, batch_size: int) -> Iterator[str]:
-    """What a user should know where the run goes on with another number of replicas than the snapshot's had."""
-    was, is_now = state.plan.get("num_replicas", 1), plan.num_replicas
-    if was == is_now:
+def told_of_replicas(state: RunState, num_replicas: int, now: Mapping[str, Any]) -> Iterator[str]:
+    """What a user should know where the run goes on with another number of replicas than the snapshot's had; `now` is plain."""
+    was = state.plan.get("num_replicas", 1)
+    if was == num_replicas:
         return
-    text = f"{is_now} replica{'s' * (is_now > 1)}, the run had {was}: the batches stay as they are"
-    slices, before = is_now * plan.num_microbatches, was * state.plan.get("num_microbatches", plan.num_microbatches)
+    text = f"{num_replicas} replica{'s' * (num_replicas > 1)}, the run had {was}: the batches stay as they are"
+    step = state.step + 1
+    size = value_in_step(now, "data.batch_size", step)
+    slices = num_replicas * value_in_step(now, _MICROBATCHES, step)
+    before = was * value_in_step(state.config, _MICROBATCHES, step)
     if slices < before:
         text += (
-            f", and a microbatch has up to {-(-batch_size // slices)} samples, it had {-(-batch_size // before)}; where memory is "
-            f"short, set pipeline.num_microbatches={-(-before // is_now)}"
+            f", and a microbatch has up to {-(-size // slices)} samples, it had {-(-size // before)}; where memory is "
+            f"short, set {_MICROBATCHES}={-(-before // num_replicas)}"
         )
     yield text
 

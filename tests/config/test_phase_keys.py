@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipetrain.config.load import as_yaml, load, read
-from pipetrain.config.phases import batches_before, naming_phase, phase_at, phases_of, steps_of_phases
+from pipetrain.config.phases import batches_before, naming_phase, phases_of, steps_of_phases, value_in_step
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import phase_keys
@@ -36,7 +36,6 @@ def test_each_phase_is_the_run_with_its_own_keys() -> None:
         ["recompute.mode=inline", "recompute.segments=sqrt", "data.batch_size=32", "pipeline.num_microbatches=4"]
     )
     assert third.config == load(["data.sequence_length=512"])  # and not what the phase before it had
-    assert [phase_at((first, second, third), step).number for step in (1, 50, 51, 120, 121, 999)] == [0, 0, 1, 1, 2, 2]
     assert [count for _, count in steps_of_phases((first, second, third), 200)] == [50, 70, 80]
     assert [count for _, count in steps_of_phases((first, second, third), 60)] == [50, 10, 0]
 
@@ -189,3 +188,15 @@ def test_the_batches_of_a_run_that_is_behind() -> None:
         (0, 16, 256),
         (9, 4, 256),
     ]
+
+
+def test_a_value_in_a_step() -> None:
+    """Each phase has what the run has but for its own keys, not what the phase before it had."""
+    phases = [
+        {"from": 0, "data.batch_size": 8},
+        {"from": 5, "recompute": {"sets": 2}},
+        {"from": 9, "data": {"batch_size": 4}},
+    ]
+    config = plain(phases=phases)
+    assert [value_in_step(config, "data.batch_size", step) for step in (1, 5, 6, 9, 10, 999)] == [8, 8, 16, 16, 4, 4]
+    assert value_in_step(plain(), "data.batch_size", 7) == 16 == value_in_step(plain(phases=()), "data.batch_size", 1)

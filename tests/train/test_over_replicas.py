@@ -81,8 +81,21 @@ def test_replicas_are_compared_in_time_and_before_each_snapshot(
     ],
 )
 def test_another_number_of_replicas_is_told(was: tuple[int, int], is_now: tuple[int, int], said: list[str]) -> None:
-    state = RunState(7, 8, {}, {"num_replicas": was[0], "num_microbatches": was[1]})
-    assert list(told_of_replicas(state, Plan((1, 1), (0, 1), is_now[1], is_now[0]), 32)) == said
+    before, now = (
+        {"data": {"batch_size": 32}, "pipeline": {"num_microbatches": num}, "phases": ()} for _, num in (was, is_now)
+    )
+    state = RunState(7, 8, before, {"num_replicas": was[0]})
+    assert list(told_of_replicas(state, is_now[0], now)) == said
+
+
+def test_microbatches_are_those_of_the_phase_that_comes() -> None:
+    phases = [{"from": 0, "data": {"batch_size": 64}}, {"from": 7, "pipeline": {"num_microbatches": 1}}]
+    config = {"data": {"batch_size": 32}, "pipeline": {"num_microbatches": 4}, "phases": phases}
+    told = [list(told_of_replicas(RunState(step, 8, config, {"num_replicas": 4}), 1, config)) for step in (6, 7)]
+    assert [text.split("microbatch has ")[1] for (text,) in told] == [
+        "up to 16 samples, it had 4; where memory is short, set pipeline.num_microbatches=16",
+        "up to 32 samples, it had 8; where memory is short, set pipeline.num_microbatches=4",
+    ]
 
 
 def test_ranks_that_make_no_replicas_are_refused_before_they_meet(
