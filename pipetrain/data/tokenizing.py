@@ -36,7 +36,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
 
     Raises:
-        ValueError: a document is no sample; with its file and line.
+        ValueError: a document is no sample, with its file and line; or none of them all is.
         OSError: it cannot be written.
     """
     item_type = smallest_type(tokenizer.vocabulary_size)
@@ -51,6 +51,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
             done += _write(batch, encoded, writers, problems)
             tell(min(done / max(corpus.num_bytes, 1), 1.0))
+    numbers = {part: writers[part].numbers for part in PARTS}
+    if problems.first is not None and not any(part.tokens for part in numbers.values()):
+        raise ValueError(f"no document is a sample, the first of {problems.num_skipped}: {problems.first}; mend them")
     sheet = TokenSheet(
         format=FORMAT,
         item_type=item_type.name,
@@ -60,7 +63,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         tokenizer_digest=tokenizer.digest,
         is_chat=is_chat,
         sources=list(corpus.sources),
-        parts={part: writers[part].numbers for part in PARTS},
+        parts=numbers,
         num_skipped=problems.num_skipped,
         first_problem=problems.first,
     )

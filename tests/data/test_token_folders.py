@@ -145,6 +145,13 @@ def test_text_that_is_not_utf8(tokenizer: str, tmp_path: pathlib.Path) -> None:
     assert make_data(dataclasses.replace(config, on_error="skip"), 0).num_skipped == 1
 
 
+def test_a_corpus_of_which_nothing_is_left(tokenizer: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.jsonl").write_text('nonsense\n{"tex": "Hello there."}\n')
+    config = config_of(tmp_path, name="jsonl", path=str(tmp_path / "a.jsonl"), tokenizer=tokenizer, on_error="skip")
+    with pytest.raises(ValueError, match=r"^no document is a sample, the first of 2: .*a\.jsonl:1: it is no JSON"):
+        make_data(config, 0)
+
+
 # What is held out ---------------------------------------------------------------------------------------------------------
 
 
