@@ -141,7 +141,7 @@ def _timelines(reports: Iterable[RankReport]) -> tuple[Timeline, ...]:
     return tuple(
         Timeline(
             len(ranks),
-            tuple(replace(event, rank=place) for place in sorted(ranks) for event in ranks[place].events),
+            tuple(event for place in sorted(ranks) for event in ranks[place].events),
         )
         for _, ranks in sorted(replicas.items())
     )
