@@ -20,6 +20,7 @@ from pipetrain.schedule.policy import LAYERS as LAYER_BY_LAYER
 from pipetrain.schedule.policy import SQRT, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.simulate import simulate
 
+from ..awake import awake
 from ..emulated import EmulatedWorkload
 from ..ranks import preload, run_ranks
 from ..result import Options, Result, Table, Target
@@ -80,7 +81,8 @@ def _measure_time(result: Result, options: Options) -> None:
     if options.quick:
         load, wanted = EmulatedWorkload(2, 4, layers_per_stage=LAYERS), wanted[:1]
     systems: list[System] = [ALL_SETS, *(case.system for case in wanted)]
-    first, *rows = run_rounds(systems, load, rounds=options.rounds, steps=1)
+    with awake():
+        first, *rows = run_rounds(systems, load, rounds=options.rounds, steps=1)
     lines = [(first.system.name, f"{first.median_seconds:.3f}", f"{first.spread:.1%}", "1.000", "")]
     for row, case in zip(rows, wanted):
         ratio, foreseen = row.median_seconds / first.median_seconds, _simulated(row, load)
@@ -139,7 +141,7 @@ def _measure_law(result: Result, sizes: Sequence[int], *, quick: bool) -> None:
     for num_stages in (1, 2):
         lines, held, shares = [], [], {}
         for size in sizes:
-            steps = 1 if quick else max(1, 128 // size // 2)
+            steps = 1 if quick else max(2, 256 // size)
             ranks: list[_Stacks] = run_ranks(num_stages, _measure_stacks, size, steps, timeout_seconds=900.0)
             peaks = {way: max(rank.peak_bytes[way] for rank in ranks) for way in WAYS}
             shares[size] = {way: max(rank.share(way) for rank in ranks) for way in WAYS}
