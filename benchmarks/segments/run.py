@@ -125,23 +125,23 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class _Stacks:
-    """Stages of equal layers on one rank, by `WAYS`: the most bytes of activations, and the seconds of each microbatch's R, all parts
-    together."""
+    """Stages of equal layers on one rank, by `WAYS`: the most bytes of activations, and of each step the seconds of a microbatch's R,
+    all parts together, in the middle."""
 
     peak_bytes: dict[int | str, int]
     recompute_seconds: dict[int | str, list[float]]
 
     def share(self, way: int | str) -> float:
-        """Of one whole R."""
-        whole, own = (statistics.median(self.recompute_seconds[one]) for one in (1, way))
-        return own / whole
+        """Of one whole R of the same turn."""
+        whole, own = (self.recompute_seconds[one] for one in (1, way))
+        return statistics.median(mine / theirs for mine, theirs in zip(own, whole, strict=True))
 
 
 def _measure_law(result: Result, sizes: Sequence[int], *, quick: bool) -> None:
     for num_stages in (1, 2):
         lines, held, shares = [], [], {}
         for size in sizes:
-            steps = 1 if quick else max(2, 256 // size)
+            steps = 1 if quick else max(4, 256 // size)
             ranks: list[_Stacks] = run_ranks(num_stages, _measure_stacks, size, steps, timeout_seconds=900.0)
             peaks = {way: max(rank.peak_bytes[way] for rank in ranks) for way in WAYS}
             shares[size] = {way: max(rank.share(way) for rank in ranks) for way in WAYS}
@@ -214,5 +214,5 @@ def _measure_stacks(size: int, steps: int) -> _Stacks:
                 pipeline.step(inputs, inputs)
                 peaks[way] = pipeline.report.peak_activation_bytes
                 if step > 0:
-                    seconds[way] += taken.values()
+                    seconds[way].append(statistics.median(taken.values()))
     return _Stacks(peaks, seconds)
