@@ -1754,6 +1754,13 @@ MUTANTS = (
         ("tests/zoo/test_layer_zoo.py", "-k", "hangs_or_dies"),
     ),
     Mutant(
+        "a rank that is done leaves the others",
+        "pipetrain/proof/apart.py",
+        "        wait([parent.sentinel])",
+        "        pass",
+        ("tests/zoo/test_layer_zoo.py", "-k", "is_done"),
+    ),
+    Mutant(
         "R does not wait while kept sets take the places",
         "pipetrain/schedule/waits.py",
         "self._kept[number] + recomputed >= self._size",

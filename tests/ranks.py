@@ -141,6 +141,7 @@ def _main(
     if num_ranks > 1:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=PATIENCE_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=store.timeout)
+        dist.barrier()  # a rank that left now would close the connections that a slower one is still making
     try:
         # Plain pickle copies a tensor; the pipe's own would share its memory with a process that ends.
         connection.send_bytes(pickle.dumps((function(*args), None)))

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -141,6 +141,9 @@ def _work(
     gc.freeze()  # what is there by now is no activation: whoever looks for those, once per stage, need not look through torch
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        dist.barrier()  # one that left now would close the connections that a slower one is still making
     end.send(None)  # it has started
     for trial in trials:
         end.send(attempt(trial))
+    if (parent := parent_process()) is not None:
+        wait([parent.sentinel])  # until it is killed: a rank that is not done yet may still need this one

@@ -149,6 +149,26 @@ def hangs_dies_or_ends(trial: ZooTrial) -> Found:
     return Found(Verdict.EQUAL)
 
 
+def needs_one_that_is_done(trial: ZooTrial) -> Found:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        NEEDED.append(dist.isend(torch.ones(10_000_000), 1))  # leaves when it is asked for
+    else:
+        time.sleep(2)
+        dist.recv(torch.zeros(10_000_000), 0)
+    return Found(Verdict.EQUAL)
+
+
+NEEDED: list[object] = []
+
+
+def test_a_rank_that_is_done_stays_for_the_others() -> None:
+    ((_, found),) = try_apart(needs_one_that_is_done, [ZooTrial("ends", WAY)], num_ranks=2)
+    assert found == Found(Verdict.EQUAL)
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
     subjects = ["ends", "hangs", "hangs", "dies", "ends"]
