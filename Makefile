@@ -27,7 +27,7 @@ test-full: test test-slow test-slurm  ## and the slow ones
 test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, gets SLURM with apt-get
 	$(PYTEST) -m slurm tests/slurm
 
-test-slow: env  ## and what needs root; make test-slow ARGS=--share=3: a third of them, which the commit chooses
+test-slow: env  ## and what needs root; make test-slow ARGS=--turns=8: those of changed files, an eighth of the others
 	$(PYTEST) -n 3 -m "(slow or root) and not slurm" $(ARGS) tests
 
 soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
@@ -42,7 +42,7 @@ bench: env  ## the comparisons of benchmarks/
 	$(BIN)/pipetrain bench $(ARGS)
 
 mutants: env  ## named one-line breakages, each of which must turn a test red
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 gpu-check:  ## what only CUDA can do; needs torch and pytest in $(PYTHON), nothing else
 	$(PYTHON) -m pytest -p no:cacheprovider -c tests/gpu.ini -m gpu -k "not sanitized" --durations=5 tests/gpu

@@ -3,39 +3,70 @@
 import gc
 import importlib
 import os
+import time
+from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
 import torch
-from shares import share_of, this_commit
+from left_over import Watch
+from shares import ROOT, changed_files, in_turn, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 torch.set_num_threads(1)
 
 # Set where root's rights are promised: there a test that needs them must not be left out without a word.
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_watch = pytest.StashKey[Watch]()
+_left = pytest.StashKey[list[str]]()
+_STARTED = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--share", type=int, default=1, help="of the slow tests every so many-th, from one that the commit chooses"
+        "--turns", type=int, default=1, help="slow tests: those of changed files, and so many-th of the others, in turn"
+    )
+    parser.addoption(
+        "--seconds", type=float, default=None, help="slow tests of changed files whose turn it is not begin until then"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not IS_WORKER:
+        config.stash[_watch] = Watch()
+        if hasattr(config, "cache"):  # not with -p no:cacheprovider
+            config.pluginmanager.register(Seconds(config))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is not in this run's share. Those that need root's rights are always tried: CI is where they can be."""
-    num_shares = config.getoption("--share")
-    if num_shares == 1:
+    """Leaves out what has no turn in this run. Tests that need root's rights have: CI is where they can be."""
+    num_turns = config.getoption("--turns")
+    if num_turns == 1:
         return
-    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("root")]
-    others = set(slow) - set(share_of(slow, num_shares, this_commit()))
-    config.hook.pytest_deselected(items=[item for item in items if item in others])
-    items[:] = [item for item in items if item not in others]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    with_root = [item for item in slow if item.get_closest_marker("root")]
+    due = with_root + in_turn([item for item in slow if item not in set(with_root)], num_turns, this_turn())
+    files = changed_files()
+    changed = [item for item in slow if os.path.relpath(item.path, ROOT) in files and item not in set(due)]
+    for item in changed:
+        item.add_marker(pytest.mark.usefixtures("in_time"))
+    chosen = due + changed
+    config.hook.pytest_deselected(items=[item for item in slow if item not in set(chosen)])
+    items[:] = [item for item in items if item not in set(slow)] + chosen
+
+
+@pytest.fixture
+def in_time(pytestconfig: pytest.Config) -> None:
+    """Skips a test of a changed file where --seconds have passed. What the turns promise does not depend on the clock."""
+    seconds = pytestconfig.getoption("--seconds")
+    if seconds is not None and time.monotonic() - _STARTED > seconds:
+        pytest.skip(f"not begun in {seconds:g} s; `make test-slow` tries all")
 
 
 def pytest_collection_finish() -> None:
     """What has been loaded stays: neither the collector nor who looks for tensors needs to go through it in each test."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # for many tests; the first of them that makes an optimizer would load it
+    if IS_WORKER:  # for many tests; the first of them that makes an optimizer would load it
         importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
@@ -49,3 +80,37 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome, report.longrepr = "failed", f"{NEEDS_ROOT} is set: {reason}"
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that leaves a process, a port or a file behind fails, and says which."""
+    if IS_WORKER:
+        return
+    watch = session.config.stash[_watch]
+    session.config.stash[_left] = left = watch.found()
+    if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    watch.close(keep=session.exitstatus == pytest.ExitCode.TESTS_FAILED)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_left, []):
+        terminalreporter.section("left behind by the tests", red=True)
+        for line in left:
+            terminalreporter.line(line)
+
+
+class Seconds:
+    """What each file of tests took, for `python -m tests.size`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.split("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        assert self._config.cache is not None
+        self._config.cache.set("pipetrain/seconds", self._seconds)

@@ -1,7 +1,7 @@
-"""What one run of CI tries of a long table: every n-th row, from one that the commit chooses.
+"""What one run of CI tries of a long table: the rows of changed files, and of the others every n-th, in turn.
 
-A commit's rows are the same again wherever it is tried; over some commits, all rows are. That every row can be tried is
-looked at each time, and `make test-full` and `make mutants` try them all.
+The turn is the number of commits before this one, so `n` commits in a row try all rows. `make test-full` and `make mutants`
+try them all.
 """
 
 from __future__ import annotations
@@ -13,20 +13,35 @@ from typing import TypeVar
 
 Row = TypeVar("Row")
 ROOT = Path(__file__).resolve().parents[1]
+# What is pushed at once was written within so many hours: CI sees one commit of it, the last.
+PUSH_HOURS = 6
 
 
-def share_of(rows: Sequence[Row], num_shares: int, commit: str) -> list[Row]:
-    """Every `num_shares`-th of the rows, from the one that the digits of `commit` say.
+def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
+    """Every `num_turns`-th of the rows, from row `turn` on.
 
     Raises:
-        ValueError: there is no such share.
+        ValueError: there are no such turns.
     """
-    if num_shares < 1:
-        raise ValueError(f"a share of {num_shares} is none; 1 is all of them, 3 every third")
-    return list(rows[int(commit, 16) % num_shares :: num_shares])
+    if num_turns < 1:
+        raise ValueError(f"{num_turns} turns are none; 1 tries all rows at once, 8 an eighth per commit")
+    return list(rows[turn % num_turns :: num_turns])
 
 
-def this_commit() -> str:
-    """In hexadecimal digits."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+def this_turn() -> int:
+    """How many commits lead to this one."""
+    return int(_git("rev-list", "--count", "HEAD"))
+
+
+def changed_files() -> frozenset[str]:
+    """Paths that HEAD, or a commit that was pushed with it, has changed, and those that are not committed yet."""
+    newest = int(_git("log", "-1", "--format=%ct"))
+    before = _git("rev-list", "-1", f"--before={newest - PUSH_HOURS * 3600}", "HEAD")
+    if not before:  # the whole history is younger: nothing to compare with
+        return frozenset()
+    return frozenset(_git("diff", "--name-only", before).splitlines())
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

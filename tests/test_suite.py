@@ -2,11 +2,13 @@
 
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 
 import pytest
-from shares import share_of
+from shares import in_turn
 
 TESTS = pathlib.Path(__file__).parent
 SKIPPED = """
@@ -26,36 +28,19 @@ def test_where_rights_are_promised_a_test_that_needs_them_is_not_left_out(
     promised: str, ended: str, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "test_skipped.py").write_text(SKIPPED)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "conftest",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir=.",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PIPETRAIN_NEEDS_ROOT": promised}
-    done = subprocess.run(
-        [*command, "-W", "ignore::pytest.PytestUnknownMarkWarning"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended in done.stdout.splitlines()[-1], done.stdout
-    assert ("PIPETRAIN_NEEDS_ROOT is set: " in done.stdout) == bool(promised)
-    assert ("a disk of its own needs root" in done.stdout) == bool(promised)
+    said = pytest_in(tmp_path, PIPETRAIN_NEEDS_ROOT=promised)
+    assert ended in said.splitlines()[-1], said
+    assert ("PIPETRAIN_NEEDS_ROOT is set: " in said) == bool(promised)
+    assert ("a disk of its own needs root" in said) == bool(promised)
 
 
-@pytest.mark.parametrize("num_shares", [1, 3, 6])
-def test_shares_of_commits_make_the_whole(num_shares: int) -> None:
+@pytest.mark.parametrize("num_turns", [1, 3, 8])
+def test_commits_in_a_row_try_all_rows(num_turns: int) -> None:
     rows = list(range(20))
-    shares = [share_of(rows, num_shares, format(commit, "x")) for commit in range(num_shares)]
-    assert sorted(row for share in shares for row in share) == rows
-    assert share_of(rows, num_shares, "ff") == shares[255 % num_shares]
-    with pytest.raises(ValueError, match="a share of 0"):
-        share_of(rows, 0, "ff")
+    turns = [in_turn(rows, num_turns, turn) for turn in range(1000, 1000 + num_turns)]
+    assert sorted(row for turn in turns for row in turn) == rows
+    with pytest.raises(ValueError, match="0 turns"):
+        in_turn(rows, 0, 1)
 
 
 SLOW = """
@@ -76,15 +61,50 @@ def test_quick():
 """
 
 
-def test_a_share_of_the_slow_tests_has_all_others(tmp_path: pathlib.Path) -> None:
+def test_a_turn_has_a_share_of_the_slow_tests_and_all_that_need_root(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_many.py").write_text(SLOW)
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "-v"]
-    done = subprocess.run(
-        [*command, "--rootdir=.", "--share=3", "-W", "ignore::pytest.PytestUnknownMarkWarning"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    ran = {line.split()[0].partition("::")[2] for line in done.stdout.splitlines() if " PASSED" in line}
+    done = pytest_in(tmp_path, "-v", "--turns=3")
+    ran = {line.split()[0].partition("::")[2] for line in done.splitlines() if " PASSED" in line}
     slow = sorted(int(name[-2]) for name in ran if "[" in name)
-    assert slow == list(range(slow[0], 7, 3)), done.stdout
+    assert slow == list(range(slow[0], 7, 3)), done
     assert ran >= {"test_slow_with_rights", "test_quick"}
-    assert f"{7 - len(slow)} deselected" in done.stdout.splitlines()[-1]
+    assert f"{7 - len(slow)} deselected" in done.splitlines()[-1]
+
+
+LEAVES = """
+import os, pathlib, subprocess, sys, tempfile
+
+def test_leaves():
+    tempfile.mkstemp(prefix="forgotten-")
+    pathlib.Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
+    subprocess.Popen([sys.executable, "-c", "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"])
+
+def test_leaves_nothing(tmp_path):
+    (tmp_path / "file").touch()
+"""
+
+
+def test_a_run_that_leaves_something_behind_fails(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_left.py").write_text(LEAVES)
+    assert pytest_in(tmp_path, "-k", "nothing").splitlines()[-1].strip("= ").startswith("1 passed")
+    found = pytest_in(tmp_path, "-k", "not nothing", LEFT_OVER_PATIENCE_SECONDS="3")
+    try:
+        assert "left behind by the tests" in found
+        assert "forgotten-" in found
+        assert "/dev/shm/torch_forgotten" in found
+        assert re.search(r"process \d+ \(.*\), listens on \d+", found)
+    finally:
+        for pid in re.findall(r"process (\d+)", found):
+            os.kill(int(pid), signal.SIGKILL)
+        for path in re.findall(r"/dev/shm/torch_forgotten\w+", found):
+            pathlib.Path(path).unlink()
+
+
+def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:
+    """What pytest prints of the tests in `folder`, which has this folder's conftest."""
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--rootdir=.", "-W", "ignore::pytest.PytestUnknownMarkWarning", *words],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), **variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout

@@ -1,0 +1,109 @@
+"""What a run of the tests leaves behind: processes with the ports they listen on, and files in /tmp and /dev/shm.
+
+Every process of a run inherits the mark of the run in its environment, and the run's own folder as TMPDIR.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MARK = "PIPETRAIN_TEST_RUN"
+# Workers, fork servers and resource trackers end when the tests have ended, on a busy machine some seconds later.
+PATIENCE_SECONDS = float(os.environ.get("LEFT_OVER_PATIENCE_SECONDS", "60"))
+# How files are called that Python, torch, wandb and pipetrain make where TMPDIR is not looked at.
+NAMES = {
+    Path("/tmp"): ("pipetrain", "pymp-", "tmp", "torch", "wandb", "deepspeed", "pytest"),
+    Path("/dev/shm"): ("psm_", "sem.", "torch", "nccl", "wnsm_"),
+}
+
+
+class Watch:
+    """From the start of a run of the tests to its end. The process that makes it is the run's first."""
+
+    def __init__(self) -> None:
+        self._around = os.environ.get(MARK)  # of the run that started this one, if one did
+        self._mark = uuid.uuid4().hex
+        os.environ[MARK] = self._mark
+        self._before = {folder: set(self._files(folder)) for folder in NAMES}
+        self.folder = Path(tempfile.mkdtemp(prefix="pipetrain-tests-"))
+        os.environ["TMPDIR"] = str(self.folder)
+        tempfile.tempdir = None  # read TMPDIR again
+
+    def found(self) -> list[str]:
+        """A line for each process and file that the run has left. Waits for processes that are still ending."""
+        lines: list[str] = []
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (processes := self._processes(self._mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        lines += [f"process {pid} ({_command(pid)}){_ports(pid)}" for pid in processes]
+        lines += [f"{path}" for path in self.folder.iterdir() if not path.name.startswith("pytest-of-")]
+        if not self._other_runs():  # whose files these may be
+            for folder, before in self._before.items():
+                lines += [str(path) for path in self._files(folder) - before if path != self.folder]
+        return lines
+
+    def close(self, *, keep: bool) -> None:
+        """Remove the run's folder, or leave it for who wants to see why a test failed."""
+        if not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _processes(self, mark: str) -> list[int]:
+        wanted = f"{MARK}={mark}".encode()
+        return [pid for pid in _pids() if pid != os.getpid() and wanted in _read(pid, "environ")]
+
+    def _other_runs(self) -> bool:
+        """Whether somebody else runs tests on this machine now."""
+        marks = {
+            word for pid in _pids() for word in _read(pid, "environ").split(b"\0") if word.startswith(MARK.encode())
+        }
+        return bool(marks - {f"{MARK}={mark}".encode() for mark in (self._mark, self._around)})
+
+    def _files(self, folder: Path) -> set[Path]:
+        def is_ours(path: Path) -> bool:
+            return path.name.startswith(NAMES[folder]) and path.lstat().st_uid == os.getuid()
+
+        return {path for path in folder.iterdir() if _or_false(is_ours, path)} if folder.is_dir() else set()
+
+
+def _or_false(test: Callable[[Path], bool], path: Path) -> bool:
+    try:
+        return test(path)
+    except OSError:  # gone meanwhile
+        return False
+
+
+def _pids() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # gone, or somebody else's
+        return b""
+
+
+def _command(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+
+
+def _ports(pid: int) -> str:
+    """The ports a process listens on, as ", listens on 4711"."""
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with_inode = os.readlink(path) if path.is_symlink() else ""
+        if with_inode.startswith("socket:["):
+            sockets.add(with_inode[8:-1])
+    ports = []
+    for name in ("tcp", "tcp6"):
+        for line in _read(pid, f"net/{name}").decode().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in sockets:  # 0A: LISTEN
+                ports.append(str(int(columns[1].rpartition(":")[2], 16)))
+    return f", listens on {', '.join(sorted(set(ports)))}" if ports else ""

@@ -1,0 +1,14 @@
+"""What a mutant is: one line of the package, broken, and the tests that must turn red."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` in `file`; `tests` are arguments of pytest."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]

@@ -1,0 +1,26 @@
+"""All mutants, in the order in which CI takes turns."""
+
+from mutants import (
+    messages,
+    models_and_data,
+    planning,
+    runs,
+    runtime,
+    schedule_passes,
+    schedule_values,
+    stage_layers,
+    stage_sets,
+)
+
+_TABLES = (
+    schedule_values,
+    schedule_passes,
+    stage_sets,
+    stage_layers,
+    runtime,
+    messages,
+    models_and_data,
+    runs,
+    planning,
+)
+MUTANTS = tuple(mutant for table in _TABLES for mutant in table.MUTANTS)
