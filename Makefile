@@ -3,9 +3,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FAST := tests/schedule tests/planner tests/config tests/test_layers.py tests/runtime/test_one_step.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: env train test test-full test-slow test-slurm soak lint bench mutants gpu-check clean
+.PHONY: env train test-fast test coverage size test-full test-slow test-slurm soak style lint bench mutants gpu-check clean
 
 env: $(VENV)/.ready  ## .venv with everything in it; nothing to do when that is up to date
 
@@ -19,8 +20,20 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 train: env  ## the default experiment on two ranks; make train ARGS="steps=50 recompute.mode=inline"
 	$(BIN)/pipetrain train $(ARGS)
 
+test-fast: env style  ## the inner loop: style, the rooms that load no torch, one step of each family on one rank
+	$(PYTEST) -n 2 -m "not slow" $(FAST)
+
 test: env lint  ## every test but the slow ones
 	$(PYTEST) -n 3 -m "not slow" tests
+
+coverage: env  ## the branches that `make test` runs, in ranks and commands too
+	rm -rf .coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n 3 -m "not slow" tests
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-empty
+
+size: env  ## lines of the tests, and seconds of their last run; fails where a file is too long
+	$(BIN)/python -m tests.size
 
 test-full: test test-slow test-slurm  ## and the slow ones
 
@@ -33,9 +46,11 @@ test-slow: env  ## and what needs root; make test-slow ARGS=--turns=8: those of 
 soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
 
-lint: env  ## style and types
+style: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style  ## style and types
 	$(BIN)/mypy
 
 bench: env  ## the comparisons of benchmarks/
@@ -50,4 +65,4 @@ gpu-check:  ## what only CUDA can do; needs torch and pytest in $(PYTHON), nothi
 	$(PYTHON) -m benchmarks.command replay --rounds=1 --json=gpu-check.json
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .coverage .ruff_cache .hypothesis

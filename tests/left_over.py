@@ -16,9 +16,9 @@ from pathlib import Path
 MARK = "PIPETRAIN_TEST_RUN"
 # Workers, fork servers and resource trackers end when the tests have ended, on a busy machine some seconds later.
 PATIENCE_SECONDS = float(os.environ.get("LEFT_OVER_PATIENCE_SECONDS", "60"))
-# How files are called that Python, torch, wandb and pipetrain make where TMPDIR is not looked at.
+# How files are called that torch, wandb, multiprocessing and pipetrain make where TMPDIR is not looked at.
 NAMES = {
-    Path("/tmp"): ("pipetrain", "pymp-", "tmp", "torch", "wandb", "deepspeed", "pytest"),
+    Path("/tmp"): ("pipetrain", "pymp-", "torch", "wandb", "deepspeed", "pytest"),
     Path("/dev/shm"): ("psm_", "sem.", "torch", "nccl", "wnsm_"),
 }
 
