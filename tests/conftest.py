@@ -6,6 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_watch] = Watch()
         if hasattr(config, "cache"):  # not with -p no:cacheprovider
             config.pluginmanager.register(Seconds(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Rows that `@pytest.mark.quick("id", ...)` does not name are slow."""
+    quick = item.get_closest_marker("quick")
+    if quick is not None and isinstance(item, pytest.Function) and item.callspec.id not in quick.args:
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name: str) -> Generator[None, Any, Any]:
+    """An id in `@pytest.mark.quick` that no row has is a mistake, not a row less."""
+    made = yield
+    rows = [one for one in made or () if isinstance(one, pytest.Function)] if isinstance(made, list) else []
+    quick = rows[0].get_closest_marker("quick") if rows else None
+    ids = [row.callspec.id for row in rows if hasattr(row, "callspec")]
+    for one in quick.args if quick else ():
+        if one not in ids:
+            raise pytest.Collector.CollectError(f"{name}: there is no row {one!r}; rows are {', '.join(ids)}")
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 MARK = "PIPETRAIN_TEST_RUN"
 # Workers, fork servers and resource trackers end when the tests have ended, on a busy machine some seconds later.
 PATIENCE_SECONDS = float(os.environ.get("LEFT_OVER_PATIENCE_SECONDS", "60"))
+OTHERS = "(other tests run on this machine: what they have in /tmp and /dev/shm is not told apart)"
 # How files are called that torch, wandb, multiprocessing and pipetrain make where TMPDIR is not looked at.
 NAMES = {
     Path("/tmp"): ("pipetrain", "pymp-", "torch", "wandb", "deepspeed", "pytest"),
@@ -30,8 +31,8 @@ class Watch:
         self._around = os.environ.get(MARK)  # of the run that started this one, if one did
         self._mark = uuid.uuid4().hex
         os.environ[MARK] = self._mark
-        self._before = {folder: set(self._files(folder)) for folder in NAMES}
         self.folder = Path(tempfile.mkdtemp(prefix="pipetrain-tests-"))
+        self._before = {folder: self._files(folder) for folder in NAMES}
         os.environ["TMPDIR"] = str(self.folder)
         tempfile.tempdir = None  # read TMPDIR again
 
@@ -43,10 +44,10 @@ class Watch:
             time.sleep(0.1)
         lines += [f"process {pid} ({_command(pid)}){_ports(pid)}" for pid in processes]
         lines += [f"{path}" for path in self.folder.iterdir() if not path.name.startswith("pytest-of-")]
-        if not self._other_runs():  # whose files these may be
-            for folder, before in self._before.items():
-                lines += [str(path) for path in self._files(folder) - before if path != self.folder]
-        return lines
+        shared = [path for folder, before in self._before.items() for path in self._files(folder) - before]
+        if shared and self._other_runs():
+            return [*lines, OTHERS] if lines else []
+        return lines + [str(path) for path in shared]
 
     def close(self, *, keep: bool) -> None:
         """Remove the run's folder, or leave it for who wants to see why a test failed."""

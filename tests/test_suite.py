@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from left_over import OTHERS
 from shares import in_turn
 
 TESTS = pathlib.Path(__file__).parent
@@ -91,13 +92,31 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path: pathlib.Path) -> Non
     try:
         assert "left behind by the tests" in found
         assert "forgotten-" in found
-        assert "/dev/shm/torch_forgotten" in found
+        assert "/dev/shm/torch_forgotten" in found or OTHERS in found
         assert re.search(r"process \d+ \(.*\), listens on \d+", found)
     finally:
         for pid in re.findall(r"process (\d+)", found):
             os.kill(int(pid), signal.SIGKILL)
-        for path in re.findall(r"/dev/shm/torch_forgotten\w+", found):
-            pathlib.Path(path).unlink()
+        for path in pathlib.Path("/dev/shm").glob("torch_forgotten_*"):
+            path.unlink()
+
+
+QUICK = """
+import pytest
+
+@pytest.mark.quick("1-b", "2-a")
+@pytest.mark.parametrize("word", ["a", "b"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_product(number, word):
+    pass
+"""
+
+
+def test_rows_that_are_not_named_as_quick_are_slow(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_rows.py").write_text(QUICK)
+    assert "2 passed, 2 deselected" in pytest_in(tmp_path, "-m", "not slow")
+    (tmp_path / "test_rows.py").write_text(QUICK.replace("2-a", "2-c"))
+    assert "test_product: there is no row '2-c'; rows are 1-a, 1-b, 2-a, 2-b" in pytest_in(tmp_path)
 
 
 def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from problems import Cell, cells, specs
 
 from pipetrain.schedule.bound import bound
@@ -17,7 +17,6 @@ from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 
-many = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 WITHIN = 1.055  # of the best known, rule alone
 SPLIT_BY_RULE = {
     (8, 16, 1): 74,
@@ -42,8 +41,7 @@ def test_the_rule_is_near_the_best_known(cell: Cell) -> None:
     assert seconds(spec) <= (SPLIT_BY_RULE[shape] if cell.split else cell.goal * WITHIN)
 
 
-@given(specs())
-@many
+@examples(40, 300, specs())
 def test_any_problem_has_an_order(spec: ScheduleSpec) -> None:
     assert spec.costs is not None
     schedule = make(spec)
@@ -66,8 +64,7 @@ def test_any_problem_has_an_order(spec: ScheduleSpec) -> None:
     assert taken <= listed.seconds * (1 + 1e-9), "no op starts later than in the order, one op after the other"
 
 
-@given(specs())
-@many
+@examples(40, 300, specs())
 def test_an_order_comes_back_from_its_schedule(spec: ScheduleSpec) -> None:
     assert spec.costs is not None
     schedule = make(spec)

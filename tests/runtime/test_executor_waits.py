@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from hypothesis import strategies as st
 from in_process import InProcessRun, mean_square
 from random_schedules import random_schedules
@@ -87,11 +87,9 @@ def check_and_run(schedule: Schedule, seed: int) -> None:
 
 
 SCHEDULES = random_schedules(max_ranks=4, max_microbatches=4, with_replicas=False).map(lambda drawn: drawn[0])
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@given(SCHEDULES, st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=100)
+@examples(40, 2000, SCHEDULES, st.integers(0, 1 << 16))
 def test_what_check_accepts_runs(schedule: Schedule, seed: int) -> None:
     """Random schedules: no hang, every wait obeyed, every value right, whatever comes when."""
     check_and_run(schedule, seed)
@@ -107,18 +105,8 @@ REPLICATED = (
 SKIPPED = st.lists(st.frozensets(st.integers(0, 2)), min_size=4, max_size=4)
 
 
-@given(REPLICATED, SKIPPED, st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=12)
+@examples(8, 100, REPLICATED, SKIPPED, st.integers(0, 1 << 16))
 def test_what_check_accepts_runs_in_all_replicas(schedule: Schedule, wanted: list[frozenset[int]], seed: int) -> None:
-    run_in_all_replicas(schedule, wanted, seed)
-
-
-@pytest.mark.slow
-@given(REPLICATED, SKIPPED, st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=100)
-def test_what_check_accepts_runs_in_all_replicas_at_length(
-    schedule: Schedule, wanted: list[frozenset[int]], seed: int
-) -> None:
     run_in_all_replicas(schedule, wanted, seed)
 
 
@@ -138,8 +126,7 @@ def run_in_all_replicas(schedule: Schedule, wanted: list[frozenset[int]], seed: 
     run.assert_right(run.step())
 
 
-@given(SCHEDULES, st.sets(st.integers(0, 3), min_size=1), st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=60)
+@examples(20, 200, SCHEDULES, st.sets(st.integers(0, 3), min_size=1), st.integers(0, 1 << 16))
 def test_what_is_left_without_some_microbatches_runs(schedule: Schedule, wanted: set[int], seed: int) -> None:
     skipped = frozenset(wanted) & set(range(schedule.num_microbatches))
     try:
@@ -150,8 +137,7 @@ def test_what_is_left_without_some_microbatches_runs(schedule: Schedule, wanted:
         check_and_run(without_microbatches(schedule, skipped), seed)
 
 
-@given(SCHEDULES, st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=40)
+@examples(20, 200, SCHEDULES, st.integers(0, 1 << 16))
 def test_a_schedule_for_a_device_is_launched_in_its_order(schedule: Schedule, seed: int) -> None:
     """Whatever comes when: nothing hangs, and each rank starts its ops in the launch order."""
     try:
@@ -177,11 +163,3 @@ def run_as_launched(schedule: Schedule, seed: int) -> None:
         run.assert_right(logs)
         for log, (rank, order) in itertools.product(logs, enumerate(schedule.launch_order)):
             assert order == tuple(op for what, op in log if what == "start" and schedule.stage_ranks[op.stage] == rank)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@given(SCHEDULES, st.integers(0, 1 << 16))
-@settings(PATIENT, max_examples=2000)
-def test_what_check_accepts_runs_at_length(schedule: Schedule, seed: int) -> None:
-    check_and_run(schedule, seed)

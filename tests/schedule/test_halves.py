@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from random_schedules import Case, cases
 from shows import show
 
@@ -167,11 +167,7 @@ def in_order(schedule: Schedule, kind: Kind) -> bool:
     return True
 
 
-few = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-@few
-@given(cases(with_parts=False))
+@examples(25, 200, cases(with_parts=False))
 def test_halves_run_in_microbatch_order_within_their_bounds(case: Case) -> None:
     arguments = {**case.arguments, "split_backward": True}
     if callable(arguments["family"]):
@@ -187,8 +183,7 @@ def test_halves_run_in_microbatch_order_within_their_bounds(case: Case) -> None:
         assert max(peak_stash(schedule)) == max(peak_stash(whole))
 
 
-@few
-@given(cases(with_split=False, with_parts=False))
+@examples(40, 200, cases(with_split=False, with_parts=False))
 def test_halves_of_a_whole_are_never_slower_without_recomputation(case: Case) -> None:
     """Each W behind its I is one of the orders to choose from, and there the gradient only goes on earlier."""
     arguments = {**case.arguments, "recompute": RecomputePolicy(Mode.NEVER)}

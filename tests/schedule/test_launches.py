@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 from unsent import most_held_for_sends, predecessors
@@ -24,9 +24,6 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.without import without_microbatches
-
-some = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-many = settings(some, max_examples=2000)
 
 
 def launched(schedule: Schedule, rank: int) -> str:
@@ -215,8 +212,7 @@ def put_off(device: Schedule, source: random.Random, often: float) -> Schedule:
     return dataclasses.replace(device, launch_order=tuple(order))
 
 
-@some
-@given(SMALL, st.integers(0, 1 << 16))
+@examples(30, 200, SMALL, st.integers(0, 1 << 16))
 def test_check_accepts_a_launch_order_if_and_only_if_no_wait_of_hosts_hangs(
     drawn: tuple[Schedule, Costs], seed: int
 ) -> None:
@@ -231,17 +227,8 @@ def test_check_accepts_a_launch_order_if_and_only_if_no_wait_of_hosts_hangs(
         assert any(launched_in_one_order(device)) == hang
 
 
-@some
-@given(SMALL, st.integers(0, 1 << 16))
+@examples(30, 2000, SMALL, st.integers(0, 1 << 16))
 def test_what_check_accepts_is_launched_soundly(drawn: tuple[Schedule, Costs], seed: int) -> None:
-    holds(*drawn, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@many
-@given(SMALL, st.integers(0, 1 << 16))
-def test_what_check_accepts_is_launched_soundly_at_length(drawn: tuple[Schedule, Costs], seed: int) -> None:
     holds(*drawn, seed)
 
 

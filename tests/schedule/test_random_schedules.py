@@ -2,8 +2,7 @@
 
 import itertools
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from hypothesis import event as count
 from random_schedules import random_schedules
 
@@ -12,9 +11,6 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-
-some = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-many = settings(some, max_examples=2000)
 
 
 def refusal(schedule: Schedule) -> str:
@@ -50,15 +46,6 @@ def obeys(schedule: Schedule, costs: Costs) -> None:
     assert set(ended) == {op for _, _, op in schedule.ops()}
 
 
-@some
-@given(random_schedules())
+@examples(60, 2000, random_schedules())
 def test_random_schedules(drawn: tuple[Schedule, Costs]) -> None:
-    holds(*drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@many
-@given(random_schedules())
-def test_random_schedules_more(drawn: tuple[Schedule, Costs]) -> None:
     holds(*drawn)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from hypothesis import strategies as st
 from oracle import Oracle
 from random_schedules import Case, cases
@@ -31,7 +31,6 @@ from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import legend, staircase
 from pipetrain.timeline.shown import show_schedule
 
-some = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type: ignore[arg-type]
 
 
@@ -115,8 +114,7 @@ def test_the_spelling() -> None:
     assert not any(Op.parse(text).meets_none for text in ("2REDUCE_GRAD.3>0", "2SEND_F0", "2B1"))
 
 
-@some
-@given(cases(max_ranks=4, max_microbatches=6), st.data())
+@examples(40, 300, cases(max_ranks=4, max_microbatches=6), st.data())
 def test_each_bucket_is_added_up_when_it_is_whole_and_in_one_order(case: Case, data: st.DataObject) -> None:
     """Of any family, mode and number of parts, also where a replica leaves out what another does not."""
     schedule = case.make()

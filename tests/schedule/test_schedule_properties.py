@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracle import Oracle, OracleError
@@ -20,7 +21,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down
 
-many = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 more = settings(many, max_examples=1000, derandomize=False, database=None)
 
 
@@ -96,8 +97,7 @@ def whole(compute: Iterable[Op]) -> Iterator[Op]:
     return (dataclasses.replace(op, part=None) for op in compute if op.kind is not Kind.R and not op.part)
 
 
-@many
-@given(kept_anyhow())
+@examples(60, 300, kept_anyhow())
 def test_any_choice_of_kept_sets_has_room_or_is_refused(given_sets: tuple[Schedule, Costs]) -> None:
     """Where there is room no timing takes more places, and no bound is above the step; where there is none, `check` says so."""
     schedule, costs = given_sets

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
@@ -21,9 +21,6 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.without import without_microbatches
-
-some = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-many = settings(some, max_examples=1000)
 
 
 @st.composite
@@ -91,17 +88,8 @@ def came_before(schedule: Schedule) -> Mapping[Op, frozenset[Op]]:
     return {op: at_start(op) for _, _, op in schedule.ops()}
 
 
-@some
-@given(sound_and_skipped())
+@examples(40, 1000, sound_and_skipped(max_microbatches=9))
 def test_what_is_left_is_sound(drawn: tuple[Schedule, Costs, frozenset[int]]) -> None:
-    holds(*drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@many
-@given(sound_and_skipped(max_microbatches=9))
-def test_what_is_left_is_sound_more(drawn: tuple[Schedule, Costs, frozenset[int]]) -> None:
     holds(*drawn)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from examples import examples
+from hypothesis import assume
 from hypothesis import event as count
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,9 +18,6 @@ from torch import Tensor, nn
 from pipetrain.proof.beside_loop import Batch, Subject, Verdict, Way, beside, plain
 from pipetrain.proof.layer_zoo import ENTRIES, entry_named
 from pipetrain.proof.zoo.entry import WIDTH, dense, square
-
-some = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-many = settings(some, max_examples=2000)
 
 # Compiling takes seconds. What is known to differ, differs.
 BLOCKS = sorted(
@@ -120,15 +118,6 @@ def little_to_look_through() -> Iterator[None]:
     gc.unfreeze()
 
 
-@some
-@given(drawn_stages())
+@examples(40, 2000, drawn_stages())
 def test_random_stages(drawn: Drawn) -> None:
-    equal_or_named(drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@many
-@given(drawn_stages())
-def test_random_stages_more(drawn: Drawn) -> None:
     equal_or_named(drawn)
