@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from one_rank import make_stages, run_step, twins
+from rounding import rounding
 from torch import Tensor, nn
 from waiting_layers import WIDTH, M, autocast, linear, mean_square, rows
 
@@ -124,7 +125,8 @@ def test_another_path_later_gives_the_whole_gradient_all_the_same() -> None:
         waiting=M,
     )
     reference_step(reference, mean_square, inputs, targets, num_microbatches=M)
-    torch.testing.assert_close(*(next(one.parameters()).grad for one in (model, reference)), rtol=1e-6, atol=0)
+    close = rounding(torch.float32, terms=M + 1)  # one gradient per microbatch, and that of the other way
+    torch.testing.assert_close(*(next(one.parameters()).grad for one in (model, reference)), rtol=close, atol=0)
 
 
 def test_nothing_of_torch_is_replaced_outside_of_a_layer() -> None:
