@@ -219,13 +219,13 @@ MUTANTS = (
         "pipetrain/model/sharing.py",
         "start < furthest[2]:",
         "start <= furthest[2]:",
-        ("tests/test_regressions.py", "-k", "one_memory"),
+        ("tests/regressions/test_shared_by_stages.py", "-k", "one_memory"),
     ),
     Mutant(
         "stages may lie in one memory",
         "pipetrain/model/spec.py",
         "        if other != stage and pair.has_parameter and not is_tied:",
         "        if False:",
-        ("tests/test_regressions.py", "-k", "one_memory"),
+        ("tests/regressions/test_shared_by_stages.py", "-k", "one_memory"),
     ),
 )

@@ -36,7 +36,7 @@ MUTANTS = (
         "pipetrain/observe/folder.py",
         "exist_ok=run_dir is not None)",
         "exist_ok=True)",
-        ("tests/test_regressions.py", "-k", "one_second"),
+        ("tests/regressions/test_new_run_folders.py", "-k", "one_second"),
     ),
     Mutant(
         "a replica is slow where one of its ranks is",
@@ -92,14 +92,14 @@ MUTANTS = (
         "pipetrain/plan/plan.py",
         "    if isinstance(value, bool) or not isinstance(value, Integral):\n",
         "    if False:\n",
-        ("tests/test_regressions.py", "-k", "no_numbers"),
+        ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
     ),
     Mutant(
         "half layers are cut off",
         "pipetrain/plan/plan.py",
         "    if counts is None or any(",
         "    if counts is None or False and any(",
-        ("tests/test_regressions.py", "-k", "no_numbers"),
+        ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
     ),
     Mutant(
         "costs are rounded up before something is proven",
@@ -176,7 +176,7 @@ MUTANTS = (
         "pipetrain/prepare.py",
         "    refuse_unknown_kinds(schedule)\n",
         "",
-        ("tests/test_regressions.py", "-k", "does_not_run_yet"),
+        ("tests/regressions/test_wrong_arguments.py", "-k", "does_not_run_yet"),
     ),
     Mutant(
         "a run's receives ahead are not obeyed",

@@ -113,7 +113,7 @@ MUTANTS = (
         "pipetrain/schedule/costs.py",
         "            if not all(0 <= entry < math.inf for entry in values):",
         "            if any(entry < 0 for entry in values):",
-        ("tests/test_regressions.py", "-k", "costs_are_finite"),
+        ("tests/regressions/test_wrong_arguments.py", "-k", "costs_are_finite"),
     ),
     Mutant(
         "what two stages share costs what a stage does",
@@ -183,7 +183,7 @@ MUTANTS = (
         "pipetrain/schedule/schedule_spec.py",
         "if stages * microbatches > MOST_PASSES:",
         "if False:",
-        ("tests/test_regressions.py", "-k", "too_large"),
+        ("tests/regressions/test_wrong_arguments.py", "-k", "too_large"),
     ),
     Mutant(
         "a part takes as long to add up as its stage",

@@ -17,222 +17,35 @@ from hypothesis import strategies as st
 from one_rank import make_stages, run_step, twins
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
+from waiting_layers import (
+    WIDTH,
+    Batch,
+    Checkpointed,
+    Conv1D,
+    Cross,
+    Hooked,
+    InFull,
+    M,
+    Mapped,
+    Penalty,
+    Scaled,
+    SharedBias,
+    Tied,
+    Times,
+    Transposed,
+    Twice,
+    autocast,
+    linear,
+    mean_square,
+    rows,
+)
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import SavedTensorChanged
-from pipetrain.stage.split_function import Deferral, SplitFunction, accumulate
-from pipetrain.stage.split_linear import SplitLinear, linears_split
-from pipetrain.stage.stage import Stage
-
-WIDTH = 6
-M = 4
-
-
-def mean_square(output: Any, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-# The layers of the cases ----------------------------------------------------------------------------------------------
-
-
-class Times(nn.Module):
-    """A linear layer whose weight is made in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * 2)
-
-
-class Twice(nn.Module):
-    """One linear layer, twice, with a nonlinearity between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.inner(x)))
-
-
-class SharedBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-        self.second.bias = self.first.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class Tied(nn.Module):
-    """An embedding and a head with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH)
-        self.inner = linear()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.inner(self.embedding(ids))), self.embedding.weight)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.before, self.inside = linear(), linear()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = checkpoint(
-            lambda given: torch.tanh(self.inside(given)), self.before(x), use_reentrant=self.use_reentrant
-        )
-        assert isinstance(inside, Tensor)
-        return inside
-
-
-class Hooked(nn.Module):
-    """A hook that doubles a gradient, or is told when it has been added."""
-
-    def __init__(self, *, after: bool) -> None:
-        super().__init__()
-        self.inner, self.plain, self.after = linear(), linear(), after
-
-    def hook(self) -> None:
-        """A copy of a layer has no hooks."""
-        if self.after:
-            self.inner.weight.register_post_accumulate_grad_hook(_double)
-        else:
-            self.inner.weight.register_hook(lambda gradient: gradient * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(torch.tanh(self.inner(x)))
-
-
-def _double(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad *= 2
-
-
-class Penalty(nn.Module):
-    """Adds the slope of its own network, which it takes inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        probe = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.tanh(self.inner(probe)).sum(), probe, create_graph=True)
-        return self.inner(x) + slope
-
-
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        mapped: Tensor = torch.func.vmap(self.inner)(x)
-        return mapped
-
-
-class Conv1D(nn.Module):
-    """As GPT-2 of Hugging Face has it: the weight is not transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, WIDTH), self.weight).view(x.shape)
-
-
-class Cross(nn.Module):
-    """Attention to something else: its projections are views of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attended: Tensor = self.attention(x, x.flip(0), x.flip(1))[0]
-        return attended
-
-
-class PathByData(nn.Module):
-    """Reads its weight in another way when the input says so, which its first does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)
-        return output + self.inner.weight.sum() if bool(x[0, 0] > 100) else output
-
-
-class InFull(nn.Module):
-    """Switches autocast off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            full: Tensor = self.inner(x.float())
-        return full
-
-
-class Transposed(nn.Module):
-    """The same values with the strides of a transposed matrix."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x).t().contiguous().t()
-
-
-class Scale(SplitFunction):
-    """x * weight, with two kernels for its backward, as a user has them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sign = 1.0
-        return x * weight
-
-    @staticmethod
-    def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient * ctx.saved_tensors[1] * ctx.sign if ctx.needs_input_grad[0] else None, None
-
-    @staticmethod
-    def backward_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, (gradient * ctx.saved_tensors[0] * ctx.sign).sum(0)
-
-
-class Scaled(nn.Module):
-    def __init__(self, *, made: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-        self.made = made
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = Scale.apply(x, self.weight * 1.0 if self.made else self.weight)
-        return scaled
-
-
-# Beside the plain loop ------------------------------------------------------------------------------------------------
+from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.split_linear import SplitLinear
 
 
 @dataclass
@@ -255,15 +68,6 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
 
     monkeypatch.setattr(Deferral, "run", watched)
     return found
-
-
-Batch = tuple[Any, Any]
-
-
-def rows(*shape: int) -> Batch:
-    generator = torch.Generator().manual_seed(3)
-    shape = shape or (M * 2, WIDTH)
-    return torch.randn(*shape, generator=generator), torch.randn(*shape, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -342,10 +146,6 @@ def transformer(name: str) -> list[nn.Module]:
 
 def sequences() -> Batch:
     return rows(M * 2, 3, WIDTH)
-
-
-def autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def compiled() -> nn.Module:
@@ -517,169 +317,3 @@ def test_one_product_is_that_of_torch(
     ):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
-
-
-# One stage by hand ----------------------------------------------------------------------------------------------------
-
-
-def one_stage(*layers: nn.Module) -> Stage:
-    (stage,) = make_stages(layers, [len(layers)], mean_square, ActivationMeter())
-    return stage
-
-
-def test_only_what_w_needs_is_held_and_only_until_then() -> None:
-    """Of a set of 4 tensors (the batch, two inputs of linear layers, the loss's) I leaves the inputs and what W multiplies them by."""
-    model = [linear(), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)]
-    stage, meter = one_stage(*model), ActivationMeter()
-    meter.exclude(parameter for layer in model for parameter in layer.parameters())
-    stage._meter = stage._weights._meter = meter
-    inputs, targets = rows()
-    one = inputs.nbytes
-    seen: list[int] = []
-    run_w = stage.backward_weights
-    stage.backward_weights = lambda microbatch: (
-        seen.append(meter.current_bytes),
-        run_w(microbatch),
-        seen.append(meter.current_bytes),
-    )  # type: ignore[assignment, func-returns-value, method-assign]
-    run_step([stage], inputs, targets, 1, keep=lambda _: True, waiting=0)
-    assert seen == [4 * one, 0]
-    assert stage.set_bytes[0] >= 4 * one
-
-
-def test_casts_are_no_part_of_a_set() -> None:
-    """Under autocast x and the gradient wait in half the bytes, and the weight's cast is the step's."""
-    sizes = {}
-    for name, around in (("full", nullcontext), ("autocast", autocast)):
-        stage = one_stage(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-        stage._meter.exclude(parameter for layer in stage.layers for parameter in layer.parameters())
-        with around(), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            run_step([stage], *rows(M * 2, 64), M, keep=lambda _: False, waiting=1)
-        sizes[name] = stage.set_bytes[0]
-    assert sizes["autocast"] <= sizes["full"]
-
-
-def test_a_step_that_fails_holds_nothing() -> None:
-    stage = one_stage(linear())
-    meter = stage._meter
-    with pytest.raises(ZeroDivisionError):
-        run_step([stage], *rows(), M, keep=lambda _: True, waiting=M, before_w=lambda: 1 // 0)
-    assert meter.current_bytes > 0
-    stage.drop()
-    assert meter.current_bytes == 0
-    stage.end_step()
-
-
-def test_w_is_missed_at_the_end_of_a_step() -> None:
-    stage = one_stage(linear())
-    with pytest.raises(ZeroDivisionError):
-        run_step([stage], *rows(), M, keep=lambda _: True, waiting=M, before_w=lambda: 1 // 0)
-    with pytest.raises(AssertionError, match="stage 0 has had no W of microbatches 0, 1, 2, 3"):
-        stage.end_step()
-
-
-def test_what_waits_may_not_change() -> None:
-    kept: list[Tensor] = []
-
-    class Keeps(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.append(torch.tanh(x))
-            return kept[-1]
-
-    def change() -> None:
-        kept[0].data.view(-1)[:1]
-        kept[0].detach().mul_(2)
-
-    stage = one_stage(linear(), Keeps(), linear())
-    with pytest.raises(
-        SavedTensorChanged, match=r"layer 2 \(Linear\): a tensor \[2, 6\] that W needs was changed in place after I"
-    ):
-        run_step([stage], *rows(), M, keep=lambda _: True, waiting=M, before_w=change)
-
-
-def test_another_path_later_gives_the_whole_gradient_all_the_same() -> None:
-    """The weight is read in another way by a microbatch that was not the first: at most the order of a sum differs."""
-    inputs, targets = rows()
-    inputs[-2] = 1000.0
-    torch.manual_seed(0)
-    model, reference = twins([PathByData()])
-    run_step(
-        make_stages(list(model), [1], mean_square, ActivationMeter()),
-        inputs,
-        targets,
-        M,
-        keep=lambda _: True,
-        waiting=M,
-    )
-    reference_step(reference, mean_square, inputs, targets, num_microbatches=M)
-    torch.testing.assert_close(*(next(one.parameters()).grad for one in (model, reference)), rtol=1e-6, atol=0)
-
-
-def test_nothing_of_torch_is_replaced_outside_of_a_layer() -> None:
-    linear_of_torch, addmm = F.linear, torch.addmm
-    inside: list[bool] = []
-
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.append(F.linear is linear_of_torch)
-            return x
-
-    for waiting in (None, 0):
-        run_step([one_stage(Looks(), linear())], *rows(), M, keep=lambda _: False, waiting=waiting)
-    assert inside == [True] * 2 * M + [False] * 2 * M
-    with linears_split(), linears_split():
-        assert F.linear is not linear_of_torch
-        assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).grad_fn is None
-    assert (F.linear, torch.addmm) == (linear_of_torch, addmm)
-
-
-def test_a_gradient_is_added_as_autograd_adds_it() -> None:
-    """The first becomes `.grad`, with the strides and the dtype of the parameter."""
-    parameter = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    gradient = torch.ones(3, 2).t()
-    for count in (1, 2):
-        with torch.no_grad():
-            accumulate(parameter, gradient)
-        assert parameter.grad is not None
-        assert (parameter.grad.dtype, parameter.grad.stride()) == (torch.bfloat16, (3, 1))
-        assert torch.equal(parameter.grad, torch.full((2, 3), float(count), dtype=torch.bfloat16))
-
-
-def test_a_function_of_one_s_own_may_have_a_third_kernel_for_the_whole() -> None:
-    calls: list[str] = []
-
-    class Kernels(SplitFunction):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            calls.append("whole")
-            return gradient, (gradient * ctx.saved_tensors[0]).sum(0)
-
-        @staticmethod
-        def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            calls.append("input")
-            return gradient, None
-
-        @staticmethod
-        def backward_weight(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-            calls.append("weight")
-            return None, (gradient * ctx.saved_tensors[0]).sum(0)
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = Kernels.apply(x, self.weight)
-            return output
-
-    for waiting, expected in ((None, ["whole"] * 2), (2, ["input"] * 2 + ["weight"] * 2)):
-        calls.clear()
-        run_step([one_stage(linear(), Layer())], *rows(), 2, keep=lambda _: True, waiting=waiting)
-        assert calls == expected

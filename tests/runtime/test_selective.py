@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from one_rank import CPU, make_stages, run_step, twins
 from parity_cases import mean_square
-from test_stage import LAYERS, Breaks, FunctionalGradInside, GradInside, M, batch, count_call, linear, meter_of
+from stage_models import LAYERS, Breaks, FunctionalGradInside, GradInside, M, batch, count_call, linear, meter_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,9 +1,8 @@
-"""F, R and B of one stage on one process: everything that could make B use what it should not."""
+"""One stage gives the numbers of the plain loop in F, R and B, and holds nothing after a step or a failure."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,21 +10,26 @@ import pytest
 import torch
 from one_rank import make_stages, run_step, twins
 from parity_cases import mean_square
+from stage_models import (
+    CALLS,
+    LAYERS,
+    Breaks,
+    FunctionalGradInside,
+    GradInside,
+    M,
+    batch,
+    count_call,
+    linear,
+    meter_of,
+    one_stage,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
 
-M = 4
 BALANCES: Sequence[Sequence[int]] = ([6], [2, 4], [1, 3, 1, 1])
-
-
-def batch(rows: int = 11, width: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
 
 
 def check_parity(
@@ -53,99 +57,7 @@ def check_parity(
         assert meter.current_bytes == 0
 
 
-def meter_of(model: nn.Module) -> ActivationMeter:
-    meter = ActivationMeter()
-    meter.exclude([*model.parameters(), *model.buffers()])
-    return meter
-
-
-def one_stage(*layers: nn.Module, meter: ActivationMeter | None = None) -> Any:
-    model = nn.Sequential(*layers)
-    return make_stages(list(model), [len(layers)], mean_square, meter or meter_of(model))
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(8, 8)
-
-
 # Equal numbers --------------------------------------------------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x[:, None].expand(-1, 3, -1))[0][:, -1]
-
-
-class Attends(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.view(x.shape[0], 1, 2, 4)
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).flatten(1) + x
-
-
-class Checkpointed(nn.Module):
-    """torch's own recomputation inside of ours."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return out
-
-
-class SavesItsOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        (again,) = ctx.saved_tensors  # a node may read twice
-        return gradient * (y + again) / 2
-
-
-class Custom(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return SavesItsOutput.apply(torch.tanh(x))
-
-
-class InPlaceInside(nn.Module):
-    """Changes in place what nobody saved."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        y += 1
-        return y.sigmoid_()
-
-
-LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
-    "linear and dropout": lambda: [linear(), nn.Tanh(), linear(), nn.Dropout(0.3), linear(), nn.Sigmoid()],
-    "dropout last": lambda: [linear(), nn.Tanh(), linear(), nn.ReLU(), linear(), nn.Dropout(0.3)],
-    "batch norm": lambda: [linear(), nn.BatchNorm1d(8), linear(), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), linear()],
-    "spectral norm": lambda: [
-        nn.utils.parametrizations.spectral_norm(linear()),
-        nn.Tanh(),
-        nn.utils.parametrizations.spectral_norm(linear()),
-        *(nn.Tanh(), linear(), linear()),
-    ],
-    "in place after a layer": lambda: [linear(), linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear()],
-    "in place on the input of each stage": lambda: [nn.ReLU(inplace=True), linear(), nn.ELU(inplace=True), linear(), nn.ReLU(inplace=True), linear()],
-    "in place inside": lambda: [InPlaceInside(), linear(), InPlaceInside(), linear(), InPlaceInside(), linear()],
-    "recurrent": lambda: [Recurrent(), linear(), nn.Tanh(), linear(), Recurrent(), linear()],
-    "attention": lambda: [linear(), Attends(), linear(), Attends(), linear(), Attends()],
-    "checkpoint inside": lambda: [Checkpointed(reentrant=False), linear(), Checkpointed(reentrant=False), *(linear() for _ in range(3))],
-    "reentrant checkpoint": lambda: [linear(), Checkpointed(reentrant=True), linear(), Checkpointed(reentrant=True), linear(), linear()],
-    "autograd function": lambda: [Custom(), linear(), Custom(), linear(), Custom(), linear()],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
@@ -164,24 +76,6 @@ def test_a_proof_finds_nothing_where_nothing_is(name: str, proved: Sequence[int]
 # A gradient inside forward --------------------------------------------------------------------------------------------
 
 
-class GradInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            slope = torch.autograd.grad((y**3 * self.weight.detach()).sum(), y)[0]
-        return (slope + x) * self.weight
-
-
-class FunctionalGradInside(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        slope: Tensor = torch.func.grad(lambda y: (y**2).sum())(x.detach())
-        return x * slope
-
-
 @pytest.mark.parametrize("inside", [GradInside, FunctionalGradInside])
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_gradient_inside_forward_keeps_that_layer_and_warns_once(inside: Any, balance: Sequence[int]) -> None:
@@ -193,16 +87,6 @@ def test_gradient_inside_forward_keeps_that_layer_and_warns_once(inside: Any, ba
 
 
 # Early end of R -------------------------------------------------------------------------------------------------------
-
-
-# Not in the layer: there R would put it back as it was.
-CALLS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def count_call(layer: nn.Module) -> int:
-    """The number of this call, from 1; those in R count, too."""
-    CALLS[layer] = CALLS.get(layer, 0) + 1
-    return CALLS[layer]
 
 
 class Counts(nn.Module):
@@ -228,176 +112,6 @@ def test_no_gradient_no_recompute() -> None:
     run_step([first, second], *batch(), M)
     assert CALLS[counts] == M
     assert frozen.weight.grad is None
-
-
-# Refused: what was changed --------------------------------------------------------------------------------------------
-
-
-class ChangesSaved(nn.Module):
-    """Saves y for backward, then changes it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        z = y * y
-        y.add_(1)
-        return z + y
-
-
-class ChangesLater(nn.Module):
-    """Its output is saved by itself and changed by the next layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x)
-
-
-class AddsInPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1)
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize(
-    ("layers", "named"),
-    [
-        (lambda: [linear(), ChangesSaved(), linear()], r"layer 1 \(ChangesSaved\): a tensor \[3, 8\]"),
-        (lambda: [linear(), ChangesLater(), AddsInPlace()], r"layer 1 \(ChangesLater\): a tensor \[3, 8\]"),
-    ],
-)
-def test_change_of_a_saved_tensor_in_forward(layers: Any, named: str, keep: bool) -> None:
-    with pytest.raises(SavedTensorChanged, match=rf"{named} .* changed in place later in the same forward"):
-        run_step(one_stage(*layers()), *batch(12), M, keep=lambda microbatch: keep)
-
-
-def test_change_of_a_saved_tensor_between_forward_and_backward() -> None:
-    """A kept set: what was saved is the user's own tensor, changed before B."""
-    held: list[Tensor] = []
-
-    class Remembers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            held.append(y)
-            return y * y
-
-    stages = one_stage(linear(), Remembers(), linear())
-
-    def change(microbatch: int) -> bool:
-        if len(held) == M:
-            held[0].detach().add_(1)
-        return True
-
-    with pytest.raises(SavedTensorChanged, match=r"layer 1 \(Remembers\).*before B read it"):
-        run_step(stages, *batch(), M, keep=change)
-
-
-def test_change_of_a_recomputed_tensor_before_backward() -> None:
-    held: list[Tensor] = []
-
-    class Remembers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            held.append(y)
-            return y * y
-
-    (stage,) = one_stage(linear(), Remembers(), linear())
-    recompute = stage.recompute
-
-    def recompute_and_change(microbatch: int) -> None:
-        recompute(microbatch)
-        held[-1].detach().add_(1)
-
-    stage.recompute = recompute_and_change
-    with pytest.raises(SavedTensorChanged, match=r"layer 1 \(Remembers\).*before B read it"):
-        run_step([stage], *batch(), M)
-
-
-def test_change_of_a_parameter_between_forward_and_recompute() -> None:
-    first, second = linear(), linear()
-    stages = one_stage(first, second)
-
-    def change(stage: int, microbatch: int) -> None:
-        if microbatch == 1:
-            second.bias.data.copy_(second.bias)  # not seen: .data has a version of its own
-            with torch.no_grad():
-                second.weight.add_(1)
-
-    with pytest.raises(SavedTensorChanged, match=r"layer 1 \(Linear\) weight changed between F and R"):
-        run_step(stages, *batch(), M, before_recompute=change)
-
-
-def test_change_of_a_parameter_between_forward_and_backward_of_a_kept_set() -> None:
-    first, second = linear(), linear()
-    stages = one_stage(first, second)
-    calls: list[int] = []
-
-    def keep(microbatch: int) -> bool:
-        calls.append(microbatch)
-        if len(calls) == M + 1:
-            with torch.no_grad():
-                second.weight.add_(1)
-        return True
-
-    with pytest.raises(SavedTensorChanged, match=r"layer 1 \(Linear\)"):
-        run_step(stages, *batch(), M, keep=keep)
-
-
-class ChangesInputSecondTime(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x.mul_(2) if self.calls > 1 else x * 2
-
-
-def test_input_changed_in_place_from_the_second_microbatch_on() -> None:
-    with pytest.raises(SavedTensorChanged, match=r"layer 0 \(ChangesInputSecondTime\) changes the input of stage 0"):
-        run_step(one_stage(ChangesInputSecondTime(), linear()), *batch(), M)
-
-
-# Refused: another path ------------------------------------------------------------------------------------------------
-
-
-class OtherPath(nn.Module):
-    """Runs `paths[0]` in F and `paths[1]` in R."""
-
-    def __init__(self, *paths: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.paths = paths
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.paths[count_call(self) > M](x)
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (
-            (torch.sigmoid, torch.tanh),
-            r"saves a tensor \[3, 8\] float32 made by TanhBackward, in F it was .* made by SigmoidBackward",
-        ),
-        ((lambda x: x * x, lambda x: x[:, :4] * x[:, 4:]), r"saves a tensor \[3, 4\] .*in F it was a tensor \[3, 8\]"),
-        ((lambda x: x.exp(), lambda x: x.double().exp()), r"saves a tensor \[3, 8\] float64 .*in F it was .* float32"),
-        ((lambda x: x * 2, lambda x: x.exp() * 2), r"saves a tensor \[3, 8\] float32 made by ExpBackward"),
-        ((lambda x: x * 2, lambda x: (x * 2) * torch.ones(3, 8)), r"saves a tensor \[3, 8\] float32, in F it was"),
-        (
-            (lambda x: x.exp().sin(), lambda x: x.exp()),
-            r"ended without saving a tensor \[3, 8\] float32 made by ExpBackward",
-        ),
-        ((lambda x: x.exp(), lambda x: x * 2), r"ended without saving a tensor \[3, 8\] float32 made by ExpBackward"),
-    ],
-    ids=["op", "shape", "dtype", "more", "one more without a gradient", "fewer", "none"],
-)
-def test_recompute_on_another_path(paths: Any, message: str) -> None:
-    with pytest.raises(RecomputeMismatch, match=rf"layer 1 \(OtherPath\): the recompute {message}"):
-        run_step(one_stage(linear(), OtherPath(*paths), linear()), *batch(12), M)
-
-
-def test_recompute_that_ends_too_early() -> None:
-    layers = [linear(), OtherPath(lambda x: x.exp(), lambda x: x.detach())]
-    stages = make_stages([*layers, linear()], [2, 1], mean_square, ActivationMeter())
-    with pytest.raises(RecomputeMismatch, match=r"layer 1 \(OtherPath\).*ended without saving a tensor \[3, 8\]"):
-        run_step(stages, *batch(12), M)
 
 
 # Buffers and casts ----------------------------------------------------------------------------------------------------
@@ -491,19 +205,6 @@ def test_loss_that_is_no_scalar(loss: Any, found: str) -> None:
     stages = make_stages([linear()], [1], loss, ActivationMeter())
     with pytest.raises(ValueError, match=f"loss_fn returned {found}: it must return a 0-dim tensor"):
         run_step(stages, *batch(12), M)
-
-
-class Breaks(nn.Module):
-    """Raises at its n-th call."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def forward(self, x: Tensor) -> Tensor:
-        if count_call(self) == self.at:
-            raise KeyError("broken on purpose")
-        return x * x
 
 
 @pytest.mark.parametrize("at", [1, 3, M + 1, 2 * M], ids=["first F", "third F", "first R", "last R"])

@@ -1,0 +1,131 @@
+"""What a user may get wrong, a row each: what was typed, what lies on the disk, and what the answer must say.
+
+Each row goes through the real entry: `pipetrain`, which refuses before a process starts, or for what only a rank can find out
+`train.main` as the one rank of a run. Every answer is one line, with exit code 2 where the input is wrong.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+from pipetrain import train as rank
+from pipetrain.cli.main import main
+from pipetrain.config.load import conf_dir
+from pipetrain.launcher import launch
+from pipetrain.observe.folder import RunFolder
+
+Prepare = Callable[[pathlib.Path], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`typed` after `pipetrain`; `says` must all be in the one line of the answer; `{}` in both is the folder of the row."""
+
+    typed: str
+    says: tuple[str, ...]
+    prepare: Prepare = lambda folder: None
+    code: int = 2
+    as_rank: bool = False  # only a rank can find out
+    as_nobody: bool = False  # root may read and write everything
+    note: str = ""  # what lies on the disk, for the name of the test
+
+    @property
+    def name(self) -> str:
+        return f"{self.note} {self.typed}".strip()
+
+
+def train(typed: str, *says: str, prepare: Prepare = lambda folder: None, as_nobody: bool = False) -> Row:
+    return Row(f"train experiment=smoke {typed}", says, prepare, as_nobody=as_nobody)
+
+
+def files(**contents: bytes) -> Prepare:
+    """Files by their names."""
+
+    def prepare(folder: pathlib.Path) -> None:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+
+    return prepare
+
+
+def text(**files: bytes) -> Prepare:
+    """A folder `text` with these files."""
+
+    def prepare(folder: pathlib.Path) -> None:
+        (folder / "text").mkdir(exist_ok=True)
+        for name, content in files.items():
+            (folder / "text" / f"{name}.txt").write_bytes(content)
+
+    return prepare
+
+
+ENOUGH = text(a=b"a stage waits " * 500, b=b"a stage runs " * 500)
+
+
+def file_at(name: str, content: bytes = b"x") -> Prepare:
+    def prepare(folder: pathlib.Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return prepare
+
+
+def a_run(folder: pathlib.Path) -> None:
+    """A run folder that holds a run, as far as anybody looks."""
+    (folder / "run").mkdir()
+    RunFolder(folder / "run").config.write_text("steps: 3\n")
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """This process without root's rights, where it has them."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)  # os.access asks for the real user
+    try:
+        if not os.access(conf_dir(), os.R_OK | os.X_OK):
+            pytest.skip("without root's rights this checkout cannot be read")
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def answer(row: Row, folder: pathlib.Path) -> int:
+    words = row.typed.replace("{}", str(folder)).split()
+    if not row.as_rank:
+        return main(words)
+    try:
+        return rank.main(words)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_answer(
+    row: Row,
+    folder: pathlib.Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer is one line that helps, and no process was started. A row for a rank starts with what `trained` has left."""
+    if row.as_rank:
+        shutil.copytree(request.getfixturevalue("trained"), folder, dirs_exist_ok=True)
+        capsys.readouterr()
+    row.prepare(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    with as_nobody() if row.as_nobody else contextlib.nullcontext():
+        code = answer(row, folder)
+    told = capsys.readouterr()
+    assert code == row.code, told.err
+    (line,) = told.err.splitlines()
+    assert line.startswith("pipetrain: ")
+    assert [word for word in row.says if word.replace("{}", str(folder)) not in line] == [], line
+    assert "Traceback" not in told.err + told.out

@@ -1,0 +1,41 @@
+"""A wrong call of `pipetrain show`, `report` or `generate` gets one line that helps; no two rows of wrong input are the same."""
+
+import pathlib
+
+import pytest
+from bad_rows import Row, a_run, check_answer, file_at
+from test_bad_config import CONFIG, RANGES, TOGETHER
+from test_bad_data import DATA
+from test_bad_folders import HARMED, RUN_FOLDERS, SNAPSHOTS
+
+COMMANDS = [
+    Row("trian steps=3", ("trian: there is no such command", "train")),
+    Row("show cost.forward_seconds=[1,2,3] pipeline.num_stages=2", ("cost.forward_seconds", "2")),
+    Row("show cost.hop_seconds=-1", ("cost.hop_seconds",)),
+    Row("show pipeline.schedule={}/nowhere.csv", ("nowhere.csv",)),
+    Row("show pipeline.schedule={}/bad.csv pipeline.num_stages=2", ("bad.csv",), file_at("bad.csv", b"0F0,what\n")),
+    Row("show --out={}/x.bmp pipeline.num_stages=2", ("bmp", "svg")),
+    Row("show --out={}/nowhere/x.svg pipeline.num_stages=2", ("nowhere",)),
+    Row("report {}/nowhere", ("there is no run",)),
+    Row("report {}/run", ("report",), a_run),
+    Row("generate {}/nowhere", ("there is no run",)),
+    Row("generate {}/run", ("weights",), a_run),
+]
+
+ROWS = [*CONFIG, *RANGES, *TOGETHER, *DATA, *RUN_FOLDERS, *SNAPSHOTS, *HARMED, *COMMANDS]
+
+
+@pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.name)
+def test_the_answer_is_one_line_that_helps(
+    row: Row,
+    folder: pathlib.Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_answer(row, folder, request, capsys, monkeypatch)
+
+
+def test_rows_are_distinct() -> None:
+    assert len(ROWS) >= 60
+    assert len({(row.name, row.says) for row in ROWS}) == len(ROWS)

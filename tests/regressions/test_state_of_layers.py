@@ -1,0 +1,253 @@
+"""Recomputation sees the state that its forward saw, where a layer or loss keeps it in Python: counters, caches, generators, inputs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from beside_the_loop import ALWAYS, assert_same_gradients, batch, check_state, mean_square
+from torch import Tensor, nn
+
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.attributes import StateChanged
+
+
+class Counts(nn.Module):
+    """Multiplies by a number of its own, which `count` gives."""
+
+    def __init__(self, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.count = count
+        self.calls = 0
+        self.table: dict[str, Any] = {"calls": 0, "each": []}
+        self.last: Any = torch.zeros(())
+        self.kind = {"numpy": np.random.default_rng(1), "old": np.random.RandomState(1), "python": random.Random(1)}
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * (1 + 0.1 * self.count(self))
+
+
+def counter(layer: Any) -> int:
+    layer.calls += 1
+    return int(layer.calls)
+
+
+def counter_in_a_dict(layer: Any) -> int:
+    layer.table["calls"] += 1
+    layer.table["each"].append(layer.table["calls"])
+    return len(layer.table["each"])
+
+
+def tensor_attribute(layer: Any) -> Tensor:
+    layer.last = layer.last + 1
+    return layer.last
+
+
+def tensor_changed_in_place(layer: Any) -> Tensor:
+    layer.last += 1
+    return layer.last.clone()
+
+
+def deque_of_tensors(layer: Any) -> Tensor:
+    if "recent" not in layer.table:
+        layer.table["recent"] = deque([torch.ones(())], maxlen=3)
+    layer.table["recent"].append(layer.table["recent"][-1] + 1)
+    return torch.stack(list(layer.table["recent"])).sum()
+
+
+NUM_CALLS = 0
+
+
+class CountsGlobally(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global NUM_CALLS
+        NUM_CALLS += 1
+        return x * x * (1 + 0.1 * (NUM_CALLS % 7))
+
+
+def counts_in_a_function() -> nn.Module:
+    calls = 0
+
+    class CountsThere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x * x * (1 + 0.1 * calls)
+
+    return CountsThere()
+
+
+def test_a_counter_outside_of_the_layer() -> None:
+    """Symptom and cause: as below, for a variable of the module or of the function in which the class is."""
+    global NUM_CALLS
+    check_state(lambda: [counts_in_a_function(), nn.Linear(4, 4)])
+    ours = nn.Sequential(nn.Linear(4, 4), CountsGlobally(), nn.Linear(4, 4))
+    theirs = copy.deepcopy(ours)
+    NUM_CALLS = 0
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        found = pipeline.step(*batch())
+    assert NUM_CALLS == 3
+    NUM_CALLS = 0
+    assert torch.equal(found, reference_step(theirs, mean_square, *batch(), num_microbatches=3))
+    assert_same_gradients(ours, theirs)
+
+
+STATE = [
+    counter,
+    counter_in_a_dict,
+    tensor_attribute,
+    tensor_changed_in_place,
+    deque_of_tensors,
+    lambda layer: torch.rand((), generator=layer.generator),
+    lambda layer: layer.kind["numpy"].random(),
+    lambda layer: layer.kind["old"].rand(),
+    lambda layer: layer.kind["python"].random(),
+    lambda layer: random.random(),
+    lambda layer: np.random.rand() + random.gauss(0, 1),
+]
+
+
+@pytest.mark.parametrize("count", STATE, ids=range(len(STATE)))
+def test_state_in_plain_python(count: Any) -> None:
+    """Symptom: wrong gradients without a word where a forward counts, caches, or draws from a generator of its own.
+
+    Cause: R ran with what the forwards after its own had left, and left its own traces for the next forward.
+    """
+    check_state(lambda: [Counts(count), nn.Linear(4, 4)])
+
+
+def test_a_loss_with_state() -> None:
+    """Symptom: wrong gradients under last_stage=always. Cause: as above, for loss_fn."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                self.mean.lerp_(output.mean(), 0.5)
+            return mean_square(output * output, target) * (self.mean + self.calls)
+
+        def method(self, output: Tensor, target: Tensor) -> Tensor:
+            return self(output, target)
+
+    def closure() -> Callable[[Tensor, Tensor], Tensor]:
+        calls, sums = 0, [1.0]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            sums.append(sums[-1] * 1.1)
+            return mean_square(output * output, target) * (calls + sums[-1])
+
+        return loss
+
+    for make_loss in (Weighted, lambda: Weighted().method, closure, lambda: partial(closure())):
+        check_state(lambda: [nn.Tanh()], make_loss=make_loss)
+
+
+def test_an_input_changed_through_data() -> None:
+    """Symptom: `x.data.mul_` first in a stage: R saw it changed twice. Cause: the change bumps no version."""
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.mul_(2)
+            return x * x
+
+    check_state(lambda: [Doubles(), nn.Linear(4, 4)], ["two stages"])
+
+    ours = nn.Sequential(Doubles(), nn.Linear(4, 4))
+    reference = copy.deepcopy(ours)
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        inputs, targets = batch()
+        found = pipeline.step(inputs.clone(), targets)
+        assert torch.equal(found, reference_step(reference, mean_square, inputs, targets, num_microbatches=3))
+        assert_same_gradients(ours, reference)
+
+
+def test_an_object_in_the_inputs_that_a_forward_fills() -> None:
+    """Symptom: filled twice, gradients off. Cause: R filled it again, and read what later forwards had filled in."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.sums: list[Tensor] = []
+
+    class Fills(nn.Module):
+        def forward(self, value: tuple[Tensor, Cache]) -> Tensor:
+            x, cache = value
+            cache.sums.append(x.detach().sum())
+            return x * x * torch.stack(cache.sums).sum()
+
+    caches: list[Cache] = []
+
+    def with_cache() -> tuple[Any, Tensor]:
+        caches.append(Cache())
+        inputs, targets = batch()
+        return (inputs, caches[-1]), targets
+
+    for policy in (ALWAYS, RecomputePolicy("never")):
+        ours = nn.Sequential(Fills(), nn.Linear(4, 4))
+        reference = copy.deepcopy(ours)
+        with Pipeline(ours, mean_square, num_microbatches=3, recompute=policy) as pipeline:
+            found = pipeline.step(*with_cache())
+            expected = reference_step(reference, mean_square, *with_cache(), num_microbatches=3)
+            assert torch.equal(found, expected)
+            assert_same_gradients(ours, reference)
+        assert len(caches[-2].sums) == len(caches[-1].sums) == 3
+
+
+@pytest.mark.filterwarnings("ignore:layer . .Remembers. holds")
+def test_a_large_tensor_attribute_is_not_kept_and_not_read_in_silence() -> None:
+    """Symptom: wrong gradients where a layer reads what its last forward left in an attribute. Cause: R saw the newest."""
+
+    class Remembers(nn.Module):
+        def __init__(self, *, reads: bool) -> None:
+            super().__init__()
+            self.last = torch.zeros(20_000, 4)
+            self.reads = reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.last[: len(x)] if self.reads else x
+            self.last = torch.zeros(20_000, 4) + x.detach().sum()
+            return y * y
+
+    check_state(lambda: [Remembers(reads=False), nn.Linear(4, 4)])
+    with (
+        Pipeline(
+            [Remembers(reads=True), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS
+        ) as pipeline,
+        pytest.raises(StateChanged, match=r"layer 0 \(Remembers\).last is read in the recompute"),
+    ):
+        pipeline.step(*batch())
+
+
+def test_a_cache_that_is_filled_when_needed() -> None:
+    """Symptom: R's path differed from F's. Cause: the first forward fills the cache, and R finds it filled."""
+
+    class Rotates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Tensor] = {}
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.arange(4.0).requires_grad_().exp().detach()
+            if self.table is None:
+                self.table = torch.ones(20_000, 4)
+            return x * x * self.cache[len(x)] * self.table[: len(x)]
+
+    check_state(lambda: [Rotates(), nn.Linear(4, 4)])

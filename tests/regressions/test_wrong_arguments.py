@@ -1,0 +1,108 @@
+"""A wrong argument is refused by its name before anything runs."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from beside_the_loop import batch, mean_square
+from torch import nn
+
+from pipetrain.config.load import load
+from pipetrain.prepare import prepare
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.op import Kind
+
+
+@pytest.mark.parametrize("field", ["forward", "backward", "recompute", "hop", "input_gradient", "weight_gradient"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, [1.0, math.nan]])
+def test_costs_are_finite(field: str, seconds: float | list[float]) -> None:
+    """Symptom: `pipetrain show cost.forward_seconds=nan` never ended.
+
+    Cause: no time is later than nan, so the simulated step had no next moment.
+    """
+    with pytest.raises(ValueError, match=f"cost.{field}_seconds=.*(nan|inf|-1)"):
+        Costs.spread(2 + (field == "hop"), **{field: seconds})
+    with pytest.raises(ValueError, match=r"recompute=\[nan\]: costs are finite numbers, 0 or more"):
+        Costs((1.0,), (1.0,), (math.nan,), (), ())
+
+
+def test_a_schedule_that_is_too_large_is_refused() -> None:
+    """Symptom: `pipetrain show pipeline.num_stages=99999999` never ended, nor did a schedule of so many microbatches.
+
+    Cause: there was no limit, and every op of it was to be made.
+    """
+    with pytest.raises(ValueError, match=r"99999999 stages .* are too many: allowed are 4096"):
+        make_schedule(num_stages=99999999, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"num_microbatches=99999999 with 4 stages.*=32768"):
+        make_schedule(num_stages=4, num_microbatches=99999999)
+
+
+def test_what_does_not_run_yet_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a run whose schedule has I and W was refused by its ranks, after its run folder was made.
+
+    Cause: only the executor knew which kinds of ops it runs.
+    """
+    monkeypatch.setitem(vars(Kind.W), "row", replace(Kind.W.row, runs=False))  # today it runs
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write("0F0,0I0,0W0\n")
+        file.flush()
+        options = ["experiment=smoke", f"pipeline.schedule={file.name}", "pipeline.num_microbatches=1"]
+        with pytest.raises(ValueError, match="0W0: the runtime does not run W yet, only F, R, B, I, SEND_F"):
+            prepare(load([*options, "pipeline.num_stages=1", "recompute=never"]))
+
+
+def test_arguments_that_are_no_numbers() -> None:
+    """Symptom: `num_microbatches=2.5` or `timeout_seconds=-1` ended in raw errors later, `balance=[1.5, 1.5]` was cut to `[1, 1]`.
+
+    Cause: only their range was looked at, or nothing.
+    """
+    wrong: dict[str, Any] = {
+        "num_microbatches": 2.5,
+        "num_stages": 1.0,
+        "stages_per_rank": True,
+        "balance": [1.5, 0.5],
+        "timeout_seconds": -1,
+        "seed": 1 << 64,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: ")):
+            Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], mean_square, **{name: value})
+    with Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3) as pipeline:
+        for scale in (0, float("nan"), float("inf"), "2", torch.tensor(2.0)):
+            with pytest.raises(ValueError, match=r"step was given scale="):
+                pipeline.step(*batch(), scale=scale)
+
+
+def test_batches_that_are_no_tensors() -> None:
+    """Symptom: a numpy array went whole to every microbatch, or failed in the midst of a layer; a list of numbers likewise.
+
+    Cause: what is no tensor counts as a plain value, which each microbatch gets.
+    """
+    inputs, targets = batch()
+    with Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3) as pipeline:
+        with pytest.raises(ValueError, match=r"^inputs is a numpy.ndarray, which is not cut: .*torch.from_numpy"):
+            pipeline.step(inputs.numpy(), targets)
+        with pytest.raises(ValueError, match=r"^targets is a list of 6 plain values, as many as the batch has rows"):
+            pipeline.step(inputs, list(range(6)))
+
+
+def test_a_state_of_another_model() -> None:
+    """Symptom: a misspelt name in the state was ignored, and the layer kept its old buffer or extra tensors vanished; no word.
+
+    Cause: each layer picked what it knows.
+    """
+    with Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3) as pipeline:
+        state = pipeline.state_dict()
+        for name in ("0.wieght", "1.weight", "weight"):
+            with pytest.raises(ValueError, match=f"the state has '?{name}.*which the model does not"):
+                pipeline.load_state_dict({**state, name: state["0.weight"]})
+        with pytest.raises(ValueError, match=r"0.weight is a list in the state"):
+            pipeline.load_state_dict({**state, "0.weight": [1.0]})
