@@ -5,12 +5,14 @@ Every process of a run inherits the mark of the run in its environment, and the 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 MARK = "PIPETRAIN_TEST_RUN"
@@ -22,6 +24,9 @@ NAMES = {
     Path("/tmp"): ("pipetrain", "pymp-", "torch", "wandb", "deepspeed", "pytest"),
     Path("/dev/shm"): ("psm_", "sem.", "torch", "nccl", "wnsm_"),
 }
+
+# What goes with the run's folder: pytest's own, and what torch has compiled.
+KNOWN = ("pytest-of-", "torchinductor_")
 
 
 class Watch:
@@ -39,11 +44,16 @@ class Watch:
     def found(self) -> list[str]:
         """A line for each process and file that the run has left. Waits for processes that are still ending."""
         lines: list[str] = []
+        # Servers of this very process, where it has run tests itself: they end with it.
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (processes := self._processes(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         lines += [f"process {pid} ({_command(pid)}){_ports(pid)}" for pid in processes]
-        lines += [f"{path}" for path in self.folder.iterdir() if not path.name.startswith("pytest-of-")]
+        own = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        left = [str(path) for path in self.folder.iterdir() if not path.name.startswith(KNOWN)]
+        lines += [path for path in left if path != own]
         shared = [path for folder, before in self._before.items() for path in self._files(folder) - before]
         if shared and self._other_runs():
             return [*lines, OTHERS] if lines else []
