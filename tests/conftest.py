@@ -113,7 +113,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.config.stash[_left] = left = watch.found()
     if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    watch.close(keep=session.exitstatus == pytest.ExitCode.TESTS_FAILED)
+    watch.keep = session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 MARK = "PIPETRAIN_TEST_RUN"
@@ -38,6 +38,9 @@ class Watch:
         os.environ[MARK] = self._mark
         self.folder = Path(tempfile.mkdtemp(prefix="pipetrain-tests-"))
         self._before = {folder: self._files(folder) for folder in NAMES}
+        self.keep = False  # for who wants to see why a test failed
+        # After multiprocessing has removed its own folder there, with priority -100.
+        util.Finalize(None, self._remove, exitpriority=-200)
         os.environ["TMPDIR"] = str(self.folder)
         tempfile.tempdir = None  # read TMPDIR again
 
@@ -59,9 +62,8 @@ class Watch:
             return [*lines, OTHERS] if lines else []
         return lines + [str(path) for path in shared]
 
-    def close(self, *, keep: bool) -> None:
-        """Remove the run's folder, or leave it for who wants to see why a test failed."""
-        if not keep:
+    def _remove(self) -> None:
+        if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _processes(self, mark: str) -> list[int]:
