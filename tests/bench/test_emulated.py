@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import emulated
@@ -36,6 +35,8 @@ def test_halves_of_a_peer_sleep_their_part(
     slept: list[float], recomputes: bool, in_input_half: list[float], in_weight_half: list[float]
 ) -> None:
     """torch computes I and W in two passes over one graph; with its checkpoint each of them runs the forward again."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # a second
+
     stage = EmulatedStage(1.0, 2.0, 0.5)
     given = torch.zeros(1, 4, requires_grad=True)
     output = checkpoint(stage, given, use_reentrant=False) if recomputes else stage(given)

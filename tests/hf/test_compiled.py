@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny
+from rounding import rounding
+from tiny import VOCABULARY, tiny
 from torch import Tensor
 
 from pipetrain import Pipeline
@@ -35,12 +36,13 @@ def trained(*, compiled: bool) -> tuple[list[float], list[str], dict[str, Tensor
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_decoder_layers_are_one_code_and_give_the_same() -> None:
+    within = rounding(torch.float32, terms=VOCABULARY)  # the longest sum: compiled code may have another order
     losses, ops, gradients = trained(compiled=False)
     compiled_losses, compiled_ops, compiled_gradients = trained(compiled=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert compiled_losses == pytest.approx(losses, rel=1e-6)
+    assert compiled_losses == pytest.approx(losses, rel=within)
     assert compiled_ops == ops
     assert gradients.keys() == compiled_gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=within, atol=within * float(gradient.std()))

@@ -10,7 +10,6 @@ import torch
 from hf.loops import differing_gradients, loop_step
 from hf.tiny import FAMILIES, padding_mask, tiny, token_ids
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 
 from pipetrain import Pipeline
 from pipetrain.model.hf.adapter import layers_of
@@ -128,6 +127,8 @@ def test_masks_are_in_the_dtype_of_the_queries(precision: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch.compile looks at
 def test_compiled_layers_of_a_kind_share_their_code() -> None:
     """Six decoder layers: not more graphs than of three, so positions among the layers are in no guard."""
+    from torch._dynamo.testing import CompileCounter  # half a second
+
     counts = []
     for number in (3, 6):
         model = tiny("llama", num_hidden_layers=number)

@@ -10,13 +10,17 @@ import torch.distributed as dist
 from hf.loops import loop_step
 from hf.tiny import tiny, token_ids
 from ranks import NEVER_SECONDS, run_ranks
+from rounding import rounding
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Lane
 
+# Ten steps, each of which adds up the gradients of two copies and of three microbatches in another order.
+WITHIN = rounding(torch.float32, terms=10 * 2 * 3)
+
 
 def train() -> None:
-    """Ten steps with a clip: gradients of each within 1e-6, copies equal at the end."""
+    """Ten steps with a clip: the loss and the norm of each, and copies that are equal at the end."""
     model = tiny("gpt2", tie_word_embeddings=True)
     theirs = copy.deepcopy(model)
     ids = token_ids(6, 12)
@@ -30,10 +34,10 @@ def train() -> None:
         for _ in range(10):
             loss = pipeline.step(inputs, targets)
             wanted = loop_step(theirs, inputs, targets, num_microbatches=3)
-            assert abs(loss - wanted) <= 1e-6 * abs(wanted)
+            assert abs(loss - wanted) <= WITHIN * abs(wanted)
             norm = pipeline.clip_grad_norm_(0.5)
             expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-            assert abs(norm - expected) <= 1e-6 * expected
+            assert abs(norm - expected) <= WITHIN * expected
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -41,7 +45,7 @@ def train() -> None:
         if state is not None:
             first, second = (value for value in state.values() if value.shape == theirs.lm_head.weight.shape)
             assert torch.equal(first, second)
-            assert (first - theirs.lm_head.weight).norm() <= 1e-6 * first.norm()
+            assert (first - theirs.lm_head.weight).norm() <= WITHIN * first.norm()
 
 
 def test_two_ranks() -> None:

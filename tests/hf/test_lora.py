@@ -10,6 +10,7 @@ import torch
 from hf.test_load_pruned import STAGES
 from hf.tiny import saved, tiny, token_ids
 from ranks import run_ranks
+from rounding import rounding
 from torch import Tensor
 
 from pipetrain import Pipeline, make_plan
@@ -31,6 +32,9 @@ PRESENT = ("llama", "gpt2")
 families = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in PRESENT else pytest.mark.slow) for family in TARGETS]
 )
+
+# Sums over the 48 numbers between the halves of an MLP in each of four layers: with an adapter merged or beside, of all rows or of some.
+WITHIN = rounding(torch.float32, terms=4 * 48)
 
 
 def config_of(family: str, **options: Any) -> LoraConfig:
@@ -85,7 +89,8 @@ def test_merged_and_apart_they_say_the_same(family: str, tmp_path: Path) -> None
     expected = whole(ids).logits
     export_model(tensors, STAGES, tmp_path / "kept", tmp_path / "merged", lora=config_of(family))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=1e-5)
+    within = WITHIN * float(expected.detach().std())
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=within)
     apart = config_of(family, merge=False)
     export_model(tensors, STAGES, tmp_path / "kept", tmp_path / "apart", lora=apart, base=str(source.folder))
     plain = AutoModelForCausalLM.from_pretrained(source.folder).eval()
@@ -171,7 +176,7 @@ def test_stages_with_adapters_train_as_the_whole_model_does(tmp_path: Path) -> N
     assert gradients.keys() == set(named)
     assert len(gradients) == 8
     for name, gradient in gradients.items():
-        torch.testing.assert_close(named[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(named[name], gradient, rtol=WITHIN, atol=WITHIN * float(gradient.std()))
 
 
 def test_a_model_without_adapters_is_trained_whole(tmp_path: Path) -> None:

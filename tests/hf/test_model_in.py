@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hf.loops import differing_gradients, loop_step
-from hf.tiny import FAMILIES, saved, tiny, tiny_config, token_ids
+from hf.tiny import FAMILIES, VOCABULARY, saved, tiny, tiny_config, token_ids
+from rounding import rounding
 from torch import nn
 
 from pipetrain import Pipeline
@@ -84,7 +85,8 @@ def test_labels_are_shifted_as_transformers_does() -> None:
         loss = pipeline.step({"input_ids": ids, "labels": labels})
     wanted = theirs(input_ids=ids, labels=labels, use_cache=False).loss
     wanted.backward()
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=0)
+    # The longest sums are over the vocabulary; those over all tokens are made microbatch by microbatch here.
+    torch.testing.assert_close(loss, wanted.detach(), rtol=rounding(torch.float32, terms=VOCABULARY), atol=0)
     assert not differing_gradients(ours, theirs, within=1e-4)
 
 

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from rounding import rounding
 
 from pipetrain.model.loss import IGNORED, count_tokens, next_token_loss
 
@@ -43,4 +44,5 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     logits = torch.zeros(8, 64, 256, dtype=torch.bfloat16)
     loss = next_token_loss(logits, torch.zeros(8, 64, dtype=torch.int64))
     assert loss.dtype == torch.float32
-    assert abs(loss.item() - math.log(256)) < 1e-5
+    # Of 512 equal terms: half an epsilon per addition, to partial sums that are half of the whole on average.
+    assert abs(loss.item() - math.log(256)) <= rounding(torch.float32, terms=8 * 64) / 4 * math.log(256)

@@ -12,7 +12,6 @@ import pytest
 import wandb_log
 from ranks import run_ranks
 from shows import show
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipetrain.cli.main import main
 from pipetrain.config.load import load
@@ -214,6 +213,8 @@ def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended(
 
 
 def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     folder = RunFolder(tmp_path)
     for first_step, last_step in ((1, 4), (3, 6)):
         tracker = TensorBoardTracker(folder, first_step)

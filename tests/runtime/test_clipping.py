@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import NEVER_SECONDS, run_ranks
+from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.runtime.pipeline import Pipeline
@@ -77,9 +77,11 @@ def test_a_gradient_with_entries_that_meet() -> None:
     dense = sparse.to_dense()
     ours, theirs = parameters_with(sparse, random(3)), parameters_with(dense, random(3))
     norm, expected = alone(ours, 0.5), torch.nn.utils.clip_grad_norm_(theirs, 0.5)
-    assert torch.allclose(norm, expected)
-    assert torch.allclose(ours[0].grad.to_dense(), theirs[0].grad)  # type: ignore[union-attr, arg-type]
-    assert torch.allclose(ours[1].grad, theirs[1].grad)  # type: ignore[arg-type]
+    # The norm's sum; the gradients are multiplied by what comes of it. Entries that meet may nearly cancel: within the norm's, which is 0.5.
+    within = rounding(torch.float32, terms=5 * 4 + 3)
+    assert torch.allclose(norm, expected, rtol=within, atol=0)
+    assert torch.allclose(ours[0].grad.to_dense(), theirs[0].grad, rtol=within, atol=0.5 * within)  # type: ignore[union-attr, arg-type]
+    assert torch.allclose(ours[1].grad, theirs[1].grad, rtol=within, atol=0)  # type: ignore[arg-type]
 
 
 def sparse_embedding() -> None:
@@ -94,10 +96,13 @@ def sparse_embedding() -> None:
         found = pipeline.step(tokens, targets)
         assert torch.equal(found, reference_step(dense, loss, tokens, targets, num_microbatches=4))
         norm = pipeline.clip_grad_norm_(0.01)
-        assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.01))
+        within = rounding(torch.float32, terms=7 * 4 + 4 * 4 + 4)  # the norm's sum
+        assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.01), rtol=within, atol=0)
         for name, parameter in pipeline.named_parameters():
             wanted = dict(dense.named_parameters())[name].grad
-            assert torch.allclose(parameter.grad.to_dense(), wanted), name  # type: ignore[union-attr, arg-type]
+            found = parameter.grad.to_dense()  # type: ignore[union-attr]
+            # An entry may be a sum of up to 8 tokens' that nearly cancel: within the norm's, which is 0.01.
+            assert torch.allclose(found, wanted, rtol=within, atol=0.01 * within), name  # type: ignore[arg-type]
 
 
 def test_a_sparse_embedding_over_two_ranks() -> None:
@@ -106,15 +111,18 @@ def test_a_sparse_embedding_over_two_ranks() -> None:
 
 def sharded_gradient() -> None:
     """Each rank has half of a gradient, and both have all of another: as with tensor parallelism, where both are one pipeline's rank 0."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # half a second
+
     mesh = DeviceMesh("cpu", [0, 1])
     whole = random(4, 3)
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
     ours, theirs = [parameter, *parameters_with(random(3))], parameters_with(whole.clone(), random(3))
     norm, expected = alone(ours, 0.5), torch.nn.utils.clip_grad_norm_(theirs, 0.5)
-    assert torch.allclose(norm, expected), f"{norm} on rank {dist.get_rank()}, expected {expected}"
+    within = rounding(torch.float32, terms=4 * 3 + 3)  # the norm's sum
+    assert torch.allclose(norm, expected, rtol=within, atol=0), f"{norm} on rank {dist.get_rank()}, expected {expected}"
     assert isinstance(parameter.grad, DTensor)
-    assert torch.allclose(parameter.grad.full_tensor(), theirs[0].grad)  # type: ignore[arg-type]
+    assert torch.allclose(parameter.grad.full_tensor(), theirs[0].grad, rtol=within, atol=0)  # type: ignore[arg-type]
 
 
 def meets_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_cases import mean_square, rows
+from rounding import rounding
 from torch import nn
 
 from pipetrain.runtime.counting import counts_of
@@ -45,6 +46,7 @@ def test_the_reference_is_the_mean_over_all_rows_of_an_uneven_batch() -> None:
     whole = mean_square(model(inputs), targets)
     expected = torch.autograd.grad(whole, list(model.parameters()))
     loss = reference_step(model, mean_square, inputs, targets, num_microbatches=4)
-    assert torch.allclose(loss, whole, rtol=1e-5)
+    within = rounding(torch.float32, terms=11 * 8)  # 11 rows of 8 are summed in one piece, and in four
+    assert torch.allclose(loss, whole, rtol=within)
     for parameter, gradient in zip(model.parameters(), expected):
-        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
+        assert (parameter.grad - gradient).norm() <= within * gradient.norm()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from parity_cases import Case, check_case, mean_square, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.pipeline import Pipeline
@@ -226,6 +225,8 @@ def test_a_regulariser_over_the_last_stage_alone() -> None:
 
 
 def test_sharded_parameters_are_gathered_into_leaves_of_their_own() -> None:
+    from torch.distributed.fsdp import fully_shard  # half a second
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layers = [nn.Linear(8, 8), nn.Linear(8, 8)]

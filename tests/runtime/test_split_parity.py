@@ -15,8 +15,6 @@ from parity_cases import Case, mean_square, plain, rows, run_cases, transposed
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.loss import next_token_loss
@@ -124,6 +122,9 @@ def test_peak_bytes_are_as_foreseen(seconds: tuple[float, float]) -> None:
 
 def test_sharded_layers_stay_whole() -> None:
     """`fully_shard` puts other leaves in the place of its weights, and reduces their gradients in the backward that it hooks."""
+    from torch.distributed.fsdp import fully_shard  # half a second
+    from torch.distributed.tensor import DTensor
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
+from rounding import rounding
 from torch import Tensor, nn
 
 from pipetrain.group.failure import PipelineError
@@ -103,6 +104,11 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
+def within_after(num_steps: int) -> float:
+    """Each step adds up the gradients of two copies and of all microbatches in another order."""
+    return rounding(torch.float32, terms=2 * MICROBATCHES * num_steps)
+
+
 # Beside the model in one piece ----------------------------------------------------------------------------------------
 
 V = {"stages_per_rank": 2, "placement": "v"}
@@ -150,13 +156,13 @@ def ten_steps(plan: dict[str, Any], options: dict[str, Any]) -> None:
             expected = reference_step(
                 reference, cross_entropy, inputs, targets, num_microbatches=MICROBATCHES, step=step
             )
-            assert difference(loss, expected) <= 1e-6
+            assert difference(loss, expected) <= within_after(step + 1)
             wanted = dict(reference.named_parameters())
             for name, parameter in pipeline.named_parameters():
                 found = difference(parameter.grad, wanted[name].grad)  # type: ignore[arg-type]
-                assert found <= 1e-6, f"gradient of {name} in step {step}: {found:.1e}"
+                assert found <= within_after(step + 1), f"gradient of {name} in step {step}: {found:.1e}"
             norm = pipeline.clip_grad_norm_(0.1)
-            assert difference(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1)) <= 1e-6
+            assert difference(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1)) <= within_after(step + 1)
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -166,7 +172,7 @@ def ten_steps(plan: dict[str, Any], options: dict[str, Any]) -> None:
         if state is not None:
             assert torch.equal(state[FIRST], state[SECOND])
             for name, value in reference.state_dict().items():
-                assert difference(state[name], value) <= 1e-6, name
+                assert difference(state[name], value) <= within_after(10), name
         reduced = [op for _, lane, op in pipeline.schedule.ops() if lane is Lane.REDUCE]
         assert [op.peer for op in reduced] == (
             [] if _on_one_rank(pipeline) else [0, pipeline.plan.num_stages - 1][::-1]
@@ -263,7 +269,7 @@ def test_gradients_of_several_steps() -> None:
     for step in (1, 2):
         reference_step(reference, cross_entropy, *batch(step), num_microbatches=MICROBATCHES, step=step)
     for name, parameter in reference.named_parameters():
-        assert difference(added[name], parameter.grad) <= 1e-6  # type: ignore[arg-type]
+        assert difference(added[name], parameter.grad) <= within_after(2)  # type: ignore[arg-type]
         parameter.grad = added[name]
     assert torch.equal(found[0]["norm"], nn.utils.clip_grad_norm_(reference.parameters(), math.inf))
     assert torch.equal(found[1]["norm"], found[0]["norm"])

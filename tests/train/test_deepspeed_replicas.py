@@ -15,6 +15,7 @@ import torch.distributed as dist
 from commands import make_text
 from deepspeed_runs import accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
 from ranks import run_ranks
+from rounding import rounding
 from test_replica_runs import HALF, TWO_BY_TWO, figures, lines_of
 from test_replica_runs import train as train_runs
 from torch import Tensor, nn
@@ -139,6 +140,7 @@ def test_replicas_give_the_numbers_of_one_pipeline_of_as_many_microbatches() -> 
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert value.shape == expected[name].shape
+        # DeepSpeed's own arithmetic, which is another one with ZeRO: more than an order of sums, for as many steps as there are.
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
     # A run that goes on does so exactly, and with what the other has saved.
     start = {part: together(sharded, part) for part in (Part.WEIGHTS, Part.OPTIMIZER)}
@@ -262,7 +264,7 @@ def pieces() -> list[int]:
     assert told["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
     whole = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
     norm = optimizer.clip(weights, 0, 0.5, of_all_in(group))
-    assert norm == pytest.approx(float(whole), rel=1e-6)
+    assert norm == pytest.approx(float(whole), rel=rounding(torch.float32, terms=11))  # 11 numbers, in parts
     again = optimizer.clip(weights, 0, float("inf"), of_all_in(group))
     assert again == pytest.approx(0.5, rel=1e-5)
     optimizer.drop_gradients()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -125,12 +124,12 @@ def test_a_run_that_is_stopped_on_request_is_left_alone(
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     (tmp_path / "process-0000").write_text(str(process.pid))
     leave(Outcome(1, Exit.STOPPED))
-    looks: list[pathlib.Path] = []
+    looks = threading.Semaphore(0)
     real = remains.collect
-    monkeypatch.setattr(remains, "collect", lambda folder: looks.append(folder) or real(folder))
+    monkeypatch.setattr(remains, "collect", lambda folder: looks.release() or real(folder))
     with remains.remains_ended(tmp_path):
-        while len(looks) < 2:
-            time.sleep(0.01)
+        for _ in range(2):
+            assert looks.acquire(timeout=PATIENCE_SECONDS)
     assert process.poll() is None
     process.communicate(b"\n", timeout=PATIENCE_SECONDS)
     assert process.returncode == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from rounding import rounding
 
 from pipetrain.config.load import load
 from pipetrain.config.problem import ConfigError
@@ -194,7 +195,7 @@ def assert_compiled_is_equal(backend: str, tolerance: float) -> None:
     assert any("R" in op.split("_")[0] for op in compiled[1]), "nothing was recomputed"
     assert compiled[2].keys() == plain[2].keys()
     for name, gradient in compiled[2].items():
-        torch.testing.assert_close(gradient, plain[2][name], rtol=tolerance, atol=tolerance * 0.1)
+        torch.testing.assert_close(gradient, plain[2][name], rtol=tolerance, atol=tolerance * 0.1)  # of order 0.1
     assert plain[3] == 0
     assert 0 < compiled[3] <= 9, (
         "each of three kinds is compiled for training and for evaluation, however many layers there are"
@@ -202,12 +203,12 @@ def assert_compiled_is_equal(backend: str, tolerance: float) -> None:
 
 
 def test_compiled_layers_are_recomputed_like_others() -> None:
-    assert_compiled_is_equal("aot_eager", 1e-6)
+    assert_compiled_is_equal("aot_eager", rounding(torch.float32, terms=VOCABULARY))  # the longest sum
 
 
 @pytest.mark.slow
 def test_layers_compiled_to_machine_code() -> None:
-    assert_compiled_is_equal("inductor", 1e-4)
+    assert_compiled_is_equal("inductor", 1e-4)  # more than an order of sums: it fuses, and has its own exp and tanh
 
 
 # What does not go together --------------------------------------------------------------------------------------------

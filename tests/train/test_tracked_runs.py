@@ -14,7 +14,6 @@ import wandb_log
 from commands import PIPETRAIN, Process, begin, children_of, end, environment, make_text, wait_until
 from ranks import PATIENCE_SECONDS
 from resumed import metrics_of, num_steps_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALONE = [sys.executable, "-m", "pipetrain.train", "pipeline.num_stages=1", "recompute=never"]
 TINY = ["experiment=smoke", "data=text", "data.path=text", "observe=wandb", "observe.progress=false"]
@@ -125,6 +124,8 @@ def test_twenty_sigterms_lose_no_row(folder: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Path) -> None:
     """Killed within a second after its last rows, wandb lacks some; what goes on writes them again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.evaluate_every_steps=5"]
     options += ["observe.wandb.name=mine", "observe.wandb.group=ours", "observe.wandb.tags=[small,tried]"]
     process = start(folder, ALONE, "killed", "steps=100000", *options)
