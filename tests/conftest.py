@@ -87,9 +87,13 @@ def in_time(pytestconfig: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been loaded stays: neither the collector nor who looks for tensors needs to go through it in each test."""
     if IS_WORKER:  # for many tests; the first of them that makes an optimizer would load it
         importlib.import_module("torch._dynamo")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What has been loaded stays: nobody who looks for tensors among all objects needs to go through it in each test."""
     gc.collect()
     gc.freeze()
 

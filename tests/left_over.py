@@ -25,6 +25,7 @@ NAMES = {
     Path("/dev/shm"): ("psm_", "sem.", "torch", "nccl", "wnsm_"),
 }
 
+OWN_PREFIX = "pipetrain-tests-"  # of the folder of a run
 # What goes with the run's folder: pytest's own, and what torch has compiled.
 KNOWN = ("pytest-of-", "torchinductor_")
 
@@ -36,7 +37,7 @@ class Watch:
         self._around = os.environ.get(MARK)  # of the run that started this one, if one did
         self._mark = uuid.uuid4().hex
         os.environ[MARK] = self._mark
-        self.folder = Path(tempfile.mkdtemp(prefix="pipetrain-tests-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))
         self._before = {folder: self._files(folder) for folder in NAMES}
         self.keep = False  # for who wants to see why a test failed
         # After multiprocessing has removed its own folder there, with priority -100.
@@ -79,7 +80,8 @@ class Watch:
 
     def _files(self, folder: Path) -> set[Path]:
         def is_ours(path: Path) -> bool:
-            return path.name.startswith(NAMES[folder]) and path.lstat().st_uid == os.getuid()
+            ours = path.name.startswith(NAMES[folder]) and not path.name.startswith(OWN_PREFIX)
+            return ours and path.lstat().st_uid == os.getuid()
 
         return {path for path in folder.iterdir() if _or_false(is_ours, path)} if folder.is_dir() else set()
 
