@@ -8,6 +8,11 @@ from pipetrain.cli.command import Arguments, Command, Parser, add_json
 from pipetrain.launcher.outcome import Exit
 from pipetrain.observe.output import STDOUT, write_json
 
+_LAYERS = (
+    "--layers: layers of every kind are tests of pipetrain's repository: type `python tests/zoo/layer_zoo.py` there; "
+    "to verify layers of your own: pipetrain verify MODULE:FUNCTION"
+)
+
 
 def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
@@ -16,10 +21,8 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--batch", metavar="MODULE:FUNCTION", help="what gives (inputs, targets), where the first function does not"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer cases: two ranks, a third of the layers, fewer modes"
-    )
-    parser.add_argument("--layers", action="store_true", help="layers and blocks of every kind instead: the zoo")
+    parser.add_argument("--quick", action="store_true", help="fewer cases: two ranks, fewer modes")
+    parser.add_argument("--layers", action="store_true", help="says where the tests of layers of every kind are")
     parser.add_argument(
         "--faults", action="store_true", help="runs with faults on purpose instead: killed ranks and the like"
     )
@@ -27,15 +30,14 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _verify(arguments: Arguments) -> int:
-    chosen = [arguments.own is not None, arguments.layers, arguments.faults]
-    if sum(chosen) > 1:
-        raise ValueError("MODULE:FUNCTION, --layers and --faults are three things to verify: choose one")
+    if arguments.layers:
+        raise ValueError(_LAYERS)
+    if arguments.own is not None and arguments.faults:
+        raise ValueError("MODULE:FUNCTION and --faults are two things to verify: choose one")
     if arguments.batch is not None and arguments.own is None:
         raise ValueError("--batch belongs to MODULE:FUNCTION, the function that makes the layers")
     if arguments.own is not None:
         return _verify_own(arguments)
-    if arguments.layers:
-        return _verify_layers(arguments)
     if arguments.faults:
         return _verify_faults(arguments)
     from pipetrain.proof.verify import parity_table, verify
@@ -53,25 +55,12 @@ def _verify_own(arguments: Arguments) -> int:
     return _exit(report.is_right)
 
 
-def _verify_layers(arguments: Arguments) -> int:
-    from pipetrain.proof.layer_zoo import ENTRIES, every_third, run_zoo, zoo_table
-
-    entries = every_third() if arguments.quick else ENTRIES
-    rows = run_zoo(entries, quick=arguments.quick, say=_say)
-    _tell(arguments, [row.as_json() for row in rows], zoo_table(rows))
-    return _exit(all(row.is_expected for row in rows))
-
-
 def _verify_faults(arguments: Arguments) -> int:
     from pipetrain.proof.drill import drill, drill_records, drill_table
 
-    results = drill(quick=arguments.quick, say=_say)
+    results = drill(quick=arguments.quick, say=lambda text: print(f"pipetrain: {text}", file=sys.stderr, flush=True))
     _tell(arguments, drill_records(results), drill_table(results))
     return _exit(all(result.problem is None for result in results))
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
 
 
 def _tell(arguments: Arguments, records: object, table: str) -> None:

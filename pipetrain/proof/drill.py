@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipetrain.launcher.outcome import Exit
-from pipetrain.proof.damage import flip, truncate
 from pipetrain.runtime.faults import VARIABLE
 from pipetrain.timeline.draw.table import Table
 
@@ -276,9 +275,16 @@ def _flipped_data(ground: _Ground) -> Result:
     )
 
 
+def flip(path: Path, position: int) -> None:
+    """Flips one bit of the byte at `position` (from the end, where it is negative)."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
 def _cut_manifest(ground: _Ground) -> Result:
     """the manifest of the newest snapshot is cut"""
-    return _harmed(ground, "a manifest is cut", "cut", lambda path: truncate(path / "manifest.json", 100))
+    return _harmed(ground, "a manifest is cut", "cut", lambda path: os.truncate(path / "manifest.json", 100))
 
 
 def _harmed(ground: _Ground, name: str, run: str, harm: Callable[[Path], None]) -> Result:
@@ -298,7 +304,7 @@ def _all_damaged(ground: _Ground) -> Result:
     """all snapshots are damaged"""
     snapshots = _four_steps(ground, "damaged")
     for step in (_NEWEST, _BEFORE):
-        truncate(snapshots / step / "optimizer/rank-0000.safetensors", 500)
+        os.truncate(snapshots / step / "optimizer/rank-0000.safetensors", 500)
     done, _ = ground.train("damaged", 2, "resume=auto")
     message = _last_line(done.stderr)
     good = done.returncode == Exit.WRONG_INPUT and "is whole: remove them to start from step 1" in message

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.stage.seeding import STAND_FOR_USERS
 from pipetrain.stage.tensor_copies import Storages, TensorCopies, is_small, version_of
 
 # A longer list or dict is copied as a whole, and its entries are not looked into.
@@ -566,10 +565,8 @@ def _is_own_tensor(tensor: Tensor) -> bool:
 
 def _is_of_the_user(thing: Any) -> bool:
     """Whether a class or function may hold state of a layer: not a class of torch, of Python or of ours."""
-    module = getattr(thing, "__module__", None) or ""
-    top = module.partition(".")[0]
-    is_theirs = bool(top) and top not in _NOT_LOOKED_INTO
-    return is_theirs or thing is types.SimpleNamespace or module.startswith(STAND_FOR_USERS)
+    top = (getattr(thing, "__module__", None) or "").partition(".")[0]
+    return thing is types.SimpleNamespace or (bool(top) and top not in _NOT_LOOKED_INTO)
 
 
 _NO_DATA = (

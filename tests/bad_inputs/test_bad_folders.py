@@ -1,5 +1,6 @@
 """A wrong run folder, snapshot or file of weights gets one line that helps, and so does a snapshot that was harmed."""
 
+import os
 import pathlib
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from pipetrain import train as rank
-from pipetrain.proof.damage import flip, truncate
+from pipetrain.proof.drill import flip
 
 
 def weights_of_another_model(folder: pathlib.Path) -> None:
@@ -85,15 +86,19 @@ def longer(snapshot: pathlib.Path) -> None:
 
 HARMED = [
     *harmed("manifest gone", lambda snapshot: (snapshot / "manifest.json").unlink(), "manifest.json is missing"),
-    *harmed("manifest empty", lambda snapshot: truncate(snapshot / "manifest.json", 0), "manifest.json cannot be read"),
-    *harmed("manifest cut", lambda snapshot: truncate(snapshot / "manifest.json", 90), "manifest.json cannot be read"),
+    *harmed(
+        "manifest empty", lambda snapshot: os.truncate(snapshot / "manifest.json", 0), "manifest.json cannot be read"
+    ),
+    *harmed(
+        "manifest cut", lambda snapshot: os.truncate(snapshot / "manifest.json", 90), "manifest.json cannot be read"
+    ),
     *harmed(
         "manifest text", lambda snapshot: (snapshot / "manifest.json").write_text("[1]"), "manifest.json cannot be"
     ),
     *harmed("state flipped", lambda snapshot: flip(snapshot / "state.json", -3), "state.json has changed"),
     *harmed("header flipped", lambda snapshot: flip(snapshot / WEIGHTS, 20), f"{WEIGHTS} has changed"),
     *harmed("data flipped", lambda snapshot: flip(snapshot / WEIGHTS, -1), f"{WEIGHTS} has changed"),
-    *harmed("data cut", lambda snapshot: truncate(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
+    *harmed("data cut", lambda snapshot: os.truncate(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
     *harmed("data longer", longer, f"{WEIGHTS} has", "were written"),
     *harmed("file gone", lambda snapshot: (snapshot / "generators" / "rank-0000.safetensors").unlink(), "No such file"),
     *harmed("files swapped", swapped, "were written"),

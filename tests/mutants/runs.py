@@ -145,17 +145,24 @@ MUTANTS = (
     ),
     Mutant(
         "the zoo takes any refusal",
-        "pipetrain/proof/layer_zoo.py",
+        "tests/zoo/layer_zoo.py",
         "        return worst.result is self.entry.expected and self.entry.says in worst.detail",
         "        return worst.result is self.entry.expected",
         ("tests/zoo/test_layer_zoo.py", "-k", "as_expected"),
     ),
     Mutant(
         "the zoo looks at the first way alone",
-        "pipetrain/proof/layer_zoo.py",
+        "tests/zoo/layer_zoo.py",
         "        return worst_of([found for _, found in self.found])",
         "        return self.found[0][1]",
         ("tests/zoo/test_layer_zoo.py", "-k", "as_expected"),
+    ),
+    Mutant(
+        "verify --layers says nothing",
+        "pipetrain/cli/verify_command.py",
+        "        raise ValueError(_LAYERS)\n",
+        "        return Exit.DONE\n",
+        ("tests/zoo/test_own_layers.py", "-k", "wrong_input and layers"),
     ),
     Mutant(
         "each save takes a stream",

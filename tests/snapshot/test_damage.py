@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from damage import places
 from safetensors.torch import load_file
 from saved import CPU, save, trained
 
-from pipetrain.proof.damage import flip, places
+from pipetrain.proof.drill import flip
 from pipetrain.snapshot.files import canonical_json
 from pipetrain.snapshot.find import find, newest_whole
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole

@@ -3,8 +3,9 @@
 import pathlib
 import re
 
+from layer_zoo import ENTRIES
+
 from pipetrain.proof.beside_loop import Verdict
-from pipetrain.proof.layer_zoo import ENTRIES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "LAYERS.md").read_text()

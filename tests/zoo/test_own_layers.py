@@ -141,7 +141,9 @@ def test_a_layer_that_cannot_be_recomputed_is_named_among_those_that_can(capfd: 
         (["own_model:fails", *BATCH], "own_model:fails: the plain loop fails itself: RuntimeError: mat1 and mat2"),
         (["own_model:unsure", *BATCH], "own_model:unsure: two plain loops from one seed differ in the loss of step 0"),
         (["--batch", "own_model:make_batch"], "--batch belongs to MODULE:FUNCTION"),
-        (["own_model:good", "--layers"], "three things to verify: choose one"),
+        (["own_model:good", "--faults"], "MODULE:FUNCTION and --faults are two things to verify: choose one"),
+        (["--layers"], "--layers: layers of every kind are tests of pipetrain's repository: type `python tests/zoo/layer_zoo.py` there"),
+        (["own_model:good", "--layers", "--quick", "--json"], "--layers: layers of every kind are tests"),
     ],
 )  # fmt: skip
 def test_wrong_input_ends_with_2_and_a_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from entries.entry import WIDTH, dense, square
 from examples import examples
 from hypothesis import assume
 from hypothesis import event as count
 from hypothesis import strategies as st
+from layer_zoo import ENTRIES, entry_named
 from torch import Tensor, nn
 
 from pipetrain.proof.beside_loop import Batch, Subject, Verdict, Way, beside, plain
-from pipetrain.proof.layer_zoo import ENTRIES, entry_named
-from pipetrain.proof.zoo.entry import WIDTH, dense, square
 
 # Compiling takes seconds. What is known to differ, differs.
 BLOCKS = sorted(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from layer_zoo import ENTRIES, Entry
 from random_schedules import split
 
 from pipetrain.proof.beside_loop import Way, beside, plain
-from pipetrain.proof.layer_zoo import ENTRIES, Entry
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from entries.entry import WIDTH, Entry, block, dense, square, stack
 from pipetrain.proof.beside_loop import Verdict
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, square, stack
 
 # Functions ------------------------------------------------------------------------------------------------------------
 

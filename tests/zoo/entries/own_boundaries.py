@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.proof.beside_loop import Batch, Verdict
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.runtime.cut import Whole
 
 # What layers hand on --------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
+from entries.entry import VOCABULARY, WIDTH, Entry, Shaped, block, dense, square, stack, tokens
 from pipetrain.proof.beside_loop import Verdict
-from pipetrain.proof.zoo.entry import VOCABULARY, WIDTH, Entry, Shaped, block, dense, square, stack, tokens
 
 
 class RunsOver(nn.Module):

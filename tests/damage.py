@@ -1,4 +1,4 @@
-"""Damage on purpose to what lies on a disk: files cut or flipped at each kind of place, and a disk that is full."""
+"""Damage on purpose to what lies on a disk: positions in a file at which to flip or cut it, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from pathlib import Path
 
 _FILLER = "filler"
 _CHUNK_BYTES = 1 << 16
-
-
-def flip(path: Path, position: int) -> None:
-    """Turn one bit of the byte at `position` (from the end, where it is negative)."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path, length: int) -> None:
-    """Keep the first `length` bytes."""
-    os.truncate(path, length)
 
 
 def places(path: Path) -> dict[str, int]:

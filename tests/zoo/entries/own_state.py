@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.proof.beside_loop import Verdict
-from pipetrain.proof.zoo.entry import WIDTH, Entry, block, dense, rows, square, stack
 
 
 class Counts(nn.Module):
