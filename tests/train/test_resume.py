@@ -66,10 +66,11 @@ def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, nu
     return stderr
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_random_kills_change_nothing(folder: pathlib.Path, num_kills: int) -> None:
+# The seed of the one kill has it come after six steps, when there are snapshots.
+@pytest.mark.parametrize(("num_kills", "seed"), [(1, 19), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_random_kills_change_nothing(folder: pathlib.Path, num_kills: int, seed: int) -> None:
     killed = f"killed-{num_kills}"
-    stderr = with_restarts(folder, killed, num_kills, seed=1)
+    stderr = with_restarts(folder, killed, num_kills, seed)
     assert "going on from" in stderr
     assert "damaged" not in stderr
     assert_same_training(folder / killed, folder / "whole")
