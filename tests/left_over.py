@@ -52,8 +52,10 @@ class Watch:
         """A line for each process and file that the run has left. Waits for processes that are still ending."""
         lines: list[str] = []
         # Servers of this very process, where it has run tests itself: they end with it.
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        if resource_tracker._resource_tracker._pid is not None:  # type: ignore[attr-defined]
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (processes := self._processes(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
