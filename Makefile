@@ -24,11 +24,11 @@ test-fast: env style  ## the inner loop: style, the rooms that load no torch, on
 	$(PYTEST) -n 2 -m "not slow" $(FAST)
 
 test: env lint  ## every test but the slow ones
-	$(PYTEST) -n 3 -m "not slow" tests
+	$(PYTEST) -n 3 --dist worksteal -m "not slow" tests
 
 coverage: env  ## the branches that `make test` runs, in ranks and commands too
 	rm -rf .coverage
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n 3 -m "not slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n 3 --dist worksteal -m "not slow" tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-empty
 
@@ -41,7 +41,7 @@ test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, ge
 	$(PYTEST) -m slurm tests/slurm
 
 test-slow: env  ## and what needs root; make test-slow ARGS=--turns=8: those of changed files, an eighth of the others
-	$(PYTEST) -n 3 -m "(slow or root) and not slurm" $(ARGS) tests
+	$(PYTEST) -n 3 --dist worksteal -m "(slow or root) and not slurm" $(ARGS) tests
 
 soak: env  ## 200 random kills of real runs, about half an hour; make soak ARGS="--kills=20 --json=soak.json"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)

@@ -9,12 +9,11 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-import torch
 from left_over import Watch
 from shares import ROOT, changed_files, in_turn, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
-torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Set where root's rights are promised: there a test that needs them must not be left out without a word.
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -26,8 +27,9 @@ NAMES = {
 }
 
 OWN_PREFIX = "pipetrain-tests-"  # of the folder of a run
-# What goes with the run's folder: pytest's own, and what torch has compiled.
-KNOWN = ("pytest-of-", "torchinductor_")
+# What goes with the run's folder: pytest's own, what torch has compiled, and what torchrun and wandb remove at their end,
+# which who is killed does not come to.
+KNOWN = re.compile("pytest-of-|torchinductor_|torchelastic_|tmp.*wandb-(media|artifacts)$")
 
 
 class Watch:
@@ -39,6 +41,7 @@ class Watch:
         os.environ[MARK] = self._mark
         self.folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))
         self._before = {folder: self._files(folder) for folder in NAMES}
+        self.folder.chmod(0o711)  # some tests let another user go through it
         self.keep = False  # for who wants to see why a test failed
         # After multiprocessing has removed its own folder there, with priority -100.
         util.Finalize(None, self._remove, exitpriority=-200)
@@ -49,14 +52,16 @@ class Watch:
         """A line for each process and file that the run has left. Waits for processes that are still ending."""
         lines: list[str] = []
         # Servers of this very process, where it has run tests itself: they end with it.
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        if resource_tracker._resource_tracker._pid is not None:  # type: ignore[attr-defined]
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (processes := self._processes(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         lines += [f"process {pid} ({_command(pid)}){_ports(pid)}" for pid in processes]
         own = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        left = [str(path) for path in self.folder.iterdir() if not path.name.startswith(KNOWN)]
+        left = [str(path) for path in self.folder.iterdir() if not KNOWN.match(path.name)]
         lines += [path for path in left if path != own]
         shared = [path for folder, before in self._before.items() for path in self._files(folder) - before]
         if shared and self._other_runs():

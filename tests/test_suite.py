@@ -122,8 +122,9 @@ def test_rows_that_are_not_named_as_quick_are_slow(tmp_path: pathlib.Path) -> No
 def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:
     """What pytest prints of the tests in `folder`, which has this folder's conftest."""
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
+    around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [*command, "--rootdir=.", "-W", "ignore::pytest.PytestUnknownMarkWarning", *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), **variables}, capture_output=True, text=True, check=False,
+        cwd=folder, env={**around, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout

@@ -24,6 +24,7 @@ from pipetrain.schedule.policy import Mode
 OPS = OpSeconds(0.04, 0.08, 0.04)
 
 
+@pytest.mark.slow
 def test_quick_cost_writes_and_prints_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["cost", "--quick", f"--out={tmp_path}", "--json"]) == 0
     printed = json.loads(capfd.readouterr().out)["cost"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.ablation.run import orders
 from benchmarks.emulated import EmulatedWorkload
 from benchmarks.sets.run import INSIDE, QUICK, FewSets, Measured, targets_of
@@ -34,6 +36,7 @@ def test_orders_are_sought_once_and_fit_their_places() -> None:
     assert {"1f1b", "1f1b, split", "auto, 60 s of search", "auto, split, 60 s of search", "zbv"} <= set(names)
 
 
+@pytest.mark.slow
 def test_each_idea_of_the_ablation_brings_something() -> None:
     """Two sets of four: places for R alone, one pool, list order; then the same with I and W."""
     without_a_search = [system for system in orders(-1.0) if system.search_seconds == 0]
@@ -50,6 +53,7 @@ def test_costs_of_a_workload_are_its_sleeps() -> None:
     assert FOUR.costs().weight_gradient == ()
 
 
+@pytest.mark.slow
 def test_targets_say_what_was_measured() -> None:
     """Rows that take what was simulated and hold what was foreseen keep all promises; one too late, too full, or beside fast peers does not."""
     case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)

@@ -22,6 +22,7 @@ def check(model: str, mode: str, share: int = 1) -> None:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.slow
 def test_a_process_grows_by_what_the_meter_counts() -> None:
     check("perceptron", "overlap", share=2)
 

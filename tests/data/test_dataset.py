@@ -53,6 +53,7 @@ def test_stdlib_is_python_without_tests_and_what_was_installed() -> None:
     assert files == find_files(DataConfig())
 
 
+@pytest.mark.slow
 def test_stdlib_holds_out_enough_and_shares_no_file() -> None:
     data, found = make_data(DataConfig(), seed=0), split_of(DataConfig())
     assert not paths(found.train) & paths(found.heldout)

@@ -315,6 +315,7 @@ print(make_data(DataConfig(**json.loads(sys.argv[1])), 0).fingerprint)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_make_the_same_at_once(tmp_path: pathlib.Path) -> None:
     config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl", LINES * 50))
     command = [sys.executable, "-c", MAKER, json.dumps(vars(config))]
@@ -419,6 +420,7 @@ def test_what_is_not_installed(tokenizer: str, tmp_path: pathlib.Path, monkeypat
             check_data(config)
 
 
+@pytest.mark.slow
 def test_nothing_of_transformers_is_loaded_to_train_on_what_is_cached(tokenizer: str, tmp_path: pathlib.Path) -> None:
     """It takes seconds, in each rank."""
     config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)

@@ -80,6 +80,7 @@ def check_same(ours: tuple[list[Tensor], list[Tensor]], theirs: tuple[Tensor, li
         assert own.unique().numel() >= distinct, "a model that repeats itself shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "prompts"),
     [

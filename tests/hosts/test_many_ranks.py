@@ -21,6 +21,7 @@ def footprint(place: str, num_ranks: int) -> Footprint:
     return start_one(rank_at(place, num_ranks), num_ranks)
 
 
+@pytest.mark.quick("first-512")
 @pytest.mark.parametrize("num_ranks", [pytest.param(64, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_of_many_has_what_a_rank_of_four_has(place: str, num_ranks: int) -> None:

@@ -202,12 +202,14 @@ def test_who_hosts_the_store_stays_until_all_have_read(monkeypatch: pytest.Monke
     assert told[1] == told[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named() -> None:
     told = compare([own_versions()] * 2, 4, 3.0)
     for text in told:
         assert text.startswith("PipelineError: 2 of 4 ranks did not come within 3 s (timeout_seconds): rank 2, 3;")
 
 
+@pytest.mark.slow
 def test_ranks_with_other_sources_end_with_code_2(tmp_path: Path) -> None:
     """Two whole ranks, one of them from a checkout that has been changed: the same line and code from both."""
     make_text(tmp_path)

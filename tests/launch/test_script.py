@@ -44,6 +44,7 @@ def test_what_slurm_is_asked_for(capsys: pytest.CaptureFixture[str], empty_folde
     assert list(empty_folder.iterdir()) == []  # nothing is written
 
 
+@pytest.mark.slow
 def test_a_job_that_would_save_nothing_on_the_way_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for every, is_said in (("null", True), ("50", False)):
         assert main([*JOB, f"snapshot.every_steps={every}", "--dry-run"]) == 0
@@ -111,6 +112,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("replicas left over", "uneven", "other snapshot", "no job", "no SLURM")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_before_anything_is_submitted(
     name: str, empty_folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,7 @@
 
 Each mutant is applied to a copy of the tree in a temporary folder, where only the tests that should turn red are run. It
 fails if one survives, or if the line that it breaks is no longer there. With `--turns=8` those of changed files are tried and an eighth
-of the others, in turn; of the rest, that their lines are there. `--circles` says which of them `make test` would notice.
+of the others, in turn; of the rest, that their lines are there. The verdict says in which circle a test turns red.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from mutants.table import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 120
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
+# Where a mutant is looked for, the quickest first.
+CIRCLES = {"make test": "not slow", "make test-slow": "slow"}
 NOT_BEGUN = "not begun"
 _CONTEXT = mp.get_context("forkserver")
 
@@ -43,19 +45,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="those whose turn it is not begin until then"
     )
-    parser.add_argument(
-        "--circles", action="store_true", help="try none: print for each whether `make test` runs a test that it names"
-    )
     parser.add_argument("words", nargs="*", help="parts of the names of those to try")
     wanted = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not wanted.words or any(word in mutant.name for word in wanted.words)]
     survivors = [mutant.name for mutant in chosen if not applies(ROOT, mutant)]
-    if wanted.circles:
-        return print_circles(chosen)
     chosen, changed = of_this_turn(chosen, wanted.turns) if wanted.turns > 1 else (chosen, [])
     deadline = time.monotonic() + wanted.seconds
     # Of the server that all tests are forked from.
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40")
+    os.environ.update(
+        OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40", LEFT_OVER_PATIENCE_SECONDS="5"
+    )
     _CONTEXT.set_forkserver_preload(["torch", "pytest"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         copies: SimpleQueue[Path] = SimpleQueue()
@@ -65,6 +64,7 @@ def main(arguments: list[str]) -> int:
                 ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
             )
             copies.put(copy)
+        noticed: Counter[str] = Counter()
         in_time = [*chosen, *changed]
         tried = threads.map(partial(in_a_copy, copies, deadline, set(chosen)), in_time)
         for mutant, (seconds, verdict) in zip(in_time, tried):
@@ -73,9 +73,11 @@ def main(arguments: list[str]) -> int:
             chosen += [mutant] if mutant in changed else []
             if not verdict.startswith("red") and mutant.name not in survivors:
                 survivors.append(mutant.name)
+            noticed.update(circle for circle in CIRCLES if verdict.startswith(f"red in {circle}:"))
             print(f"{mutant.name:<52} {seconds:5.1f} s  {verdict}", flush=True)
     if late := [mutant for mutant in changed if mutant not in chosen]:
         print(f"{len(late)} of changed files not begun in {wanted.seconds:g} s; `make mutants` tries all")
+    print(", ".join(f"{number} noticed by {circle}" for circle, number in noticed.items()))
     print(
         f"{sum(mutant.name not in survivors for mutant in chosen)} of {len(chosen)} turn a test red"
         + "".join(f"\n  not: {n}" for n in survivors)
@@ -88,25 +90,6 @@ def of_this_turn(mutants: list[Mutant], num_turns: int) -> tuple[list[Mutant], l
     due, changed = in_turn(mutants, num_turns, this_turn()), changed_files()
     others = [mutant for mutant in mutants if mutant not in due]
     return due, [one for one in others if changed & {one.file, *(test.split("::")[0] for test in one.tests)}]
-
-
-def print_circles(mutants: list[Mutant]) -> int:
-    """A line per mutant: `test` where `make test` runs a test that it names, else `slow`."""
-    found: Counter[str] = Counter()
-    for mutant in mutants:
-        circle = "test" if selects("not slow", mutant.tests) else "slow" if selects("slow", mutant.tests) else "none"
-        found[circle] += 1
-        print(f"{circle:<5} {mutant.name}", flush=True)
-    print(", ".join(f"{circle}: {number}" for circle, number in sorted(found.items())))
-    return 1 if found["none"] else 0
-
-
-def selects(marks: str, tests: tuple[str, ...]) -> bool:
-    """Whether pytest, asked for these tests, would run any that has these marks."""
-    process = _CONTEXT.Process(target=run_tests, args=(ROOT, ("--collect-only", "-m", marks, *tests), Path(os.devnull)))
-    process.start()
-    process.join()
-    return process.exitcode == 0
 
 
 def applies(tree: Path, mutant: Mutant) -> bool:
@@ -134,14 +117,19 @@ def try_one(tree: Path, mutant: Mutant) -> str:
         return f"DOES NOT APPLY: the text stands {original.count(mutant.old)} times in {mutant.file}"
     path.write_text(original.replace(mutant.old, mutant.new))
     try:
-        return verdict_of(tree, mutant)
+        verdicts = []
+        for circle, marks in CIRCLES.items():
+            verdicts.append(verdict_of(tree, ("-m", marks, *mutant.tests)))
+            if verdicts[-1].startswith("red"):
+                return f"red in {circle}:{verdicts[-1].removeprefix('red').removeprefix(':')}"
+        return next((verdict for verdict in verdicts if verdict == "SURVIVED"), verdicts[0])
     finally:
         path.write_text(original)
 
 
-def verdict_of(tree: Path, mutant: Mutant) -> str:
+def verdict_of(tree: Path, tests: tuple[str, ...]) -> str:
     said = tree / "said.txt"
-    process = _CONTEXT.Process(target=run_tests, args=(tree, mutant.tests, said))
+    process = _CONTEXT.Process(target=run_tests, args=(tree, tests, said))
     process.start()
     process.join(TIMEOUT_SECONDS)
     if process.exitcode is None:

@@ -253,7 +253,7 @@ MUTANTS = (
         "pipetrain/runtime/executor.py",
         "            if not is_last:  # before the op ends: what it gives may have to be copied\n                self._give(",
         "        if not is_last:\n            self._give(",
-        ("tests/virtual_gpu/test_matrix.py", "-m", "not slow", "-k", "conjugate"),
+        ("tests/virtual_gpu/test_matrix.py", "-k", "conjugate"),
     ),
     Mutant(
         "what a step holds at its end is not looked at",

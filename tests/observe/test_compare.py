@@ -86,6 +86,7 @@ def test_a_sweep_folder_means_its_jobs(
 DAMAGE = {"cut": '{"format_version": 1, "ste', "other": "[]", "keys": '{"format_version": 1}'}
 
 
+@pytest.mark.quick("cut")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_run_is_named_and_the_others_are_shown(
     name: str, runs: list[str], capsys: pytest.CaptureFixture[str]

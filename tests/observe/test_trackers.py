@@ -163,6 +163,7 @@ def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
     return lost, cores()
 
 
+@pytest.mark.slow
 def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +201,7 @@ def lose_wandb_at_the_end(path: pathlib.Path, over_the_picture: bool) -> None:
     assert len(pictures) == 2
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("over_the_picture", [True, False])
 def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended(
     over_the_picture: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]

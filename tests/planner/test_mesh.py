@@ -151,6 +151,7 @@ def bytes_of_state(zero: bool) -> int:
     return sum(value.nbytes for value in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_optimizer_bytes_are_those_that_an_optimizer_has(zero: int) -> None:
     overrides = ["pipeline.num_stages=1", "parallel.num_replicas=3", f"parallel.zero={zero}", "model.num_blocks=2"]

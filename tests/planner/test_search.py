@@ -188,6 +188,7 @@ def never_worse(count: int, effort: Effort) -> None:
     assert compared > count
 
 
+@pytest.mark.slow
 def test_never_worse_than_a_named_family() -> None:
     never_worse(6, RULE_ALONE)
 

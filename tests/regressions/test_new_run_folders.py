@@ -14,6 +14,7 @@ from pipetrain.observe import folder
 from pipetrain.observe.folder import choose_folder
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_in_one_new_folder(tmp_path: pathlib.Path) -> None:
     """Symptom: two runs started in the same new `run_dir` at the same moment both ran, and wrote over each other.
 

@@ -119,6 +119,7 @@ def on_ranks(num_ranks: int, file: str) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 def test_on_several_ranks(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(write_csv(make_schedule("gpipe", num_stages=2, num_microbatches=M)))

@@ -123,6 +123,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.quick("inputs-early", "weights-inline", "largest-overlap")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

@@ -109,6 +109,14 @@ def last_line(outcome: Outcome, kind: str) -> str:
     return lines[-1]
 
 
+@pytest.mark.quick(
+    "1-when0-1F1-compute-overlap",
+    "0-when1-0F0-compute-overlap",
+    "3-when2-3F2-compute-overlap",
+    "0-when6-0B1-compute-overlap",
+    "3-when7-3B3-compute-never",
+    "2-when8-2B0-compute-early",
+)
 @pytest.mark.parametrize(
     ("at_rank", "when", "op", "lane", "mode"),
     [

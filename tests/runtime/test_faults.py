@@ -63,6 +63,7 @@ def stopped_for_a_while(folder: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_found_by_its_time_out(tmp_path: pathlib.Path) -> None:
     first = run_outcomes(2, stopped_for_a_while, str(tmp_path))[0]
     assert re.match(

@@ -84,6 +84,7 @@ def peaks_of() -> dict[str, list[tuple[int, int]]]:
     return {mode: run_ranks(3, peaks, mode) for mode in ("never", "inline", "overlap")}
 
 
+@pytest.mark.quick("overlap")
 @pytest.mark.parametrize("mode", ["inline", "overlap"])
 def test_recomputation_frees_memory(peaks_of: dict[str, list[tuple[int, int]]], mode: str) -> None:
     never, held = ([peak for peak, _ in peaks_of[name]] for name in ("never", mode))

@@ -63,6 +63,7 @@ def every_mode(num_stages: int) -> list[Case]:
     return cases
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("num_stages", [1, SLOW_2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode_split_and_layout(num_stages: int) -> None:
     counts = run_ranks(num_stages, run_cases, every_mode, num_stages)
@@ -117,6 +118,7 @@ def depth_first(shape: Shape) -> list[list[Op]]:
     return [[Op(rank, kind, i) for kind, i in pairs] for rank in range(shape.num_ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [SLOW_2, 3])
 def test_every_schedule_and_policy(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, every_schedule, num_ranks)

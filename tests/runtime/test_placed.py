@@ -58,6 +58,7 @@ def freeze_by_turns(step: int, model: nn.Sequential) -> None:
         layer.requires_grad_(number >= (0, 1, 4, 0)[step])
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_placement_gives_the_same_numbers(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, everywhere, num_ranks)

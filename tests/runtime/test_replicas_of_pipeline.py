@@ -61,6 +61,7 @@ def ten_steps(name: str, num_steps: int = 10) -> list[float]:
     return norms
 
 
+@pytest.mark.quick("4 x 1")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
 )

@@ -44,6 +44,7 @@ def freeze(step: int, model: nn.Sequential) -> None:
         model[layer].requires_grad_(False)
 
 
+@pytest.mark.quick("(1, 0)")
 @pytest.mark.parametrize("stage_ranks", PLACEMENTS, ids=str)
 def test_parity(stage_ranks: tuple[int, ...]) -> None:
     run_ranks(max(stage_ranks) + 1, train, stage_ranks)
@@ -84,6 +85,7 @@ def call(stage_ranks: tuple[int, ...]) -> list[str]:
         return [str(refused.value), str(bad.value), found.text]
 
 
+@pytest.mark.quick("(0, 0, 1, 1)", "(0, 1, 1, 0)")
 @pytest.mark.parametrize("stage_ranks", PLACEMENTS, ids=str)
 def test_calls(stage_ranks: tuple[int, ...]) -> None:
     first, *others = run_ranks(max(stage_ranks) + 1, call, stage_ranks)

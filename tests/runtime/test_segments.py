@@ -45,6 +45,7 @@ def in_parts(num_stages: int) -> list[Case]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, SLOW_2, 3, SLOW_4])
 def test_gradients_are_those_of_one_process(num_stages: int) -> None:
     run_ranks(num_stages, run_cases, in_parts, num_stages)
@@ -73,6 +74,7 @@ def other_schedules(num_ranks: int) -> list[Case]:
     return [Case(name, lambda: twelve(0.3), lambda: rows(9, 12), options=options) for name, options in found.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_in_other_schedules(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, other_schedules, num_ranks)
@@ -207,6 +209,7 @@ def exponent(sizes: list[int], held: list[int]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inline", "overlap"])
 def test_sqrt_parts_hold_the_square_root(mode: str) -> None:
     sizes = [16, 64, 256]

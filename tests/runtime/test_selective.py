@@ -120,6 +120,9 @@ def hidden() -> Tensor:
     return torch.randn(5, 6, 32, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.quick(
+    "fp32-{'dropout': 0.2}", "fp32-{'name': 'gpt2', 'num_kv_heads': 4}", "bf16-{'name': 'gpt2', 'num_kv_heads': 4}"
+)
 @pytest.mark.parametrize("keys", [{}, {"dropout": 0.2}, {"name": "gpt2", "num_kv_heads": 4}], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_a_block_equals_the_reference_and_r_multiplies_nothing(keys: dict[str, Any], autocast: bool) -> None:
@@ -363,6 +366,7 @@ def kept_in(selective: Sequence[str], layers: Sequence[nn.Module], inputs: Tenso
     return check_equal(layers, selective, inputs=inputs, prove=lambda microbatch: False)
 
 
+@pytest.mark.slow
 def test_layers_modules_and_operations_by_name() -> None:
     layers, given = [block(), block(), block()], hidden()
     products = 7 * M  # of a block, in each R
@@ -447,6 +451,7 @@ def test_a_module_that_only_other_stages_have() -> None:
 # In a pipeline --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("overlap-interleaved-1")
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize(("mode", "schedule"), [("inline", "gpipe"), ("overlap", "interleaved")])
 def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments: int) -> None:

@@ -62,6 +62,7 @@ def every_split_schedule(num_ranks: int) -> list[Case]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [SLOW[1], SLOW[2], 3, SLOW[4]])
 def test_every_mode(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, every_split_schedule, num_ranks)
@@ -109,6 +110,7 @@ def bytes_of_steps(seconds: tuple[float, float]) -> list[tuple[str, int, float, 
     return [(f"{mode}, {sets} sets", *bytes_of_a_step(mode, sets, seconds)) for mode, sets in ways]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [(0.0, 0.0), (0.01, 0.0), (0.0, 0.01)])
 def test_peak_bytes_are_as_foreseen(seconds: tuple[float, float]) -> None:
     """What waits for W takes its set's place, and no more. A rank that is late finds its messages there, and recomputes ahead of

@@ -79,6 +79,7 @@ def trained() -> tuple[Any, ...]:
     return tuple((one.rank, one.kind, one.ratio, one.since_step) for one in watch.stragglers())
 
 
+@pytest.mark.slow
 def test_the_slow_rank_is_named() -> None:
     found, *others = run_ranks(3, trained)
     assert others == [()] * 2

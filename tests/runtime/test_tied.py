@@ -185,6 +185,7 @@ def _on_one_rank(pipeline: Pipeline) -> bool:
     return pipeline.plan.stage_ranks[0] == pipeline.plan.stage_ranks[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "names"), [(2, ON_TWO), (3, ON_THREE)])
 def test_ten_steps(num_ranks: int, names: tuple[str, ...]) -> None:
     run_ranks(num_ranks, every_order, names)

@@ -72,6 +72,7 @@ def test_the_table_in_the_readme_is_of_the_same_facts() -> None:
         assert [label, *wanted] in rows
 
 
+@pytest.mark.quick("inline", "gpipe, 1f1b", "auto", "bound", "auto, split", "bound, split")
 @pytest.mark.parametrize("name", FACTS["seconds"])
 def test_the_frontier_is_what_is_simulated(name: str) -> None:
     assert FRONTIER.lines()[name](2) == FACTS["seconds"][name]["2"]

@@ -191,6 +191,7 @@ def skipping(folder: pathlib.Path) -> pathlib.Path:
     return folder / "skipping"
 
 
+@pytest.mark.slow
 def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> None:
     metrics = metrics_of(skipping)
     skipped = [line["step"] for line in metrics if line["skipped"]]
@@ -219,6 +220,7 @@ def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> N
     assert f"Steps left out because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_skips_the_same_steps(folder: pathlib.Path, skipping: pathlib.Path) -> None:
     skipped = [line["step"] for line in metrics_of(skipping) if line["skipped"]]
     start = 4 * (skipped[0] // 4)  # the window of losses before it must come from the snapshot
@@ -254,6 +256,7 @@ def test_a_rollback_goes_on_with_later_batches_and_a_resume_too(folder: pathlib.
     assert_same_end(folder / "back-on", back, middle + 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> None:
     """A learning rate that is far too large: the weights after step 1 are huge, so step 2 is not finite."""
     diverging = ["optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0"]
@@ -273,6 +276,7 @@ def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> 
     assert not has_weights(folder / "diverged" / "weights")
 
 
+@pytest.mark.slow
 def test_other_text_is_refused(folder: pathlib.Path, skipping: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """One letter of the corpus differs, the sizes are the same."""
     shutil.copytree(folder / "text", tmp_path / "text")

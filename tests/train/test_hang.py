@@ -71,6 +71,7 @@ def last_words(process: Process, folder: pathlib.Path, struck: Callable[[], bool
     return stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", TIMEOUT_SECONDS, "pipeline.num_stages=3")
     stopped = lambda: "T" in [state_of(pid) for pid in ranks_of(tmp_path)]  # noqa: E731

@@ -105,6 +105,7 @@ def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunCo
     assert len(prepared) == 3, "sought again for what has changed"
 
 
+@pytest.mark.slow
 def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
     folder, phases = RunFolder(tmp_path), "phases=[{from:0,recompute:{sets:2}},{from:3,recompute:{stash:3}}]"
     config = load([*TYPED, f"run_dir={tmp_path}", phases])

@@ -71,6 +71,7 @@ def assert_same(run: pathlib.Path, whole: pathlib.Path, *, from_step: int = 1) -
     assert [name for name in weights if not equal(weights[name], expected[name])] == []
 
 
+@pytest.mark.quick("5", "6")
 @pytest.mark.parametrize("step", [2, 5, 6])
 def test_a_run_goes_on_in_any_phase_and_at_its_border(folder: pathlib.Path, step: int) -> None:
     assert_same(folder / f"from-{step}", folder / "whole", from_step=step + 1)

@@ -122,6 +122,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[st
     return [found for found, _ in outcomes], outcomes[0][1], folder
 
 
+@pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_built_in_model_trains_in_each_precision(name: str, on_two_ranks: Any) -> None:
     for found in on_two_ranks[0]:
@@ -202,6 +203,7 @@ def assert_compiled_is_equal(backend: str, tolerance: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_recomputed_like_others() -> None:
     assert_compiled_is_equal("aot_eager", rounding(torch.float32, terms=VOCABULARY))  # the longest sum
 

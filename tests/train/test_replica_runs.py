@@ -82,6 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_all_replicas(folder: pathlib.Path) -> None:
     for line in lines_of(folder / "whole"):
         assert line["tokens"] == line["counted_tokens"] == 8 * 32
@@ -153,6 +154,7 @@ def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[
     return after
 
 
+@pytest.mark.slow
 def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> None:
     ranks = run_ranks(4, with_a_gradient_of_one_replica_that_is_not_finite, str(folder))
     assert [line["skipped"] for line in lines_of(folder / "refused")] == [False, False, True, False]
@@ -237,6 +239,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rank",
     [pytest.param(0, marks=pytest.mark.slow), 3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))],
@@ -253,6 +256,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(plain: pathlib.P
     assert_same_weights(plain / run, plain / "plain")
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) -> None:
     """Two ranks are left of four, and `auto` is what the user typed: the batches are the same, and so are the losses."""
     words = ("run_dir=less", *PLAIN, "parallel.num_replicas=auto")

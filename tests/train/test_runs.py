@@ -65,6 +65,7 @@ def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_last_line_on_stdout_is_the_run_folder(finished: Finished) -> None:
     start_dir, done = finished
     assert done.stdout.splitlines()[-1].startswith("run folder: ")
@@ -129,6 +130,7 @@ def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys:
     assert capsys.readouterr().out == (folder / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_the_split(finished: Finished, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = [*TINY, f"data.path={text}", "pipeline.num_stages=1", "recompute=never", "run_dir=alone"]
     alone = complete(tmp_path, [sys.executable, "-m", "pipetrain.train", *options])
@@ -166,6 +168,7 @@ def test_text_from_the_weights(finished: Finished, capsys: pytest.CaptureFixture
     assert "--prompt is empty" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_writes_the_report_and_ends_with_75(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     command = [*PIPETRAIN, *TINY, f"data.path={text}", "steps=100000", "run_dir=stopped"]
     started = begin(tmp_path, command)
@@ -214,6 +217,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_too_many_ranks_is_told_once(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     rank = ["--nproc-per-node=2", "-m", "pipetrain.train"]
     done = complete(tmp_path, [*TORCHRUN, *rank, *TINY, f"data.path={text}", "pipeline.num_stages=3"])

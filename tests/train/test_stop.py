@@ -62,6 +62,7 @@ def is_there(process: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathlib.Path) -> None:
     """The store that it waits for died with torchrun."""
     with socket.socket() as taken:  # bound, and nobody listens

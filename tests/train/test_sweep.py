@@ -145,6 +145,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.quick("value", "key", "folder", "unreadable")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_any_job_ends_with_2_before_one_starts(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

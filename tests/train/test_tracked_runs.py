@@ -79,6 +79,7 @@ def assert_nothing_lost(run: pathlib.Path) -> int:
     return len(lines)
 
 
+@pytest.mark.slow
 def test_sigterm_loses_no_row_and_the_key_is_told_to_nobody(folder: pathlib.Path) -> None:
     chance = random.Random(1)
     names = ["stopped-1", "stopped-2", "stopped-3"]

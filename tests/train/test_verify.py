@@ -52,6 +52,7 @@ def test_replicas_are_compared_within_rounding_and_no_more() -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_rank_equals_one_process() -> None:
     rows = verify._on_ranks(1)
     assert [row.case for row in rows if not row.is_equal] == []

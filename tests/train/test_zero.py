@@ -238,6 +238,7 @@ def test_a_replica_that_is_gone_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_replica_that_does_not_come_is_named() -> None:
     text, _ = run_ranks(2, one_is_missing, False)
     assert text.startswith("rank 0 waits for the weights that rank 1 updates (parallel.zero=1)"), text

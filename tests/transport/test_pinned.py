@@ -62,6 +62,7 @@ def test_every_case_with_late_copies(num_ranks: int) -> None:
     run_ranks(num_ranks, compare_all, "cpu", num_ranks, every_case(), copies_end_late)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_device() -> None:
     """Some of what `make gpu-check` runs on a GPU."""
     cases = [

@@ -21,6 +21,7 @@ def reserved(recording: RankRecording) -> int:
     return sum(size for stream, size in reserved_bytes(recording, SCALAR + 1).items() if stream != "caller")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ranks", "stages_per_rank"), [("1f1b", 3, 1), ("interleaved", 2, 2)], ids=["1f1b", "interleaved"]
 )
@@ -38,6 +39,7 @@ def test_as_much_memory_for_any_number_of_microbatches(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_of_gpipe_what_grows_are_the_stashed_inputs() -> None:
     few, many = 8, 24
     played = [play(Case("gpipe", ranks=3, microbatches=m, last_stage="always")).recording for m in (few, many)]
@@ -46,6 +48,7 @@ def test_of_gpipe_what_grows_are_the_stashed_inputs() -> None:
     assert growth == [0, stash, stash], "those of the first stage are the batch itself"
 
 
+@pytest.mark.slow
 def test_of_gpipe_with_a_last_stage_that_alternates_what_is_not_sent_grows_too() -> None:
     """By as many tensors as the launches say, and not one more; the last stage stashes nothing."""
     few, many = 8, 24

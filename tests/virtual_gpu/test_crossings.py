@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
+
 from pipetrain.runtime.pipeline import Pipeline
 from virtual_gpu.cases import Case, bridges, evaluates, evaluates_on_two_streams, gaps, on_two_streams, play, tied
 from virtual_gpu.crossings import crossings, without
@@ -64,6 +66,7 @@ def is_noticed(crossing: str) -> bool:
     return any(crossing in crossings(one) and bool(find_races(without(one, crossing))) for one in recordings())
 
 
+@pytest.mark.slow
 def test_every_crossing_but_those_listed_is_needed() -> None:
     found = set().union(*map(crossings, recordings()))
     needed = {crossing for crossing in found if is_noticed(crossing)}

@@ -28,6 +28,7 @@ def unexpected(rows: list[EntryRow]) -> str:
     return zoo_table([row for row in rows if not row.is_expected])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_ninth_of_the_zoo() -> None:
     """The slow tests try all of it in the same ways."""
@@ -177,6 +178,7 @@ def test_a_rank_that_is_done_stays_for_the_others() -> None:
     assert found == Found(Verdict.EQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
     subjects = ["ends", "hangs", "hangs", "dies", "ends"]
