@@ -1,4 +1,7 @@
-"""`pipetrain bench NAME ...`: runs one of the comparisons, prints its table, writes JSON and plots."""
+"""`pipetrain bench NAME ...`: runs one of the comparisons, prints its table, writes JSON and plots.
+
+Installed are those of README's figures (pyproject.toml lists them); the others are in a checkout of the repository alone.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ NAMES = {
     "replay": "one stage at real size on one GPU, its neighbours replayed",
 }
 
+_ABSENT = "not installed, but in the benchmarks/ folder of the repository: type `python -m benchmarks.command {}` in a checkout"
+
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 also where a promise was missed or the machine lacks something (it is said), 2 for a wrong option."""
@@ -42,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", choices=[[], *NAMES], help=", ".join(NAMES) + "; default: all"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        choices=[[], *NAMES],
+        help=", ".join(NAMES) + "; default: all that are installed",
     )
     parser.add_argument("--rounds", type=int, default=3, help="times that every system gets its turn (default: 3)")
     parser.add_argument(
@@ -54,6 +63,10 @@ def main(argv: Sequence[str]) -> int:
         given = parser.parse_args(argv)
     except SystemExit as end:
         return int(end.code or 0)
+    here = [name for name in NAMES if (Path(__file__).parent / name).is_dir()]
+    if absent := [name for name in given.names if name not in here]:
+        print(f"pipetrain bench: {', '.join(absent)}: {_ABSENT.format(' '.join(absent))}", file=sys.stderr)
+        return 2
     if given.rounds < 1:
         print(f"pipetrain bench: --rounds={given.rounds}: at least 1 round is needed", file=sys.stderr)
         return 2
@@ -61,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu")
     options = Options(rounds=1 if given.quick else given.rounds, quick=given.quick, out=given.out)
     results = {}
-    for name in given.names or NAMES:
+    for name in given.names or here:
         result = run(name, options)
         if result is None:
             continue

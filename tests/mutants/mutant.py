@@ -1,4 +1,4 @@
-"""What a mutant is: one line of the package or of the zoo, broken, and the tests that must turn red."""
+"""What a mutant is: one line, broken, and the tests that must turn red."""
 
 from dataclasses import dataclass
 

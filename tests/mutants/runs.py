@@ -165,6 +165,20 @@ MUTANTS = (
         ("tests/zoo/test_own_layers.py", "-k", "wrong_input and layers"),
     ),
     Mutant(
+        "a wheel lacks what a benchmark imports",
+        "pyproject.toml",
+        '"benchmarks/live.py" = "pipetrain/benchmarks/live.py"\n',
+        "",
+        ("tests/bench/test_installed.py",),
+    ),
+    Mutant(
+        "a benchmark that is not installed is looked for all the same",
+        "benchmarks/command.py",
+        "if name not in here]:",
+        "if False]:",
+        ("tests/bench/test_installed.py",),
+    ),
+    Mutant(
         "each save takes a stream",
         "pipetrain/snapshot/saver.py",
         "            if one not in self._streams:\n",
