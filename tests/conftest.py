@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _watch = pytest.StashKey[Watch]()
+_in_time = pytest.StashKey[bool]()
 _left = pytest.StashKey[list[str]]()
 _STARTED = time.monotonic()
 
@@ -71,18 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = changed_files()
     changed = [item for item in slow if os.path.relpath(item.path, ROOT) in files and item not in set(due)]
     for item in changed:
-        item.add_marker(pytest.mark.usefixtures("in_time"))
+        item.stash[_in_time] = True
     chosen = due + changed
     config.hook.pytest_deselected(items=[item for item in slow if item not in set(chosen)])
     items[:] = [item for item in items if item not in set(slow)] + chosen
-
-
-@pytest.fixture
-def in_time(pytestconfig: pytest.Config) -> None:
-    """Skips a test of a changed file where --seconds have passed. What the turns promise does not depend on the clock."""
-    seconds = pytestconfig.getoption("--seconds")
-    if seconds is not None and time.monotonic() - _STARTED > seconds:
-        pytest.skip(f"not begun in {seconds:g} s; `make test-slow` tries all")
 
 
 def pytest_collection_finish() -> None:
@@ -91,8 +84,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What has been loaded stays: nobody who looks for tensors among all objects needs to go through it in each test."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What has been loaded stays: nobody who looks for tensors among all objects needs to go through it in each test.
+
+    A test of a changed file whose turn it is not is skipped where --seconds have passed; what the turns promise does not
+    depend on the clock.
+    """
+    seconds = item.config.getoption("--seconds")
+    if item.stash.get(_in_time, False) and seconds is not None and time.monotonic() - _STARTED > seconds:
+        pytest.skip(f"not begun in {seconds:g} s; `make test-slow` tries all")
     gc.collect()
     gc.freeze()
 

@@ -9,7 +9,7 @@ gradients of steps before gives only its own: `.grad` is put aside in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ class SharedGradients:
 
     `copies` are the parameters that stages share, by op, in the order of the other end's. `of_parts` are those of the parts of its stages,
     where there are replicas: one that stands in several is added up where the last of these is ready, and one that a stage on another rank
-    shares with that stage alone. In all replicas they are the same, and the same of them need a gradient. `runs_ahead`: of a device that may
-    still read what the host has no use for any more.
+    shares with that stage alone. In all replicas they are the same, and the same of them need a gradient. `now` gives the parameters that the
+    stages have, with their names. `runs_ahead`: of a device that may still read what the host has no use for any more.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class SharedGradients:
         copies: Mapping[Op, Sequence[nn.Parameter]],
         of_parts: Mapping[Part, Sequence[nn.Parameter]] | None = None,
         *,
+        now: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple,
         runs_ahead: bool = True,
     ) -> None:
         self._copies = copies
         self._of_parts = {} if of_parts is None else of_parts
+        self._now = now
         self._runs_ahead = runs_ahead
         self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
@@ -52,14 +54,30 @@ class SharedGradients:
         self._sparse: dict[nn.Parameter, int] = {}  # those whose gradients are; how many of their dimensions
 
     def start_step(self, reduces: Sequence[Op]) -> None:
-        """From now on `.grad` has what this step gives, for all that `reduces` add up."""
+        """From now on `.grad` has what this step gives, for all that `reduces` add up.
+
+        Raises:
+            ValueError: a stage has a parameter that it did not have when the pipeline was made.
+        """
         key = tuple(reduces)
+        if key:
+            self._refuse_replaced()
         if key not in self._buckets:
             self._buckets[key] = self._share_out(key)
         self._trained = {op: [one for one in bucket if one.requires_grad] for op, bucket in self._buckets[key].items()}
         for bucket in self._trained.values():
             for parameter in bucket:
                 self._before[parameter], parameter.grad = parameter.grad, None
+
+    def _refuse_replaced(self) -> None:
+        """The gradient of a parameter that came later would be summed by no bucket, and replicas would drift apart unseen."""
+        known = {id(one) for bucket in (*self._copies.values(), *self._of_parts.values()) for one in bucket}
+        if replaced := [name for name, parameter in self._now() if id(parameter) not in known]:
+            raise ValueError(
+                f"{', '.join(replaced[:3])}: not a parameter that the stage had when the Pipeline was made, so that its gradient "
+                "would not be summed over the ranks that have a copy. Add or replace parameters (adapters, "
+                "load_state_dict(assign=True)) before the Pipeline is made, or copy values into those that it has"
+            )
 
     def _share_out(self, reduces: Sequence[Op]) -> dict[Op, list[nn.Parameter]]:
         buckets = {op: list(self._copies[op]) for op in reduces if op.peer is not None}

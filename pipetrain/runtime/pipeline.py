@@ -283,7 +283,7 @@ class Pipeline:
             for part, parameters in enumerate(parameters_of_parts(stage))
         }
         copies = self._copies.buckets(programs.whole().reduces)
-        return SharedGradients(copies, of_parts, runs_ahead=self._lanes.device.runs_ahead)
+        return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self._lanes.device.runs_ahead)
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 

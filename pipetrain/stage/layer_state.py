@@ -347,7 +347,8 @@ class LayerState:
         if any(map(is_sharded, self._roots)):
             return  # fully_shard puts gathered parameters in the place of a layer's, and takes them away
         for module, parameters, modules in before.structure:
-            for was, now in ((parameters, module._parameters), (modules, module._modules)):
+            # As dicts: those of a module of torch.jit have no `get`.
+            for was, now in ((parameters, dict(module._parameters)), (modules, dict(module._modules))):
                 names = [name for name in {**was, **now} if was.get(name) is not now.get(name)]
                 if names:
                     raise StateChanged(

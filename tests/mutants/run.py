@@ -57,6 +57,7 @@ def main(arguments: list[str]) -> int:
     )
     _CONTEXT.set_forkserver_preload(["torch", "pytest"])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        os.environ["TMPDIR"] = folder  # what tests leave goes with the copies
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(NUM_AT_ONCE):
             copy = Path(folder) / f"tree-{number}"

@@ -471,4 +471,11 @@ MUTANTS = (
         "    if False:\n",
         ("tests/regressions/test_wrong_arguments.py", "-k", "state_of_another"),
     ),
+    Mutant(
+        "a parameter that came later is not refused",
+        "pipetrain/parallel/replicas.py",
+        "        if key:\n            self._refuse_replaced()\n",
+        "",
+        ("tests/runtime/test_replica_calls.py",),
+    ),
 )

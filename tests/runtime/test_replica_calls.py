@@ -338,6 +338,18 @@ def a_mesh_of_the_user() -> None:
         Pipeline(layers(), mean_square, plan=make_plan(6, num_ranks=2), timeout_seconds=NEVER_SECONDS)
 
 
+def replaced_parameters() -> None:
+    """Nobody would sum the gradient of a parameter that came later, and replicas would drift apart."""
+    inputs, targets = batch(0)
+    model = layers()
+    with TWO.pipeline(model) as pipeline:
+        pipeline.step(inputs, targets)
+        for linear in (model[0], model[5]):
+            linear.weight = nn.Parameter(linear.weight.detach().clone())
+        with pytest.raises((ValueError, PipelineError), match=r"[05]\.weight: not a parameter that the stage had when"):
+            pipeline.step(inputs, targets)
+
+
 PARTS: list[Callable[[], Any]] = [
     what_counts,
     mistakes,
@@ -350,6 +362,7 @@ PARTS: list[Callable[[], Any]] = [
     few_messages,
     a_mesh_of_the_user,
     trained_and_frozen,
+    replaced_parameters,
 ]
 
 
