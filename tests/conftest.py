@@ -13,7 +13,8 @@ from left_over import Watch
 from shares import ROOT, changed_files, in_turn, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Said before anybody loads torch, whatever the user's own environment says.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 # Set where root's rights are promised: there a test that needs them must not be left out without a word.
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"
@@ -26,10 +27,13 @@ _STARTED = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--turns", type=int, default=1, help="slow tests: those of changed files, and so many-th of the others, in turn"
+        "--turns",
+        type=int,
+        default=1,
+        help="slow tests: those of changed files, and of the others every so many-th, in turn",
     )
     parser.addoption(
-        "--seconds", type=float, default=None, help="slow tests of changed files whose turn it is not begin until then"
+        "--seconds", type=float, default=None, help="after so many, no more slow tests of changed files are begun"
     )
 
 

@@ -29,10 +29,9 @@ from mutants.mutant import Mutant
 from mutants.table import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 120
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
-# Where a mutant is looked for, the quickest first.
-CIRCLES = {"make test": "not slow", "make test-slow": "slow"}
+# Where a mutant is looked for, the quickest first: marks of the tests, and seconds after which they hang.
+CIRCLES = {"make test": ("not slow", 120), "make test-slow": ("slow", 600)}
 NOT_BEGUN = "not begun"
 _CONTEXT = mp.get_context("forkserver")
 
@@ -40,10 +39,10 @@ _CONTEXT = mp.get_context("forkserver")
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Breaks one line at a time and asks the tests to notice.")
     parser.add_argument(
-        "--turns", type=int, default=1, help="those of changed files, and so many-th of the others, in turn"
+        "--turns", type=int, default=1, help="those of changed files, and of the others every so many-th, in turn"
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="those whose turn it is not begin until then"
+        "--seconds", type=float, default=float("inf"), help="after so many, no more of changed files are begun"
     )
     parser.add_argument("words", nargs="*", help="parts of the names of those to try")
     wanted = parser.parse_args(arguments)
@@ -119,8 +118,8 @@ def try_one(tree: Path, mutant: Mutant) -> str:
     path.write_text(original.replace(mutant.old, mutant.new))
     try:
         verdicts = []
-        for circle, marks in CIRCLES.items():
-            verdicts.append(verdict_of(tree, ("-m", marks, *mutant.tests)))
+        for circle, (marks, seconds) in CIRCLES.items():
+            verdicts.append(verdict_of(tree, ("-m", marks, *mutant.tests), seconds))
             if verdicts[-1].startswith("red"):
                 return f"red in {circle}:{verdicts[-1].removeprefix('red').removeprefix(':')}"
         return next((verdict for verdict in verdicts if verdict == "SURVIVED"), verdicts[0])
@@ -128,17 +127,17 @@ def try_one(tree: Path, mutant: Mutant) -> str:
         path.write_text(original)
 
 
-def verdict_of(tree: Path, tests: tuple[str, ...]) -> str:
+def verdict_of(tree: Path, tests: tuple[str, ...], seconds: float) -> str:
     said = tree / "said.txt"
     process = _CONTEXT.Process(target=run_tests, args=(tree, tests, said))
     process.start()
-    process.join(TIMEOUT_SECONDS)
+    process.join(seconds)
     if process.exitcode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         process.kill()  # where it had not come so far as to have a group
         process.join()
-        return f"red (nothing after {TIMEOUT_SECONDS} s)"
+        return f"red (nothing after {seconds} s)"
     lines = said.read_text(errors="replace").splitlines()
     failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), None)
     if process.exitcode == 1 and failed:
