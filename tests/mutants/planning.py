@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "pictures of replicas begin with their own first op",
         "pipetrain/observe/run_report.py",
-        ", span=span)",
-        ")",
+        "            span=(last.start, last.start + last.step_seconds) if several else None,\n",
+        "",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),
     ),
     Mutant(
