@@ -169,7 +169,7 @@ MUTANTS = (
         "pipetrain/stage/meter.py",
         "        self._own_bytes = meter.uncounted_bytes(tensor for key, tensor in by_storage.items() if key not in shared)\n",
         "        self._own_bytes = meter.uncounted_bytes(by_storage.values())\n",
-        ("tests/runtime/test_memory.py", "-k", "agrees and kept"),
+        ("tests/runtime/test_memory.py", "-k", "sets_share"),
     ),
     Mutant(
         "where autograd looks itself, nobody says which layer it was",

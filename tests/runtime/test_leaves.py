@@ -265,11 +265,9 @@ def test_only_the_first_forward_of_its_kind_is_walked() -> None:
     assert is_walked(5)
     layers[1].eval()
     assert is_walked(5)
-    layers[0].requires_grad_(False)
     layers[1].broken = True
     with pytest.raises(KeyError):
         is_walked(6)
     stage.drop()
     layers[1].broken = False
-    layers[0].requires_grad_(True)
     assert is_walked(6), "a forward that failed has not been walked"

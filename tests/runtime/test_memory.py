@@ -17,7 +17,7 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.model.transformer import transformer_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter, SetSize
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput
 
@@ -190,6 +190,19 @@ def test_a_storage_counts_once_and_weights_do_not() -> None:
     meter.release(keys[2])
     meter.release(0)
     assert (meter.current_bytes, meter.peak_bytes) == (0, 40)
+
+
+def test_what_all_sets_share_counts_once() -> None:
+    """A table that a layer makes once is in every set; the third set is not looked at any more."""
+    meter, size, table = ActivationMeter(), SetSize(), torch.zeros(100)
+    first = size.counted(meter, [table, table[:5], torch.zeros(10)])
+    del first
+    sets = [size.counted(meter, [table, torch.zeros(10)]), size.counted(meter, ())]
+    assert meter.current_bytes == 400 + 2 * 40
+    del sets[1]
+    assert meter.current_bytes == 400 + 40
+    del sets[0]
+    assert (meter.current_bytes, meter.peak_bytes) == (0, 480)
 
 
 def test_what_is_on_its_way_is_told_apart() -> None:
