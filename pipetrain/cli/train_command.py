@@ -61,7 +61,7 @@ def check_train(config: RunConfig) -> Run:
     from pipetrain.model.hf.download import bring_model
     from pipetrain.observe.claim import check_unclaimed
     from pipetrain.observe.folder import check_free
-    from pipetrain.observe.trackers.chosen import check_trackers
+    from pipetrain.observe.trackers.tracker import check_trackers
     from pipetrain.prepare import prepare_phases
     from pipetrain.snapshot.start import AUTO, check_start
 

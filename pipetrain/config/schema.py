@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, Union
 
 from pipetrain.config.limits import Limit, Phases, Resume
-from pipetrain.config.problem import ConfigError, nearest
+from pipetrain.config.problem import ConfigError, nearest, shown
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
 
@@ -75,17 +75,17 @@ def phase_keys(record: type[Any] = RunConfig, prefix: str = "", *, all_of_them: 
     return tuple(found)
 
 
-def with_value(record: _R, path: str, value: Any, shown: str | None = None) -> _R:
-    """The record with another value of the key `path`, checked against its type; `shown` is what the key is called in a message.
+def with_value(record: _R, path: str, value: Any, called: str | None = None) -> _R:
+    """The record with another value of the key `path`, checked against its type; `called`: what the key is in a message.
 
     Raises:
         ConfigError: a value of the wrong type.
     """
     name, _, rest = path.partition(".")
     if rest:
-        changed = with_value(getattr(record, name), rest, value, shown or path)
+        changed = with_value(getattr(record, name), rest, value, called or path)
     else:
-        changed = _convert(shown or path, value, typing.get_type_hints(type(record))[name])
+        changed = _convert(called or path, value, typing.get_type_hints(type(record))[name])
     return dataclasses.replace(record, **{name: changed})
 
 
@@ -167,7 +167,7 @@ def _convert(path: str, value: Any, kind: Any) -> Any:
         if fits:
             return converted
     raise ConfigError(
-        f"{path}={_shown(value)}: this is {_name_of_value(value)}; allowed is {' or '.join(map(_name, allowed))}"
+        f"{path}={shown(value)}: this is {_name_of_value(value)}; allowed is {' or '.join(map(_name, allowed))}"
         + (f"; for text write {path}=\"'{value}'\"" if str in allowed and isinstance(value, (int, float)) else "")
     )
 
@@ -202,7 +202,3 @@ def _name(kind: Any) -> str:
 
 def _name_of_value(value: Any) -> str:
     return _NAMES.get(type(value), "a list" if isinstance(value, (list, tuple)) else "a group")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

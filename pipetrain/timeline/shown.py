@@ -9,7 +9,7 @@ from typing import Any
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT
 from pipetrain.schedule.halves import is_split
 from pipetrain.schedule.placement import spelling_of
@@ -18,7 +18,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 
 _NO_GAP = 1e-9  # a smaller one is rounding
 
@@ -123,17 +123,14 @@ class Shown:
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
             "peak_stash": self.peak_stash(),
             **({} if with_inputs is None else {"peak_sets_with_inputs": list(with_inputs)}),
-            "ops": [
-                {
-                    "rank": event.rank,
-                    "lane": event.lane.value,
-                    "op": str(event.op),
-                    "start": event.start,
-                    "end": event.end,
-                }
-                for event in self.timeline.events
-            ],
+            "ops": [op_record(event) for event in self.timeline.events],
         }
+
+
+def op_record(event: OpEvent) -> dict[str, Any]:
+    """An event as plain values."""
+    times = {"start": event.start, "end": event.end}
+    return {"rank": event.rank, "lane": event.lane.value, "op": str(event.op), **times}
 
 
 def _policy(policy: RecomputePolicy) -> str:

@@ -26,9 +26,9 @@ MUTANTS = (
     ),
     Mutant(
         "an events file counts ranks in the replica",
-        "pipetrain/observe/event_file.py",
-        '"rank": rank,',
-        '"rank": event.rank,',
+        "pipetrain/observe/lines.py",
+        '"rank": self._rank}',
+        '"rank": event.rank}',
         ("tests/observe/test_replicas.py", "-k", "events_of_a_file"),
     ),
     Mutant(
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "pictures of replicas begin with their own first op",
-        "pipetrain/observe/run_report.py",
+        "pipetrain/observe/report.py",
         ", span=span)",
         ")",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import secrets
 import shutil
@@ -16,9 +15,8 @@ from typing import Any
 
 from pipetrain.config.records import WandbConfig
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import read_lines
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.picture import timeline_png
-from pipetrain.observe.trackers.jsonl import read_lines
 from pipetrain.observe.trackers.tracker import Ending, Tracker, figures, first_line
 
 # A process that is killed loses the rows of so many seconds; wandb's own default is 15.
@@ -183,15 +181,11 @@ def _process_is_gone() -> tuple[type[Exception], ...]:
 
 
 def _tell(run: Any, ending: Ending) -> None:
-    """The pictures are made anew for each wandb run: it ties them to itself."""
+    """The page is made anew for each wandb run: it ties it to itself."""
     import wandb
-    from PIL import Image
 
     report = ending.report
-    values: dict[str, Any] = {
-        "timeline": wandb.Image(Image.open(io.BytesIO(timeline_png(ending.pictures)))),
-        "timeline_page": wandb.Html(ending.page, inject=False),
-    }
+    values: dict[str, Any] = {"timeline_page": wandb.Html(ending.page, inject=False)}
     if report.heldout_loss is not None:
         values["heldout_loss"] = report.heldout_loss
     run.log(values, step=report.steps)
