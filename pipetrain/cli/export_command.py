@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser
+from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
 from pipetrain.launcher.outcome import Exit
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _add_arguments(parser: Parser) -> None:
-    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+    add_run(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make; it must be new")
 
 
@@ -58,13 +57,9 @@ def _tensors(folder: RunFolder) -> Mapping[str, Tensor]:
     from pipetrain.snapshot.reader import Snapshot
     from pipetrain.snapshot.state import Part
 
-    snapshot = find(folder.path, _say)
-    _say(f"the run has not ended; exporting {snapshot}")
+    snapshot = find(folder.path, say)
+    say(f"the run has not ended; exporting {snapshot}")
     return in_files(Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS), folder.model)
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
 
 
 EXPORT = Command("a trained Hugging Face model as a folder of transformers", _add_arguments, _export)

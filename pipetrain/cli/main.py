@@ -6,11 +6,12 @@ Each subcommand has a file of its own and imports what it needs when it runs, so
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
-from pipetrain.cli.command import Parser, refuse
+from pipetrain.cli.command import STDOUT, Parser, refuse
 from pipetrain.cli.export_command import EXPORT
 from pipetrain.cli.generate_command import GENERATE
 from pipetrain.cli.profile_command import PROFILE_LAYERS
@@ -20,7 +21,6 @@ from pipetrain.cli.tokenize_command import TOKENIZE
 from pipetrain.cli.train_command import TRAIN
 from pipetrain.cli.verify_command import VERIFY
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT
 
 COMMANDS = {
     "train": TRAIN,
@@ -32,9 +32,7 @@ COMMANDS = {
     "export": EXPORT,
     "tokenize": TOKENIZE,
 }
-_BENCH = "bench"  # has options of its own
-
-
+_BENCH, _BENCH_HELP = "bench", "comparisons with other systems, measured on this machine"  # has options of its own
 _MANY_OBJECTS = 10_000  # that Python makes before it looks for cycles among the newest, in place of 700
 
 
@@ -55,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return Exit.DONE if words else Exit.WRONG_INPUT
-    if words[0] == _BENCH and (benchmarks := find_benchmarks()) is not None:
-        return run_benchmarks(benchmarks, words[1:])
+    if words[0] == _BENCH and (benchmarks := _find_benchmarks()) is not None:
+        return _run_benchmarks(benchmarks, words[1:])
     if words[0] not in COMMANDS:
         return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
     command = COMMANDS[words[0]]
@@ -75,10 +73,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.DONE
 
 
+def _find_benchmarks() -> Path | None:
+    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    folders = (package / "benchmarks", package.parent / "benchmarks")
+    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
+
+
+def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
+    """`pipetrain bench WORDS`; returns the exit code."""
+    if folder.parent.name == "pipetrain":
+        module = importlib.import_module("pipetrain.benchmarks.command")
+    else:
+        sys.path.insert(0, str(folder.parent))
+        module = importlib.import_module("benchmarks.command")
+    code: int = module.main(words)
+    return code
+
+
 def _help() -> str:
     helps = {name: command.help for name, command in COMMANDS.items()}
-    if find_benchmarks() is not None:
-        helps[_BENCH] = BENCH_HELP
+    if _find_benchmarks() is not None:
+        helps[_BENCH] = _BENCH_HELP
     width = max(map(len, helps))
     lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
     return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, refuse
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, refuse
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from pipetrain.observe.folder import RunFolder
@@ -38,10 +37,7 @@ def _report(arguments: Arguments) -> int:
     if len(folders) > 1 or arguments.out is not None:
         return _compare(folders, arguments)
     report = read_report(folders[0].report)
-    if arguments.json is not None:
-        write_json(asdict(report), arguments.json)
-    if arguments.json != STDOUT:
-        print(as_markdown(report), end="")
+    present(arguments, lambda: as_markdown(report).removesuffix("\n"), lambda: asdict(report))
     return Exit.DONE
 
 
@@ -52,10 +48,8 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     if arguments.out is not None:
         check_format(Path(arguments.out))
     runs, problems = compare(folders)
-    if arguments.json is not None:
-        write_json([run.as_json() for run in runs], arguments.json)
-    if runs and arguments.json != STDOUT:
-        print(runs_table(runs).as_markdown())
+    table = runs_table(runs).as_markdown() if runs else ""
+    present(arguments, lambda: table, lambda: [run.as_json() for run in runs])
     if runs and arguments.out is not None:
         write_plot(runs, Path(arguments.out))
     for problem in problems:

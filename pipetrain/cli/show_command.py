@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from pipetrain.config.records import RunConfig
@@ -46,20 +45,22 @@ def _show(arguments: Arguments) -> int:
     meshes = []
     if arguments.mesh:
         meshes = [MeshShown(*predict_mesh(config, one.schedule)) for config, one in zip(configs, shown)]
-    if arguments.json is not None:
-        values = [one.as_json() for one in shown]
-        for value, mesh in zip(values, meshes):
-            value["mesh"] = mesh.as_json()
-        write_json(values[0] if len(values) == 1 else values, arguments.json)
     if arguments.out is not None:
         write_drawing(shown, Path(arguments.out), meshes)
-    if arguments.json != STDOUT:
-        print("\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]))
+
+    def values() -> Any:
+        drawn = [one.as_json() for one in shown]
+        for value, mesh in zip(drawn, meshes):
+            value["mesh"] = mesh.as_json()
+        return drawn[0] if len(drawn) == 1 else drawn
+
+    present(arguments, lambda: "\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]), values)
     return Exit.DONE
 
 
 def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
     from pipetrain.config.load import load
+    from pipetrain.config.phases import phases_of
     from pipetrain.plan.profile import read_profile
     from pipetrain.prepare import predict
 
@@ -71,23 +72,12 @@ def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, 
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
             config = load(overrides)
-    config = _in_phase(config, phase)
-    return config, predict(config)
-
-
-def _in_phase(config: RunConfig, number: int | None) -> RunConfig:
-    """The configuration in force in a phase.
-
-    Raises:
-        ValueError: there is no such phase.
-    """
-    from pipetrain.config.phases import phases_of
-
     phases = phases_of(config)
-    if number is not None and not 0 <= number < len(phases):
+    if phase is not None and not 0 <= phase < len(phases):
         there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"
-        raise ValueError(f"--phase={number}: {there}")
-    return phases[number or 0].config
+        raise ValueError(f"--phase={phase}: {there}")
+    config = phases[phase or 0].config
+    return config, predict(config)
 
 
 SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)

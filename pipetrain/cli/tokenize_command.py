@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_overrides
+from pipetrain.cli.command import Arguments, Command, Parser, add_overrides, say
 from pipetrain.launcher.outcome import Exit
 
 if TYPE_CHECKING:
     from pipetrain.config.records import RunConfig
-    from pipetrain.data.token_file import TokenSheet
-
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -56,7 +54,13 @@ def _tokenize(arguments: Arguments) -> int:
     with shown_progress("tokenizing", shown=config.observe.progress) as tell:
         folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=tell)
     sheet = read_sheet(folder)
-    print(_told(sheet), file=sys.stderr)
+    train, heldout = sheet.parts["train"], sheet.parts["heldout"]
+    counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
+    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
+    say(
+        f"{train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
+        f"{heldout.tokens:,}{skipped}"
+    )
     print(f"tokens: {folder}")
     return Exit.DONE
 
@@ -84,7 +88,16 @@ def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None
     if not shown:
         yield None
     elif not sys.stderr.isatty():
-        yield _Lines(what)
+        said_at = time.monotonic()
+
+        def tell(share: float) -> None:
+            """A line every few seconds; none for what takes less."""
+            nonlocal said_at
+            if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
+                said_at = time.monotonic()
+                say(f"{what}: {share:.0%}")
+
+        yield tell
     else:
         from rich.console import Console
         from rich.progress import Progress
@@ -94,35 +107,12 @@ def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None
             yield lambda share: progress.update(task, completed=share, visible=True)
 
 
-class _Lines:
-    """A line every few seconds; none for what takes less."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said_at = time.monotonic()
-
-    def __call__(self, share: float) -> None:
-        if time.monotonic() - self._said_at >= _SECONDS_BETWEEN_LINES:
-            self._said_at = time.monotonic()
-            print(f"pipetrain: {self._what}: {share:.0%}", file=sys.stderr, flush=True)
-
-
 def _source_of(path: Path) -> str:
     """What reads it, by its name."""
     if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return "hf"
     folder_has_lines = path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None
     return "jsonl" if folder_has_lines or ".jsonl" in path.suffixes else "text"
-
-
-def _told(sheet: TokenSheet) -> str:
-    train, heldout = sheet.parts["train"], sheet.parts["heldout"]
-    counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
-    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
-    return (
-        f"pipetrain: {train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
-        f"{heldout.tokens:,}{skipped}"
-    )
 
 
 TOKENIZE = Command("a corpus as token ids on disk, ahead of training", _add_arguments, _tokenize)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.command import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.cli.report_command import reported
-from pipetrain.observe.output import STDOUT, write_json
+from pipetrain.launcher.outcome import Exit
 
 if TYPE_CHECKING:
     from pipetrain.config.records import RunConfig
@@ -43,11 +43,12 @@ def _train(arguments: Arguments) -> int:
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
     if becomes_a_job:
-        from pipetrain.cli.slurm_job import check_job, submit_job
+        _check_job(config.resume)
+    from pipetrain.launcher.nodes import choose_ranks_per_node
 
-        check_job(config.resume)
-        return submit_job(config, arguments, _ranks_per_node(config, check_train(config)))
-    return _start(config, arguments, _ranks_per_node(config, check_train(config)))
+    plan = check_train(config).plan
+    ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
+    return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
 
 
 def check_train(config: RunConfig) -> Run:
@@ -84,14 +85,8 @@ def check_train(config: RunConfig) -> Run:
 
             proof = proof_of(prepared.run.found.seconds, prepared.run.found.least_seconds)
             of = f" of phases[{prepared.number}]" if config.phases else ""
-            print(f"pipetrain: the step of pipeline.schedule=auto{of}: {proof} (seconds of its costs)", file=sys.stderr)
+            say(f"the step of pipeline.schedule=auto{of}: {proof} (seconds of its costs)")
     return phases[0].run
-
-
-def _ranks_per_node(config: RunConfig, run: Run) -> int:
-    from pipetrain.launcher.nodes import choose_ranks_per_node
-
-    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks, run.plan.num_replicas)
 
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
@@ -108,8 +103,8 @@ def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
         threads_per_rank=config.threads_per_rank,
         nodes=_nodes(config),
     )
-    if arguments.json is not None and (report := reported(outcome.run_dir)) is not None:
-        write_json(report, arguments.json)
+    if (report := reported(outcome.run_dir)) is not None:
+        present(arguments, str, lambda: report)
     return tell(outcome, quiet=arguments.json == STDOUT)
 
 
@@ -129,6 +124,51 @@ def _nodes(config: RunConfig) -> Nodes | None:
         )
     check_not_a_slurm_task()
     return None
+
+
+def _check_job(resume: str | None) -> None:
+    """Raises:
+    ValueError: `resume` names a snapshot, from which a job that is put back into the queue would start again.
+    """
+    from pipetrain.snapshot.start import AUTO
+
+    if resume not in (None, AUTO):
+        raise ValueError(
+            f"resume={resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
+            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+        )
+
+
+def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
+    """`cluster=slurm`: writes the job script and submits it, or prints it (`--dry-run`); returns the exit code."""
+    from pipetrain.launcher.slurm.script import job_script
+    from pipetrain.launcher.slurm.submit import check_commands, how_to_go_on, submit
+    from pipetrain.observe.folder import choose_folder, reserve_folder
+
+    if not arguments.dry_run:
+        check_commands()
+    run_dir = (choose_folder if arguments.dry_run else reserve_folder)(config.run_dir, config.experiment).path
+    script = job_script(
+        config.cluster,
+        arguments.overrides,
+        run_dir=run_dir,
+        ranks_per_node=ranks_per_node,
+        threads_per_rank=config.threads_per_rank,
+        python=sys.executable,
+        name=config.experiment,
+    )
+    if config.snapshot.every_steps is None:
+        say(
+            "snapshot.every_steps is not set: the job saves when it is told to stop, and a machine that is lost costs "
+            "the whole run; snapshot=regular saves every 100 steps"
+        )
+    if arguments.dry_run:
+        print(script, end="")
+        return Exit.DONE
+    job = submit(script, run_dir)
+    told = f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}"
+    present(arguments, lambda: told, lambda: {"job": job, "run_dir": str(run_dir)})
+    return Exit.DONE
 
 
 TRAIN = Command("train a model over pipeline stages", _add_arguments, _train)

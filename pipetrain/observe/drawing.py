@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipetrain.observe.mesh_drawing import MeshShown, mesh_html, meshes_svg
-from pipetrain.observe.output import write_text
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
@@ -48,10 +47,11 @@ def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown
         raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
     if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
         raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
-    if meshes and ending in _FORMATS_OF_MESHES:
-        write_text(path, _FORMATS_OF_MESHES[ending](shown, meshes))
-    else:
-        write_text(path, _FORMATS[ending](*shown))
+    with_meshes = _FORMATS_OF_MESHES.get(ending) if meshes else None
+    try:
+        path.write_text(with_meshes(shown, meshes) if with_meshes else _FORMATS[ending](*shown))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 _FORMATS: dict[str, Callable[..., str]] = {
