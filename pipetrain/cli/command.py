@@ -19,9 +19,8 @@ _OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by nam
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its line in the help, its options, and what it does (the exit code is what it returns)."""
+    """A subcommand: its options, and what it does (the exit code is what it returns)."""
 
-    help: str
     add_arguments: Callable[[Parser], None]
     run: Callable[[Arguments], int]
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
+from pipetrain.config.load import read
+from pipetrain.config.records import HUGGING_FACE
 from pipetrain.launcher.outcome import Exit
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from pipetrain.observe.folder import RunFolder
+from pipetrain.model.hf.hf_size import check_transformers
+from pipetrain.observe.folder import RunFolder, find_folder
+from pipetrain.plan.plan import read_plan
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -22,18 +21,12 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _export(arguments: Arguments) -> int:
-    from pipetrain.config.load import read
-    from pipetrain.config.records import HUGGING_FACE
-    from pipetrain.observe.folder import find_folder
-    from pipetrain.plan.plan import read_plan
-
     folder = find_folder(arguments.run)
     config = read(folder.config)
     if config.model.name != HUGGING_FACE:
         raise ValueError(
             f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; its weights are in {folder.weights}"
         )
-    from pipetrain.model.hf.hf_size import check_transformers
     from pipetrain.snapshot.export import check_out, export_model
 
     check_transformers()
@@ -46,7 +39,7 @@ def _export(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _tensors(folder: RunFolder) -> Mapping[str, Tensor]:
+def _tensors(folder: RunFolder) -> Mapping[str, Any]:
     """Those at the end of the run, else of its newest whole snapshot, under transformers' names."""
     from pipetrain.snapshot.weights import has_weights, read_weights
 
@@ -62,4 +55,4 @@ def _tensors(folder: RunFolder) -> Mapping[str, Tensor]:
     return in_files(Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS), folder.model)
 
 
-EXPORT = Command("a trained Hugging Face model as a folder of transformers", _add_arguments, _export)
+COMMAND = Command(_add_arguments, _export)

@@ -6,18 +6,20 @@ import os
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
-from pipetrain.launcher.outcome import Exit, Outcome
+from pipetrain.config.load import read
+from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.group.address import is_rank
+from pipetrain.launcher.launch import launch
+from pipetrain.launcher.outcome import Exit, Outcome, announce, end, tell
+from pipetrain.observe.folder import RunFolder, find_folder
+from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipetrain.config.records import RunConfig
     from pipetrain.loop.generate import Asked
-    from pipetrain.observe.folder import RunFolder
-    from pipetrain.plan.plan import Plan
 
 _PROMPT = "import "
 
@@ -51,9 +53,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _generate(arguments: Arguments) -> int:
-    from pipetrain.group.address import is_rank
-    from pipetrain.observe.folder import find_folder
-
     folder = find_folder(arguments.run)
     config = _config(folder)
     if is_rank():
@@ -66,8 +65,6 @@ def _generate(arguments: Arguments) -> int:
 
         generate(config, plan, weights, asked, _write)
         return Exit.DONE
-    from pipetrain.launcher.launch import launch
-    from pipetrain.launcher.outcome import tell
 
     outcome = launch(
         "pipetrain.cli",
@@ -83,9 +80,6 @@ def _config(folder: RunFolder) -> RunConfig:
 
     Those are not read there: they are the run's own.
     """
-    from pipetrain.config.load import read
-    from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN
-
     config = read(folder.config)
     if config.model.name != HUGGING_FACE:
         return config
@@ -100,8 +94,6 @@ def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
     Raises:
         ValueError: there is none, or the model does not fill so many ranks.
     """
-    from pipetrain.plan.plan import make_plan, read_plan, whole_number
-
     plan = replace(read_plan(folder.plan), num_replicas=1)
     if num_ranks is None or whole_number("--ranks", num_ranks) == plan.num_ranks:
         return plan
@@ -196,8 +188,6 @@ def _write(text: str) -> None:
 
 def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
     """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
-    from pipetrain.launcher.outcome import announce, end
-
     rank = int(os.environ["RANK"])
     announce(rank)
     code = end(_outcome(rank, config, folder, arguments))
@@ -234,4 +224,4 @@ def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Argumen
     return Outcome(rank, Exit.DONE)
 
 
-GENERATE = Command("text from a trained model", _add_arguments, _generate)
+COMMAND = Command(_add_arguments, _generate)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.config.load import load
+from pipetrain.config.records import WEIGHTS_IN, RunConfig
+from pipetrain.config.together import check_run
 from pipetrain.launcher.outcome import Exit
-
-if TYPE_CHECKING:
-    from pipetrain.plan.profile import Advice, Profile
+from pipetrain.plan.profile import Advice, Profile, advice_of
+from pipetrain.prepare import conditions_of
+from pipetrain.timeline.draw.table import Table, size
 
 _MOST_ADVICE = 5
 
@@ -26,9 +28,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _profile(arguments: Arguments) -> int:
-    from pipetrain.config.load import load
-    from pipetrain.plan.profile import advice_of
-
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
     config = load(arguments.overrides)
@@ -43,22 +42,16 @@ def _profile(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _measured(config: Any, rounds: int) -> Profile:
-    from dataclasses import replace
-
+def _measured(config: RunConfig, rounds: int) -> Profile:
     import torch
     from torch.utils import _pytree as pytree
 
-    from pipetrain.config.records import WEIGHTS_IN
-    from pipetrain.config.together import check_run
     from pipetrain.data.dataset import make_data
     from pipetrain.engine.precision import precision_of
     from pipetrain.group.own_device import choose_device
     from pipetrain.model.hf.download import bring_model
     from pipetrain.model.spec import make_spec
     from pipetrain.model.weights_dtype import with_weights_in
-    from pipetrain.plan.profile import Profile
-    from pipetrain.prepare import conditions_of
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 
@@ -97,8 +90,6 @@ def _measured(config: Any, rounds: int) -> Profile:
 
 
 def _table(profile: Profile, advice: Sequence[Advice]) -> str:
-    from pipetrain.timeline.draw.table import Table, size
-
     rows = []
     for layer in profile.layers:
         first, last, count = layer.numbers[0], layer.numbers[-1], len(layer.numbers)
@@ -117,4 +108,4 @@ def _table(profile: Profile, advice: Sequence[Advice]) -> str:
     return "\n".join([Table(head, rows).as_text(), "", *told])
 
 
-PROFILE_LAYERS = Command("measure what each layer takes and holds, and what is worth keeping", _add_arguments, _profile)
+COMMAND = Command(_add_arguments, _profile)

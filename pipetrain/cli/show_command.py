@@ -5,14 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present
+from pipetrain.config.load import load
+from pipetrain.config.phases import phases_of
+from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-
-if TYPE_CHECKING:
-    from pipetrain.config.records import RunConfig
-    from pipetrain.timeline.shown import Shown
+from pipetrain.observe.drawing import draw, write_drawing
+from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh
+from pipetrain.plan.profile import read_profile
+from pipetrain.prepare import predict, predict_mesh
+from pipetrain.timeline.shown import Shown
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -34,10 +38,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _show(arguments: Arguments) -> int:
-    from pipetrain.observe.drawing import draw, write_drawing
-    from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh
-    from pipetrain.prepare import predict_mesh
-
     both = [arguments.overrides]
     if arguments.against is not None:
         both.append([*arguments.overrides, *shlex.split(arguments.against)])
@@ -59,11 +59,6 @@ def _show(arguments: Arguments) -> int:
 
 
 def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
-    from pipetrain.config.load import load
-    from pipetrain.config.phases import phases_of
-    from pipetrain.plan.profile import read_profile
-    from pipetrain.prepare import predict
-
     config = load(overrides)
     if config.plan.profile is not None:
         # A schedule for that run has its stages and its microbatches, where nothing else is said.
@@ -80,4 +75,4 @@ def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, 
     return config, predict(config)
 
 
-SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)
+COMMAND = Command(_add_arguments, _show)

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_overrides, say
+from pipetrain.config.load import load
+from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
 
-if TYPE_CHECKING:
-    from pipetrain.config.records import RunConfig
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -29,8 +28,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _tokenize(arguments: Arguments) -> int:
-    from pipetrain.config.load import load
-
     path = Path(arguments.path)
     if not any(override.startswith("data=") for override in arguments.overrides):
         arguments.overrides.insert(0, f"data={_source_of(path)}")
@@ -115,4 +112,4 @@ def _source_of(path: Path) -> str:
     return "jsonl" if folder_has_lines or ".jsonl" in path.suffixes else "text"
 
 
-TOKENIZE = Command("a corpus as token ids on disk, ahead of training", _add_arguments, _tokenize)
+COMMAND = Command(_add_arguments, _tokenize)

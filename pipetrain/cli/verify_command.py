@@ -54,4 +54,4 @@ def _verify(arguments: Arguments) -> int:
     return Exit.DONE if is_right else Exit.DIFFERENT
 
 
-VERIFY = Command("compare every schedule and mode with one process, bit for bit", _add_arguments, _verify)
+COMMAND = Command(_add_arguments, _verify)
