@@ -14,7 +14,7 @@ from pipetrain.config.load import read
 from pipetrain.config.problem import shown
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.lines import read_lines
-from pipetrain.observe.report import RunReport, read_report
+from pipetrain.observe.report import RunReport, most, read_report
 from pipetrain.timeline.draw.page import framed, heading, page, paragraph
 from pipetrain.timeline.draw.table import Table, number, size
 
@@ -32,16 +32,6 @@ class ComparedRun:
     report: RunReport
     config: Mapping[str, Any]  # by dotted key
     differs: Mapping[str, Any]  # the keys in which the compared runs are not all alike
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Recomputation of a step for which an op had to wait, of all ranks."""
-        return sum(value or 0.0 for value in self.report.recompute_exposed_seconds)
-
-    @property
-    def peak_activation_bytes(self) -> float | None:
-        """Of the rank that holds most."""
-        return max((value for value in self.report.peak_activation_bytes if value is not None), default=None)
 
     def as_json(self) -> dict[str, Any]:
         return {"run": str(self.folder.path), "differs": dict(self.differs), **dataclasses.asdict(self.report)}
@@ -145,8 +135,8 @@ def _row(run: ComparedRun) -> tuple[str, ...]:
         number(report.tokens_per_second, "{:,.0f}"),
         number(report.step_seconds_measured, "{:.4f} s"),
         number(report.bubble_fraction, "{:.1%}"),
-        number(run.exposed_seconds, "{:.4f} s"),
-        size(run.peak_activation_bytes),
+        number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
+        size(most(report.peak_activation_bytes)),
     )
 
 

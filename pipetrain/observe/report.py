@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,8 @@ def phase_totals(report: RunReport) -> Table:
             number(one.step_seconds_measured, "{:.4f} s"),
             number(one.step_seconds_predicted, "{:.4f} s"),
             number(one.bubble_fraction, "{:.1%}"),
-            number(_most(one.recompute_exposed_seconds), "{:.4f} s"),
-            size(_most(one.peak_activation_bytes)),
+            number(most(one.recompute_exposed_seconds), "{:.4f} s"),
+            size(most(one.peak_activation_bytes)),
             number(one.loss, "{:.3f}"),
             number(one.heldout_loss, "{:.3f}"),
         )
@@ -197,7 +197,8 @@ def phase_totals(report: RunReport) -> Table:
     return Table((*header, "R exposed, most", "peak activations, most", "loss", "held-out loss"), rows)
 
 
-def _most(of_ranks: PerRank) -> float | None:
+def most(of_ranks: PerRank) -> float | None:
+    """Of the rank that has most; None where it is known of none."""
     return max((value for value in of_ranks if value is not None), default=None)
 
 
@@ -284,10 +285,10 @@ def make_report(
     held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in ("set_bytes", "input_bytes", "kept_bytes")}
 
     def median(name: str) -> float | None:
-        return _known(statistics.median, [getattr(step, name) for step in settled])
+        return _median(getattr(step, name) for step in settled)
 
-    def medians(name: str) -> tuple[float | None, ...]:
-        return tuple(_known(statistics.median, values) for values in zip(*(getattr(step, name) for step in settled)))
+    def medians(name: str) -> PerRank:
+        return tuple(map(_median, zip(*(getattr(step, name) for step in settled))))
 
     return RunReport(
         experiment=experiment,
@@ -314,12 +315,12 @@ def make_report(
     )
 
 
-def peak_activation_bytes(metrics: Sequence[StepMetrics]) -> tuple[float | None, ...]:
+def peak_activation_bytes(metrics: Sequence[StepMetrics]) -> PerRank:
     """The most that each rank held in any of these steps."""
-    return tuple(_known(max, values) for values in zip(*(step.peak_activation_bytes for step in metrics)))
+    return tuple(map(most, zip(*(step.peak_activation_bytes for step in metrics))))
 
 
-def _known(sum_up: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """`sum_up` of the values that are known; None where none is."""
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
-    return sum_up(known) if known else None
+    return statistics.median(known) if known else None

@@ -15,9 +15,9 @@ from pipetrain.timeline.draw.page import (
     pictures,
     rank_numbers,
     recomputation,
+    schedules_table,
     scrolled,
 )
-from pipetrain.timeline.draw.rank_table import schedules_table
 from pipetrain.timeline.draw.svg import HATCH
 from pipetrain.timeline.draw.table import Table
 from pipetrain.timeline.residuals import residuals

@@ -49,10 +49,10 @@ class WandbTracker(Tracker):
         self._begin_at(self._first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._log(metrics.step, figures(asdict(metrics)))
+        self._call(lambda run: run.log(figures(asdict(metrics)), step=metrics.step))
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
-        self._log(step, {"heldout_loss": heldout_loss})
+        self._call(lambda run: run.log({"heldout_loss": heldout_loss}, step=step))
 
     def finish(self, ending: Ending) -> None:
         self._exit_code = 0
@@ -71,9 +71,6 @@ class WandbTracker(Tracker):
             with contextlib.suppress(SystemExit):  # it exits with the code of its process
                 wandb.teardown()  # its process ends now, and not when it notices that this one has
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._call(lambda run: run.log(dict(values), step=step))
 
     def _call(self, call: Callable[[Any], None]) -> None:
         """Where wandb's process is gone, a new one gets all that metrics.jsonl has, and then this call: once in a run.
@@ -108,14 +105,15 @@ class WandbTracker(Tracker):
 
     def _begin_at(self, first_step: int) -> None:
         """A wandb run that has the steps before `first_step`."""
-        self._run = self._begin(self._run_id(), self._values)
+        self._run = self._begin()
         known = self._run.starting_step  # the server has the steps before
         heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
         for line in read_lines(self._folder.metrics):
             if known <= line["step"] < first_step:
                 self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
 
-    def _begin(self, run_id: str, config: Mapping[str, Any]) -> Any:
+    def _begin(self) -> Any:
+        run_id = self._run_id()
         # Read when wandb is imported: nothing on the terminal, no question there, no reports of its own errors.
         os.environ["WANDB_SILENT"] = "true"
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -132,7 +130,7 @@ class WandbTracker(Tracker):
                 dir=str(self._folder.path),
                 mode=mode,  # type: ignore[arg-type]
                 resume="allow" if mode == "online" else None,  # offline there is nobody who could know the run
-                config=dict(config),
+                config=dict(self._values),
                 settings=wandb.Settings(
                     silent=True,
                     console="off",

@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from pipetrain.timeline.breakdown import RankBreakdown
 from pipetrain.timeline.draw.palette import LOOKS, THEME
-from pipetrain.timeline.draw.rank_table import causes, ranks_table, schedules_table
 from pipetrain.timeline.draw.svg import CHARACTER, FONT, LEFT, RIGHT, SPARE, held_words, memory_curves, svg
 from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
+# Head of a column -> the field of the breakdown below it, and what it counts.
+_CAUSES = {
+    "fill": ("fill_seconds", "before the rank's first op"),
+    "drain": ("drain_seconds", "after its last op"),
+    "reduce": ("reduce_exposed_seconds", "after the last op of any rank, for its gradients to be added up"),
+    "wait F": ("wait_activation_seconds", "for an activation from the stage before"),
+    "wait B": ("wait_gradient_seconds", "for a gradient from the stage after"),
+    "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
+    "unexplained": ("other_seconds", "an op had all that it waits for, and nothing ran"),
+}
 _WIDTH = 1160  # pixels; where there is another width, the script stretches the time axis to it
 
 
@@ -83,30 +93,26 @@ def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 def recompute_words(one: Shown) -> str:
     """How much of the recomputation was hidden, how much exposed, and on which rank most; seconds summed over ranks."""
-    exposed = [rank.recompute_exposed_seconds for rank in one.breakdown]
-    hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-    total = hidden + sum(exposed)
-    if total <= 0:
+    hidden, exposed = one.hidden_seconds, one.exposed_seconds
+    if (total := hidden + exposed) <= 0:
         return "Nothing was recomputed."
     words = (
         f"Recomputation took {number(total)} s of all ranks. Hidden: {number(hidden)} s ({hidden / total:.0%}), in which the "
-        f"rank would have waited. Exposed: {number(sum(exposed))} s ({sum(exposed) / total:.0%})"
+        f"rank would have waited. Exposed: {number(exposed)} s ({exposed / total:.0%})"
     )
-    if sum(exposed) <= 0:
+    if exposed <= 0:
         return f"{words}: no op had to wait for it."
-    worst = max(range(len(exposed)), key=exposed.__getitem__)
-    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(worst)}, {number(exposed[worst])} s."
+    most, worst = max((rank.recompute_exposed_seconds, -place) for place, rank in enumerate(one.breakdown))
+    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(-worst)}, {number(most)} s."
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """For each step a table with a line per rank, and what its columns mean."""
-    tables = [
-        heading(f"{name} · seconds per rank") + framed(ranks_table(one.breakdown))
-        for one, name in zip(shown, names, strict=True)
-    ]
+    titles = [heading(f"{name} · seconds per rank") for name in names]
+    tables = [title + framed(ranks_table(one.breakdown)) for one, title in zip(shown, titles, strict=True)]
     meanings = {
         "busy": "the rank computed; all columns up to unexplained add up to the step",
-        **causes([rank for one in shown for rank in one.breakdown]),
+        **{head: words for head, (_, words) in _causes_in([rank for one in shown for rank in one.breakdown]).items()},
         "R hidden": "recomputation that cost no time: the rank would have waited",
         "R exposed": "recomputation for which the next op had to wait",
         "peak sets": "sets of activations alive at once",
@@ -117,6 +123,60 @@ def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
 def _list(meanings: Iterable[tuple[str, str]]) -> str:
     entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in meanings)
     return f"<dl>{entries}</dl>"
+
+
+def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
+    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets; and where the costs say
+    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes.
+
+    `names`: what to call them, if not by their titles.
+    """
+    head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets"]
+    rows = [
+        [
+            name,
+            number(one.step_seconds),
+            number(one.bound_seconds),
+            number(one.bubble_fraction, "{:.1%}"),
+            number(one.hidden_seconds),
+            number(one.exposed_seconds),
+            number(max(rank.peak_sets for rank in one.breakdown)),
+        ]
+        for name, one in zip(names or [one.title for one in shown], shown)
+    ]
+    for column, held in (
+        ("with inputs", [one.peak_sets_with_inputs() for one in shown]),
+        ("peak bytes", [one.peak_bytes() for one in shown]),
+    ):
+        if any(ranks is not None for ranks in held):
+            head.append(column)
+            for row, ranks in zip(rows, held):
+                row.append(number(None if ranks is None else max(ranks), "{:.3g}"))
+    return Table(head, rows)
+
+
+def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
+    """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
+    causes = _causes_in(breakdown)
+    head = ["rank", "busy", *causes, "R hidden", "R exposed", "peak sets"]
+    rows = [
+        [
+            str(rank.rank),
+            number(rank.busy_seconds),
+            *(number(getattr(rank, field)) for field, _ in causes.values()),
+            number(rank.recompute_hidden_seconds),
+            number(rank.recompute_exposed_seconds),
+            number(rank.peak_sets),
+        ]
+        for rank in breakdown
+    ]
+    return Table(head, rows)
+
+
+def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str]]:
+    """All, but where no step ended with gradients that were added up, not that one."""
+    reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
+    return {head: cause for head, cause in _CAUSES.items() if head != "reduce" or reduces}
 
 
 _STYLE = (

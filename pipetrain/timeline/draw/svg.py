@@ -110,12 +110,13 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
 
 
 def _heading(one: Shown, name: str, top: int) -> str:
-    facts = [f"step {number(one.step_seconds)} s", f"bound {number(one.bound_seconds)} s"]
-    facts.append(f"bubble {one.bubble_fraction:.0%}")
-    recompute = sum(rank.recompute_hidden_seconds + rank.recompute_exposed_seconds for rank in one.breakdown)
-    if recompute > 0:
-        hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-        facts.append(f"recompute hidden {number(hidden)} of {number(recompute)} s")
+    facts = [
+        f"step {number(one.step_seconds)} s",
+        f"bound {number(one.bound_seconds)} s",
+        f"bubble {one.bubble_fraction:.0%}",
+    ]
+    if (recompute := one.hidden_seconds + one.exposed_seconds) > 0:
+        facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
     if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
         facts.append(f"reduce exposed {number(reducing)} s")
     facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
