@@ -174,50 +174,27 @@ class PipelineConfig:
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
 
-_Places = Annotated[
-    int | tuple[int, ...],
-    Limit(
-        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) >= 1,
-        ": allowed is 1 or more, or a list with one such number per stage",
-    ),
-]
-_Sets = Annotated[
-    int | float | tuple[int, ...] | tuple[float, ...] | None,
-    Limit(
-        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) > 0,
-        ": allowed is 1 or more (with recompute.segments=k a multiple of 1/k), or a list with one such number per stage",
-    ),
-]
-_Keep = Annotated[
-    str | int | None,
-    Limit(
-        lambda value: value in ("none", "auto"),
-        ": allowed are none and auto; how many sets a stage may hold is recompute.sets, so that recompute.keep=k of before is "
-        "recompute.sets=k+1",
-        choices=("none", "auto"),
-    ),
-]
-_Verify = Annotated[str | int, matching(r"first|every|off|[1-9]\d*", "first, every, off or a number of steps")]
-
-
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is recomputed, and when."""
+    """What is recomputed, and when. `RecomputePolicy` has a field per key and checks the values (`check_schedule`)."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
     # Sets of a stage alive at once, kept or recomputed; one number or one per stage. None: one, or with `segments` one part.
-    sets: _Sets = None
-    keep: _Keep = None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
-    stash: _Places | None = None  # the most microbatches between F and B, one number or one per stage; None: any
+    sets: int | float | tuple[int, ...] | tuple[float, ...] | None = None
+    keep: str | int | None = (
+        None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
+    )
+    # The most microbatches of a stage between F and B, one number or one per stage; None: any.
+    stash: int | tuple[int, ...] | None = None
     last_stage: str = "auto"  # `auto`: the last stage has no R, where a whole set has room; `always`: it has
     # In how many parts a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
-    segments: Annotated[int | str, matching(r"[1-9]\d*|sqrt|layers", "a number of parts, sqrt or layers")] = 1
+    segments: int | str = 1
     # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
     selective: str | tuple[str, ...] | None = None
     # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
     # N: one every N steps, in turn.
-    verify: _Verify = "first"
+    verify: str | int = "first"
 
 
 _MORE_STAGES = "use more stages (pipeline.num_stages)"

@@ -1,7 +1,7 @@
 """Whether the values of a configuration make a run: each within its range, and keys that must fit each other.
 
-A range stands beside its field in `records.py`. What model, data, plan and schedule need for themselves is checked where
-those are made.
+A range stands beside its field in `records.py`, and those of `recompute` in the policy that is made of it. What model, data, plan and
+schedule need for themselves is checked where those are made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipetrain.config.phases import phases_of, steps_of_phases
 from pipetrain.config.problem import ConfigError, shown
 from pipetrain.config.records import ADAMW, DEEPSPEED, HUGGING_FACE, WEIGHTS_IN, RunConfig, TransportConfig
 from pipetrain.config.schema import check_limits
+from pipetrain.schedule.policy import RecomputePolicy
 
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
 # The values of keys that engine=deepspeed takes, and what it does with others.
@@ -50,8 +51,12 @@ def check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
-    for group in ("pipeline", "recompute", "transport", "cluster", "cost"):
+    for group in ("pipeline", "transport", "cluster", "cost"):
         check_limits(getattr(config, group), f"{group}.")
+    try:
+        RecomputePolicy(**vars(config.recompute))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
         raise ConfigError(
             f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "

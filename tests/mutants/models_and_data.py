@@ -11,6 +11,13 @@ MUTANTS = (
         ("tests/config/test_marks.py",),
     ),
     Mutant(
+        "what is recomputed is not checked before a run",
+        "pipetrain/config/together.py",
+        "        RecomputePolicy(**vars(config.recompute))",
+        "        pass",
+        ("tests/config/test_mistakes.py", "-k", "no_schedule and recompute"),
+    ),
+    Mutant(
         "a phase goes on with what the one before named",
         "pipetrain/config/phases.py",
         "    found = [_phase(number, given, whole) for number, given in enumerate(config.phases)]",

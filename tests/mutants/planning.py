@@ -32,6 +32,13 @@ MUTANTS = (
         ("tests/observe/test_replicas.py", "-k", "events_of_a_file"),
     ),
     Mutant(
+        "a run that goes on keeps a step that it repeats",
+        "pipetrain/observe/lines.py",
+        'if line["step"] < first_step)',
+        'if line["step"] <= first_step)',
+        ("tests/observe/test_lines.py", "-k", "goes_on"),
+    ),
+    Mutant(
         "the name of a folder is chosen, and not taken",
         "pipetrain/observe/folder.py",
         "exist_ok=run_dir is not None)",
