@@ -44,8 +44,8 @@ from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.run_report import measured_steps
-from pipetrain.observe.trackers.chosen import check_trackers
+from pipetrain.observe.report import measured_steps
+from pipetrain.observe.trackers.tracker import check_trackers
 from pipetrain.plan.mesh import rank_places
 from pipetrain.plan.world import world_of
 from pipetrain.prepare import PreparedPhase, prepare_phases
@@ -54,7 +54,7 @@ from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 from pipetrain.timeline.stragglers import StragglerWatch
 from pipetrain.transport.carrier import PINNED
 

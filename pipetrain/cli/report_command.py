@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, refuse
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, refuse
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
-
-if TYPE_CHECKING:
-    from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.compare import check_format, compare, runs_table, write_plot
+from pipetrain.observe.folder import RunFolder, find_folders
+from pipetrain.observe.report import as_markdown, read_report
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -29,33 +29,21 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _report(arguments: Arguments) -> int:
-    from dataclasses import asdict
-
-    from pipetrain.observe.folder import find_folders
-    from pipetrain.observe.report import as_markdown, read_report
-
     folders = [folder for run in arguments.runs or ["latest"] for folder in find_folders(run)]
     if len(folders) > 1 or arguments.out is not None:
         return _compare(folders, arguments)
     report = read_report(folders[0].report)
-    if arguments.json is not None:
-        write_json(asdict(report), arguments.json)
-    if arguments.json != STDOUT:
-        print(as_markdown(report), end="")
+    present(arguments, lambda: as_markdown(report).removesuffix("\n"), lambda: asdict(report))
     return Exit.DONE
 
 
 def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     """What can be read is told; a run that cannot is named, and then the exit code is not 0."""
-    from pipetrain.observe.compare import check_format, compare, runs_table, write_plot
-
     if arguments.out is not None:
         check_format(Path(arguments.out))
     runs, problems = compare(folders)
-    if arguments.json is not None:
-        write_json([run.as_json() for run in runs], arguments.json)
-    if runs and arguments.json != STDOUT:
-        print(runs_table(runs).as_markdown())
+    table = runs_table(runs).as_markdown() if runs else ""
+    present(arguments, lambda: table, lambda: [run.as_json() for run in runs])
     if runs and arguments.out is not None:
         write_plot(runs, Path(arguments.out))
     for problem in problems:
@@ -67,10 +55,9 @@ def reported(run_dir: str | None) -> Any:
     """What the run in this folder has reported, as plain values; None: nothing, or there was no run."""
     if run_dir is None:
         return None
-    from pipetrain.observe.folder import RunFolder
 
     report = RunFolder(Path(run_dir)).report
     return json.loads(report.read_text()) if report.is_file() else None
 
 
-REPORT = Command("what a run did, and what it was predicted to do; or several runs compared", _add_arguments, _report)
+COMMAND = Command(_add_arguments, _report)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
-from pipetrain.config.problem import nearest
+from pipetrain.config.problem import nearest, shown
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Limit:
             return None
         if not _is_finite(value):
             _, _, allowed = self.told.partition("allowed is ")
-            return f"{key}={_shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
-        return f"{key}={_shown(value)}{self.told}{nearest(str(value), self.choices)}"
+            return f"{key}={shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
+        return f"{key}={shown(value)}{self.told}{nearest(str(value), self.choices)}"
 
 
 def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
@@ -81,7 +81,7 @@ def matching(pattern: str, allowed: str) -> Limit:
 
 def only(supported: object, instead: str) -> Limit:
     """A key of which this version supports one value."""
-    told = f": not supported, only {_shown(supported)} is; {instead}"
+    told = f": not supported, only {shown(supported)} is; {instead}"
     return Limit(lambda value: value == supported, told, of_null=True)
 
 
@@ -106,9 +106,3 @@ def _is_finite(value: object) -> bool:
     """Neither inf nor nan, nor a list with one of them; what is no number is."""
     entries = value if isinstance(value, tuple) else (value,)
     return all(math.isfinite(entry) for entry in entries if isinstance(entry, float))
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return str(list(value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

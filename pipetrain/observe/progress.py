@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,36 +15,20 @@ from pipetrain.timeline.draw.table import number
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Reporter(Protocol):
-    """What a training loop tells about itself."""
+class Reporter(AbstractContextManager["Reporter"]):
+    """What a training loop tells about itself. This one is silent: on every rank but the first, and for `observe.progress=false`."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def step(self, metrics: StepMetrics) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class Silence:
-    """For every rank but the first, and for `observe.progress=false`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def step(self, metrics: StepMetrics) -> None:
-        pass
+        """A step is over."""
 
     def say(self, text: str) -> None:
-        pass
+        """A line between steps."""
 
 
-class Lines(Silence):
+class Lines(Reporter):
     """For log files: the first step, the last one, and one every few seconds."""
 
     def __init__(self, num_steps: int) -> None:
@@ -62,7 +45,7 @@ class Lines(Silence):
         print(text, file=sys.stderr, flush=True)
 
 
-class Bar(Silence):
+class Bar(Reporter):
     """For a terminal."""
 
     def __init__(self, num_steps: int) -> None:
@@ -76,13 +59,11 @@ class Bar(Silence):
         )
         self._task = self._progress.add_task("", total=num_steps)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -95,7 +76,7 @@ class Bar(Silence):
 def make_reporter(num_steps: int, *, shown: bool) -> Reporter:
     """The reporter that suits stderr."""
     if not shown:
-        return Silence()
+        return Reporter()
     return Bar(num_steps) if sys.stderr.isatty() else Lines(num_steps)
 
 

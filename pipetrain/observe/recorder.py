@@ -10,14 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from pipetrain.config.records import ObserveConfig
-from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import EventFile
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, read_report, write_report
 from pipetrain.observe.run_page import run_page, slowest_of
-from pipetrain.observe.trackers.chosen import make_trackers
-from pipetrain.observe.trackers.tracker import Ending, Trackers
+from pipetrain.observe.trackers.tracker import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.schedule.csv_file import write_csv

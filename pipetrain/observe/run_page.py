@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
-from pipetrain.observe.report import (
-    RunReport,
-    in_a_line,
-    of_the_last_phase,
-    phase_totals,
-    rank_totals,
-    remarks,
-    totals,
-)
+from pipetrain.observe import report as reports
 from pipetrain.timeline.draw.page import (
-    choice_of_replica,
     framed,
     heading,
-    of_replica,
     page,
     paragraph,
+    picture,
     pictures,
-    pictures_of_replicas,
     rank_numbers,
     recomputation,
+    schedules_table,
+    scrolled,
 )
-from pipetrain.timeline.draw.rank_table import schedules_table
+from pipetrain.timeline.draw.svg import HATCH
 from pipetrain.timeline.draw.table import Table
 from pipetrain.timeline.residuals import residuals
 from pipetrain.timeline.shown import Shown
 
 
 def run_page(
-    report: RunReport,
+    report: reports.RunReport,
     measured: Sequence[Shown],
     predicted: Shown | None,
     *,
@@ -46,7 +39,6 @@ def run_page(
         first, last = predicted_from.start, predicted_from.stop - 1
         above, names_above = [predicted], [f"Predicted from the op times of steps {first} to {last}"]
     name = f"Measured, step {report.steps}"
-    title = heading(f"{report.experiment}: {measured[0].title}", level=1)
     if len(measured) == 1:
         shown, names = [*above, measured[0]], [*names_above, name]
         drawn = [pictures(shown, names), recomputation(shown, names)]
@@ -54,28 +46,33 @@ def run_page(
     else:
         calls = [f"{name}, replica {number}" for number in range(len(measured))]
         pairs = [([*above, one], [*names_above, call]) for one, call in zip(measured, calls)]
+        longest = max(one.step_seconds for one in (*above, *measured))
+        still = [picture([one], [name], longest) for one, name in zip(above, names_above)]
+        to_choose = [picture([one], [call], longest) for one, call in zip(measured, calls)]
         drawn = [
-            choice_of_replica(_words(measured), slowest_of(measured)),
-            pictures_of_replicas(above, measured, [*names_above, *calls]),
-            *(of_replica(number, recomputation(*pair)) for number, pair in enumerate(pairs)),
+            _choice_of_replica(measured),
+            # A pattern in a picture that is hidden is drawn nowhere.
+            f'<svg width="0" height="0" aria-hidden="true">{HATCH}</svg>',
+            scrolled(*still, *map(_of_replica, range(len(measured)), to_choose)),
+            *(_of_replica(number, recomputation(*pair)) for number, pair in enumerate(pairs)),
         ]
         numbers = [
-            of_replica(number, _numbers(measured[number], predicted, *pair)) for number, pair in enumerate(pairs)
+            _of_replica(n, _numbers(one, predicted, *pair)) for n, (one, pair) in enumerate(zip(measured, pairs))
         ]
+    phases = [
+        *([heading("The phases"), paragraph(reports.of_the_last_phase(report))] if report.phases else []),
+        *([framed(reports.phase_totals(report))] if report.phases else []),
+    ]
     return page(
         report.experiment,
-        title,
-        paragraph(in_a_line(report)),
+        heading(f"{report.experiment}: {measured[0].title}", level=1),
+        paragraph(reports.in_a_line(report)),
         *drawn,
         heading("The whole run"),
-        framed(totals(report)),
-        framed(rank_totals(report)),
-        *map(paragraph, remarks(report)),
-        *(
-            [heading("The phases"), paragraph(of_the_last_phase(report)), framed(phase_totals(report))]
-            if report.phases
-            else []
-        ),
+        framed(reports.totals(report)),
+        framed(reports.rank_totals(report)),
+        *map(paragraph, reports.remarks(report)),
+        *phases,
         *numbers,
         paragraph(f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."),
     )
@@ -86,35 +83,30 @@ def slowest_of(measured: Sequence[Shown]) -> int:
     return max(range(len(measured)), key=lambda replica: measured[replica].timeline.last_op_end)
 
 
-def _words(measured: Sequence[Shown]) -> list[str]:
-    """What each replica is called where one is chosen."""
-    slowest = slowest_of(measured)
-    return [
-        f"{number}: ranks {' '.join(str(where.rank) for where in one.ranks)}, last op ended at "
-        f"{one.timeline.last_op_end - one.start:.4g} s{' (the last)' if number == slowest else ''}"
-        for number, one in enumerate(measured)
-    ]
+def _choice_of_replica(measured: Sequence[Shown]) -> str:
+    """What lets the reader choose a replica. Without a script all are there, below each other."""
+    slowest, options = slowest_of(measured), ""
+    for number, one in enumerate(measured):
+        words = (
+            f"{number}: ranks {' '.join(str(where.rank) for where in one.ranks)}, last op ended at "
+            f"{one.timeline.last_op_end - one.start:.4g} s{' (the last)' if number == slowest else ''}"
+        )
+        options += f'<option value="{number}"{" selected" if number == slowest else ""}>{escape(words)}</option>'
+    return f'<label id="choice">Replica <select autocomplete="off">{options}</select></label>'
+
+
+def _of_replica(replica: int, part: str) -> str:
+    """HTML that is there while this replica is chosen."""
+    return f'<div data-replica="{replica}">{part}</div>'
 
 
 def _numbers(measured: Shown, predicted: Shown | None, shown: Sequence[Shown], names: Sequence[str]) -> str:
-    parts = [
-        heading("The steps drawn above"),
-        framed(schedules_table(shown, names)),
-        rank_numbers(shown, names),
-        "" if predicted is None else _residuals(measured, predicted),
-    ]
+    parts = [heading("The steps drawn above"), framed(schedules_table(shown, names)), rank_numbers(shown, names)]
+    if predicted is not None:
+        caption = "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
+        parts.append(heading("Kinds of op, measured against predicted") + paragraph(caption))
+        parts.append(framed(_residual_table(measured, predicted)))
     return "\n".join(parts)
-
-
-def _residuals(measured: Shown, predicted: Shown) -> str:
-    caption = (
-        "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
-    )
-    return (
-        heading("Kinds of op, measured against predicted")
-        + paragraph(caption)
-        + framed(_residual_table(measured, predicted))
-    )
 
 
 def _residual_table(measured: Shown, predicted: Shown) -> Table:

@@ -101,6 +101,8 @@ def _of_rank(
     rest = 1 - imbalance / waits if waits > 0 else 0.0
     recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
+    backward = sum(event.end - event.start for event in events if event.op.kind in _BACKWARD)
+    late = sum(event.end - event.start for event in events if event.op.kind in FINISHING)
     reduces = merged(_interval(event) for event in events if event.op.kind in REDUCING)
     reducing = length(clipped(reduces, (max(last, computed), step[1])))
     return RankBreakdown(
@@ -115,16 +117,9 @@ def _of_rank(
         recompute_hidden_seconds=recompute - exposed,
         recompute_exposed_seconds=exposed,
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
-        deferred_share=_deferred_share(events),
+        deferred_share=late / backward if backward > 0 else 0.0,
         reduce_exposed_seconds=reducing,
     )
-
-
-def _deferred_share(events: Iterable[OpEvent]) -> float:
-    backward = [event for event in events if event.op.kind in _BACKWARD]
-    seconds = sum(event.end - event.start for event in backward)
-    late = sum(event.end - event.start for event in backward if event.op.kind in FINISHING)
-    return late / seconds if seconds > 0 else 0.0
 
 
 def _waits(

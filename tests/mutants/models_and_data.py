@@ -11,6 +11,13 @@ MUTANTS = (
         ("tests/config/test_marks.py",),
     ),
     Mutant(
+        "what is recomputed is not checked before a run",
+        "pipetrain/config/together.py",
+        "        RecomputePolicy(**vars(config.recompute))",
+        "        pass",
+        ("tests/config/test_mistakes.py", "-k", "no_schedule and recompute"),
+    ),
+    Mutant(
         "a phase goes on with what the one before named",
         "pipetrain/config/phases.py",
         "    found = [_phase(number, given, whole) for number, given in enumerate(config.phases)]",
@@ -35,8 +42,8 @@ MUTANTS = (
     Mutant(
         "a resume may change every key",
         "pipetrain/config/schema.py",
-        "        if Resume.MAY_CHANGE in _marks(hint):",
-        "        if Resume.MAY_CHANGE not in _marks(hint):",
+        "if Resume.MAY_CHANGE not in marks",
+        "if Resume.MAY_CHANGE in marks",
         ("tests/config/test_marks.py", "-k", "guarded or goes_on"),
     ),
     Mutant(

@@ -33,10 +33,17 @@ MUTANTS = (
     ),
     Mutant(
         "an events file counts ranks in the replica",
-        "pipetrain/observe/event_file.py",
-        '"rank": rank,',
-        '"rank": event.rank,',
+        "pipetrain/observe/lines.py",
+        '"rank": self._rank}',
+        '"rank": event.rank}',
         ("tests/observe/test_replicas.py", "-k", "events_of_a_file"),
+    ),
+    Mutant(
+        "a run that goes on keeps a step that it repeats",
+        "pipetrain/observe/lines.py",
+        'if line["step"] < first_step)',
+        'if line["step"] <= first_step)',
+        ("tests/observe/test_lines.py", "-k", "goes_on"),
     ),
     Mutant(
         "the name of a folder is chosen, and not taken",
@@ -54,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "pictures of replicas begin with their own first op",
-        "pipetrain/observe/run_report.py",
+        "pipetrain/observe/report.py",
         "            span=(last.start, last.start + last.step_seconds) if several else None,\n",
         "",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),
