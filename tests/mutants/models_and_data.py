@@ -166,6 +166,20 @@ MUTANTS = (
         ("tests/hf/test_causal_loss.py", "-k", "linear or pieces"),
     ),
     Mutant(
+        "one kind of decoder layer speaks for all",
+        "pipetrain/model/hf/mixing.py",
+        "    return modules, shapes, tuple(map(id, args))",
+        "    return shapes, tuple(map(id, args))",
+        ("tests/hf/test_masks.py", "-k", "deaf"),
+    ),
+    Mutant(
+        "a layer that mixes documents is taken to keep them apart",
+        "pipetrain/model/hf/mixing.py",
+        "        if not _keeps_apart(frame.run(number, tried, rows)):",
+        "        if not _keeps_apart(frame.run(number, tried, rows.flip(0)[:1].expand(2, -1, -1))):",
+        ("tests/hf/test_masks.py", "-k", "deaf or answer"),
+    ),
+    Mutant(
         "each layer makes a float mask of its own",
         "pipetrain/model/hf/frame.py",
         "            if id(value) not in made:\n                made[id(value)]",
