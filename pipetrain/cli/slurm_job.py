@@ -7,8 +7,7 @@ import sys
 from pipetrain.cli.command import Arguments
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-from pipetrain.launcher.slurm.script import job_script
-from pipetrain.launcher.slurm.submit import check_commands, how_to_go_on, submit
+from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
 from pipetrain.observe.folder import choose_folder, reserve_folder
 from pipetrain.observe.output import STDOUT, write_json
 from pipetrain.snapshot.start import AUTO

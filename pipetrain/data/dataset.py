@@ -19,16 +19,22 @@ import numpy as np
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.cached_tokens import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
-from pipetrain.data.corpus import files_at, find_files
-from pipetrain.data.hf_dataset import check_datasets_installed
+from pipetrain.data.corpus import Split, files_at, find_files, fingerprint_of, read_pieces
+from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
-from pipetrain.data.split import Split, fingerprint_of, read_pieces
 from pipetrain.data.token_cache import Tell
-from pipetrain.data.token_file import TOKENS_JSON, Ids, TokenSheet, read_sheet
-from pipetrain.data.token_ids import check_id_file, fingerprint_of_ids, read_id_file
+from pipetrain.data.token_file import (
+    TOKENS_JSON,
+    Ids,
+    TokenSheet,
+    check_id_file,
+    fingerprint_of_ids,
+    read_id_file,
+    read_sheet,
+)
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+from pipetrain.data.tokenizing import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from pipetrain.group.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
-from pipetrain.launcher.remains import end_at_once, remains_ended
 from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
+# From the first failure that a rank has left until the others are killed: what they get to write their own message.
+REMAINS_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 _LOOPBACK = "lo"
 _SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 
@@ -166,3 +168,31 @@ def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> 
     if not outcomes:
         return Outcome(0, Exit.FAILED, "the ranks were ended before they could write a report", run_dir)
     return Outcome(outcomes[0].rank, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)
+
+
+@contextlib.contextmanager
+def remains_ended(folder: Path) -> Iterator[None]:
+    """While it is open, a failed outcome in `folder` ends every rank that has announced itself there: torchrun would give a stopped process 30 seconds."""
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, over), name="remains", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_at_once(folder: Path) -> None:
+    """Kill all ranks that have announced themselves in `folder`; a stopped process cannot hold this up."""
+    for process in processes(folder):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
+
+
+def _watch(folder: Path, over: threading.Event) -> None:
+    while not over.wait(_LOOK_SECONDS):
+        if any(outcome.code not in (Exit.DONE, Exit.STOPPED) for outcome in collect(folder)):
+            if not over.wait(REMAINS_SECONDS):
+                end_at_once(folder)
+            return

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.registry import family_of, load_function
 from pipetrain.model.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
-from pipetrain.model.size import ModelSize
+from pipetrain.model.size import ModelSize, family_of, load_function
 from pipetrain.stage.seeding import generators_restored, weight_seed
 from pipetrain.stage.stage import LossFn
 
@@ -241,3 +240,34 @@ def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
         return next((name for name, tensor in named if tensor is wanted), None)
 
     return name_of
+
+
+def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpec:
+    """The model with each layer compiled when it first runs; names and weights stay.
+
+    Layers of one kind run one code, with their weights as its inputs, so a kind is compiled once for all of a rank's layers: once for
+    training, once for evaluation. A whole stage in one piece would be compiled anew for each split, and could not be seeded layer by layer.
+    A layer of which only parts can be compiled has a method `parts_to_compile` that returns these modules.
+    """
+
+    def compile_layer(layer: nn.Module) -> None:
+        own = getattr(layer, "parts_to_compile", None)
+        parts = (layer,) if own is None else own()
+        for part in parts:
+            part.compile(backend=backend)
+
+    return spec.with_each_layer(compile_layer)
+
+
+def with_weights_in(spec: ModelSpec, dtype: torch.dtype) -> ModelSpec:
+    """The model with its floating-point weights in `dtype`, which are the same whatever the split: each is rounded after it is made.
+
+    Buffers stay: a layer knows what its statistics and tables need, and tables of positions need float32.
+    """
+
+    def cast(layer: nn.Module) -> None:
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+    return spec.with_each_layer(cast)

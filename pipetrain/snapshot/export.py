@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
-from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.lora import MergedWeights, write_adapters
-from pipetrain.model.hf.parts import Parts, model_parts
+from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
 from pipetrain.snapshot.weights import shard_name, write_index, write_shard

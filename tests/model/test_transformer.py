@@ -11,10 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.arithmetic import count_parameters, mlp_size, parameters_per_layer, transformer_size
-from pipetrain.model.attention import Attention
 from pipetrain.model.loss import next_token_loss
-from pipetrain.model.rotary import rotary_tables, rotate
-from pipetrain.model.transformer import Block, Embedding, Head, transformer_layers
+from pipetrain.model.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
 VOCABULARY = 31
 SMALL = {"num_blocks": 2, "hidden_size": 32, "num_heads": 4, "max_sequence_length": 24}

@@ -14,12 +14,11 @@ from torch import nn
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf.adapter import check_plain, layers_of, vocabulary_of
 from pipetrain.model.hf.causal_loss import causal_loss
-from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.model.hf.labels import BatchCheck
 from pipetrain.model.hf.lora import add_adapters, check_targets
 from pipetrain.model.hf.mixing import what_mixes_documents
-from pipetrain.model.hf.parts import Parts, model_parts
+from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model, pruned_model
 from pipetrain.model.hf.source import HfSource, find_source
 from pipetrain.model.loss import count_tokens
