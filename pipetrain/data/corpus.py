@@ -181,7 +181,10 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
         return json.loads(kept.read_text())
     found = find()
     with contextlib.suppress(OSError):
-        _write(kept, found)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(found))
+        draft.replace(kept)
     return found
 
 
@@ -207,13 +210,6 @@ def _scanned(path: Path) -> tuple[str, int]:
             digest.update(block)
             size += len(block)
     return digest.hexdigest(), size
-
-
-def _write(path: Path, value: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(value))
-    draft.replace(path)
 
 
 _LONGEST_LINE = 2**20

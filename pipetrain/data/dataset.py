@@ -19,7 +19,7 @@ import numpy as np
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import Split, files_at, find_files, fingerprint_of, read_pieces
+from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
@@ -186,15 +186,11 @@ def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, t
     if is_bytes(config, tokenizer):
         split = split_of(config)
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
-            return _of_bytes(split)
+            train, heldout = read_pieces(split.train), read_pieces(split.heldout)
+            rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
+            return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
     folder = tokenized(config, tokenizer, timeout_seconds=timeout_seconds, tell=tell)
     return partial(folder_samples, folder=folder, sheet=read_sheet(folder))
-
-
-def _of_bytes(split: Split) -> _LayOut:
-    train, heldout = read_pieces(split.train), read_pieces(split.heldout)
-    rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
-    return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
 
 
 def _of_rows(rows: tuple[Ids, Ids], unit: str, vocabulary_size: int, fingerprint: str) -> _LayOut:

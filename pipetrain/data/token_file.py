@@ -16,11 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,76 +136,49 @@ def write_sheet(folder: Path, sheet: TokenSheet) -> None:
 
 
 class PartWriter:
-    """Appends documents to the files of one part."""
+    """Appends documents to the files of one part, and hashes what they hold."""
 
     def __init__(self, folder: Path, kind: np.dtype[Any], *, is_chat: bool) -> None:
         self._kind = kind
-        self._stack = ExitStack()
-        self._tokens, self._ends, self._places = (
-            _File(folder / f"{name}.bin") for name in ("tokens", "ends", "places")
-        )
-        self._counted = _File(folder / "counted.bin") if is_chat else None
         folder.mkdir()
+        names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        self._hashes = {name: hashlib.sha256() for name in names}
         self._num_tokens = self._num_documents = self._num_counted = 0
         self._largest = -1
 
     def __enter__(self) -> Self:
-        for file in filter(None, (self._tokens, self._ends, self._places, self._counted)):
-            self._stack.enter_context(file)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def add(self, ids: Ids, counted: NDArray[np.bool_] | None, lengths: Ids, documents: Sequence[Document]) -> None:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
         ends = np.array([document.ends for document in documents])
-        self._tokens.add(ids.astype(self._kind))
-        self._ends.add((np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
-        self._places.add(np.array([document.place for document in documents if document.ends], np.int64))
-        if self._counted is not None:
+        self._append("tokens", ids.astype(self._kind))
+        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
+        self._append("places", np.array([document.place for document in documents if document.ends], np.int64))
+        if "counted" in self._files:
             assert counted is not None, "a chat says what counts"
-            self._counted.add(counted.astype(np.uint8))
+            self._append("counted", counted.astype(np.uint8))
         self._num_tokens += len(ids)
         self._num_documents += int(ends.sum())
         self._num_counted += len(ids) if counted is None else int(counted.sum())
         if len(ids):
             self._largest = max(self._largest, int(ids.max()))
 
+    def _append(self, name: str, values: NDArray[Any]) -> None:
+        raw = values.tobytes()
+        self._hashes[name].update(raw)
+        self._files[name].write(raw)
+
     @property
     def numbers(self) -> PartNumbers:
-        files = filter(None, (self._tokens, self._ends, self._counted))
-        digest = hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest()
+        digests = [one.hexdigest() for name, one in self._hashes.items() if name != "places"]
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
         return PartNumbers(self._num_tokens, self._num_documents, self._num_counted, self._largest, digest)
-
-
-class _File:
-    """A file that grows, and the SHA-256 of what it holds."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._hash = hashlib.sha256()
-        self._file: IO[bytes]
-
-    def __enter__(self) -> Self:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def add(self, values: NDArray[Any]) -> None:
-        raw = values.tobytes()
-        self._hash.update(raw)
-        self._file.write(raw)
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
 
 
 _BLOCK_ITEMS = 2**22

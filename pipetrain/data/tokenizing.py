@@ -5,7 +5,6 @@ A thread encodes a batch, on all cores (the tokenizer's own threads), while the 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -29,7 +28,7 @@ from pipetrain.data.corpus import (
     scan,
     split_files,
 )
-from pipetrain.data.documents import Corpus, Document, JsonCorpus, Row, TextCorpus, hf_corpus
+from pipetrain.data.documents import Corpus, Document, JsonCorpus, TextCorpus, hf_corpus
 from pipetrain.data.token_cache import Tell, cache_root, made_once
 from pipetrain.data.token_file import (
     FORMAT,
@@ -60,7 +59,10 @@ def tokenized(
         ValueError: a document is no sample, or the folder cannot be written.
     """
     corpus = corpus_of(config, tokenizer)
-    make = functools.partial(_make_tokens, corpus, tokenizer, config.on_error == "skip")
+
+    def make(draft: Path, tell: Tell) -> None:
+        write_tokens(corpus, tokenizer, draft, skips=config.on_error == "skip", tell=tell)
+
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
     return made_once(folder, make, timeout_seconds=timeout_seconds, tell=tell)
 
@@ -87,10 +89,6 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
 def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     """Whether its tokens are kept: all but bytes of files, and what is tokens already."""
     return config.name != "memmap" and tokenizer is not None and not is_bytes(config, tokenizer)
-
-
-def _make_tokens(corpus: Corpus, tokenizer: Tokenizer, skips: bool, folder: Path, tell: Tell) -> None:
-    write_tokens(corpus, tokenizer, folder, skips=skips, tell=tell)
 
 
 def _name_of(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> str:
@@ -206,16 +204,12 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
             problems.add(document, document.problem)
             continue
         batch.append(document)
-        size += _size_of(document.content)
+        size += len(document.content) if isinstance(document.content, (bytes, str)) else 0
         if size >= _BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _size_of(content: bytes | str | Row) -> int:
-    return len(content) if isinstance(content, (bytes, str)) else 0
 
 
 def _ahead(

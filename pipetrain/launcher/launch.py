@@ -55,8 +55,9 @@ def launch(
     check_a_port_is_free()
     folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
     _prepare_environment(folder, threads_per_rank)
-    if nodes is None:
-        _stay_on_this_machine()
+    if nodes is None and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        # ranks of one machine need no other interface; torchrun's own store listens on all whatever is set
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_second_signal_ends(folder))
@@ -84,12 +85,6 @@ def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _stay_on_this_machine() -> None:
-    """Ranks of one machine need no other interface than the loopback; torchrun's own store listens on all whatever is set."""
-    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-
-
 def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
     """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
 
@@ -102,7 +97,9 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    _silence("torch.distributed.elastic")
+    for name in logging.root.manager.loggerDict:  # of torchrun's modules, each of which has set a level of its own
+        if name.startswith("torch.distributed.elastic"):  # ranks say what happened, and not in long tables
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     where = ["--standalone", "--local-addr=127.0.0.1", _SIGNALS] if nodes is None else nodes.torchrun_options()
     options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
     try:
@@ -117,13 +114,6 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
             raise
         raise NotMet(nodes.did_not_meet(error)) from error
     return 0
-
-
-def _silence(package: str) -> None:
-    """torchrun tells of signals and exit codes in long tables; ranks say what happened in their outcome."""
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(package):  # each of its modules has set a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

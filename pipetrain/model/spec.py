@@ -135,7 +135,8 @@ def spec_of(model: Any) -> ModelSpec:
     """
     if isinstance(model, ModelSpec):
         return model
-    if _is_of_transformers(model):
+    library = sys.modules.get("transformers.modeling_utils")  # not imported: where there is such a model, it is there
+    if library is not None and isinstance(model, library.PreTrainedModel):
         spec: ModelSpec = load_function("pipetrain.model.hf.hf_spec:spec_of_hf")(model)
         return spec
     layers = _layers_of(model)
@@ -147,12 +148,6 @@ def spec_of(model: Any) -> ModelSpec:
         modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
-
-
-def _is_of_transformers(model: Any) -> bool:
-    """Without an import of transformers: where there is such a model, it is there."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def one_by_one(layers: Sequence[Layer]) -> BuildLayers:

@@ -56,6 +56,7 @@ def job_script(
 
 
 def _directives(cluster: ClusterConfig, run_dir: Path, ranks_per_node: int, cpus_per_node: int, name: str) -> list[str]:
+    log = run_dir / "job-%j.log"
     asked = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -71,14 +72,9 @@ def _directives(cluster: ClusterConfig, run_dir: Path, ranks_per_node: int, cpus
         f"--signal=B:USR1@{cluster.signal_seconds}",
         "--requeue" if cluster.requeue else "--no-requeue",
         "--open-mode=append",
-        f"--output={_quoted(run_dir / 'job-%j.log')}",
+        f'--output="{log}"' if " " in str(log) else f"--output={log}",  # sbatch reads it up to a space
         *cluster.options,
     ]
-
-
-def _quoted(path: Path) -> str:
-    """A path as sbatch reads it in a script, where a space would end it."""
-    return f'"{path}"' if " " in str(path) else str(path)
 
 
 SCRIPT = "job.sh"

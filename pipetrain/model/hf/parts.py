@@ -110,14 +110,6 @@ class AsGiven(nn.Module):
         return torch.zeros((), device=tensors[0].device if tensors else None) if hidden is None else hidden
 
 
-def held_layers(model: PreTrainedModel) -> range:
-    """Which of our layers a model has: all, or what `pruned_model` left of it."""
-    _, number = _list_of_layers(model)
-    gone = {module.number for module in model.modules() if isinstance(module, Elsewhere)}
-    held = [each for each in range(number + 2) if each not in gone]
-    return range(held[0], held[-1] + 1)
-
-
 def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
 
@@ -184,7 +176,8 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
         if name != list_name and has_part(child)
     }
     hollow = hollowed(owner, stand_ins).eval()
-    hidden = torch.zeros(1, 2, model.config.hidden_size, device=_device_of(model), requires_grad=True)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
     calls, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
     given = [hidden, *calls.returned]
     key = _key_of(calls.calls, given)
@@ -293,10 +286,6 @@ def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
             raise _Unfit(
                 f"decoder layer {number} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
             )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 # A model with other modules in it ----------------------------------------------------------------------------------
