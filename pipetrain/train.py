@@ -23,8 +23,8 @@ from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
-from pipetrain.data.phased import PhasedBatches
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.address import is_rank

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from pipetrain.config.records import PACKED, PADDED, STREAM, DataConfig
 from pipetrain.data.corpus import key_of_text
-from pipetrain.data.packing import pack_documents
-from pipetrain.data.samples import Documents, Samples, Windows
+from pipetrain.data.samples import Documents, Samples, Windows, pack_documents
 from pipetrain.data.token_file import HELDOUT, PARTS, TRAIN, Ids, TokenPart, TokenSheet, read_part
 from pipetrain.data.tokenizing import place_named, refusal_of
 

@@ -31,7 +31,8 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
         for problem in damaged:
             say(f"{problem}: that snapshot is set aside, going on from {snapshot.name}")
         for newer in steps_in(folder)[: len(damaged)]:
-            _set_aside(path_of(folder, newer))
+            with contextlib.suppress(OSError):  # on a disk that is read-only it stays, and is found damaged again
+                (aside := path_of(folder, newer)).rename(aside.with_name(f"{aside.name}.damaged"))
         return snapshot
     if damaged:
         raise SnapshotDamaged(
@@ -57,9 +58,3 @@ def find(path: Path, say: Callable[[str], None]) -> Path:
     raise ValueError(
         f"{path}: there is no snapshot; name a folder such as runs/latest/{SNAPSHOTS}/step-00000200, or a run folder"
     )
-
-
-def _set_aside(snapshot: Path) -> None:
-    # On a disk that is read-only it stays where it is, and is found damaged again.
-    with contextlib.suppress(OSError):
-        snapshot.rename(snapshot.with_name(f"{snapshot.name}.damaged"))

@@ -70,12 +70,13 @@ class Snapshots:
         self._model: Model | None = None
         self._optimizer: Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
+        every, keep_every = config.snapshot.every_steps, config.snapshot.keep_every
         self._saver = Saver(
             self._folder,
             rank=ranks.rank,
             agree=ranks.largest,
             keep_last=config.snapshot.keep_last,
-            keep_multiples_of=_kept_for_good(config),
+            keep_multiples_of=None if every is None or keep_every is None else every * keep_every,
             say=_say,
         )
         self._start = self._agree_on(self._look_for_start)
@@ -189,12 +190,6 @@ class Snapshots:
         if path is None and self._start is not None:
             path = self._start.folder
         return {} if path is None else {"path": str(path.resolve())}
-
-
-def _kept_for_good(config: RunConfig) -> int | None:
-    """Snapshots of steps that are a multiple of this stay."""
-    every, keep = config.snapshot.every_steps, config.snapshot.keep_every
-    return None if every is None or keep is None else every * keep
 
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
