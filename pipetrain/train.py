@@ -74,6 +74,8 @@ def train(config: RunConfig) -> Outcome:
         with ending_with_the_launcher():
             group = stack.enter_context(_join(config))
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
+        if phases[0].run.note and group.rank == 0:
+            print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
         data = _data(config, group)
         check_all_read_the_same(data[0].fingerprint, group)
         spec = _spec(config, data)

@@ -4,6 +4,20 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "R of a stage costs nothing when layers are shared out",
+        "pipetrain/plan/balance.py",
+        'timed = ("forward", "backward", "recompute", ',
+        'timed = ("forward", "backward", ',
+        ("tests/planner/test_balance_by_step.py", "-k", "counting_r"),
+    ),
+    Mutant(
+        "two layers are never moved at once",
+        "pipetrain/plan/balance.py",
+        "for count in (1, 2) if far else (1,):",
+        "for count in (1,):",
+        ("tests/planner/test_balance_by_step.py", "-k", "pairs_of_moves"),
+    ),
+    Mutant(
         "the bound of the last step is that of the steps before",
         "pipetrain/observe/run_report.py",
         "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
