@@ -54,8 +54,7 @@ def reference_step(
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
             if weight == 0:
                 continue
-            added: list[Tensor] = []
-            with collecting(added):
+            with collecting() as added:
                 for number, layer in enumerate(layers):
                     seed_generators(layer_seed(seed, step, index, number), device)
                     value = layer(value)

@@ -39,7 +39,8 @@ def add_loss(loss: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"add_loss was given {found}: give a 0-dim floating-point tensor, such as aux.mean()")
-    if torch._C._current_graph_task_id() != -1:
+    is_compiling = torch.compiler.is_compiling()  # then what it cannot trace is not asked
+    if not is_compiling and torch._C._current_graph_task_id() != -1:
         return  # torch.utils.checkpoint runs a forward again, in its backward
     in_force = _IN_FORCE.get()
     if in_force is not None:
@@ -50,7 +51,7 @@ def add_loss(loss: Tensor) -> None:
                 "made from is frozen; leave it out there"
             )
         losses.append(loss.clone())  # whatever is done to the layer's own tensor later
-    elif not _is_in_a_module():
+    elif not is_compiling and not _is_in_a_module():
         raise RuntimeError(
             "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add to what it returns"
         )
@@ -64,11 +65,12 @@ def _is_in_a_module() -> bool:
 
 
 @contextmanager
-def collecting(losses: list[Tensor]) -> Iterator[None]:
-    """In the block, what is given to `add_loss` comes into `losses`."""
+def collecting() -> Iterator[list[Tensor]]:
+    """The losses that are given to `add_loss` in the block."""
+    losses: list[Tensor] = []
     token = _IN_FORCE.set((losses, torch.is_grad_enabled()))
     try:
-        yield
+        yield losses
     finally:
         _IN_FORCE.reset(token)
 
@@ -93,14 +95,15 @@ class AddedLosses:
         self.losses.append(given.losses)
         return given.output
 
-    def of(self, layer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def of(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """`layer`, whose losses are taken; where it has to start again, those of its last start."""
         start = len(self.losses)
 
-        def call(value: Any) -> Any:
-            del self.losses[start:]
-            with collecting(self.losses):
-                return layer(value)
+        def call(*given: Any) -> Any:
+            with collecting() as own:  # a new list: compiled code depends on how many are in it
+                output = layer(*given)
+            self.losses[start:] = own
+            return output
 
         return call
 

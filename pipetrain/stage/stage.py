@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.added_losses import AddedLosses, collecting
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entered import Entered, entered_targets
@@ -320,8 +320,8 @@ class Stage:
         if self.loss_fn is None:
             value = added.beside(value)
         else:
-            loss = added.of(lambda output: self._loss(output, given, added))
-            value = run_layer(len(self.layers), loss, value)
+            loss_fn = added.of(self.loss_fn)
+            value = run_layer(len(self.layers), lambda output: self._loss(loss_fn, output, given, added), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
@@ -491,9 +491,8 @@ class Stage:
             tensors += entered_targets(given.target, given.fixed_target, recomputed=is_late, look=look)
         return pytree.tree_unflatten(leaves, given.spec), tensors
 
-    def _loss(self, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, given.target)
+    def _loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
+        loss = loss_fn(output, given.target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -635,18 +634,18 @@ class Stage:
         """
         added = AddedLosses()
         value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
-        with torch.no_grad() if past is None else torch.inference_mode(), collecting(added.losses):
+        with torch.no_grad() if past is None else torch.inference_mode():
             for number, layer in enumerate(self.layers):
                 if past is not None:
-                    value = run_cached(layer, value, past)
+                    value = added.of(run_cached)(layer, value, past)
                     continue
                 self._seed(number, given)
-                value = layer(value)
-            if with_loss and self.loss_fn is None:
-                value = added.beside(value)
-            elif with_loss:
+                value = added.of(layer)(value)
+            if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
-                value = self._loss(value, given, added)
+                value = self._loss(added.of(self.loss_fn), value, given, added)
+            elif with_loss:
+                value = added.beside(value)
         leaves, spec = pytree.tree_flatten(without_local(value))
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 

@@ -113,17 +113,24 @@ class Sometimes(nn.Module):
 
 
 class GradientInside(nn.Module):
-    """Takes a gradient in its forward, so that it starts again in its first F; before that it has added a loss."""
+    """Takes a gradient in its forward, so that it starts again in its first F; before that it has added a loss.
 
-    def __init__(self) -> None:
+    `has_fallback`: it catches what gets it out, and so has ended when it starts again.
+    """
+
+    def __init__(self, *, has_fallback: bool) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
+        self.caught = BaseException if has_fallback else ()
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.inner(x)
         hidden = torch.tanh(inner)
         add_loss(hidden.square().mean())
-        (slope,) = torch.autograd.grad(hidden.sum(), inner, create_graph=True)
+        try:
+            (slope,) = torch.autograd.grad(hidden.sum(), inner, create_graph=True)
+        except self.caught:
+            slope = torch.ones_like(x)
         return hidden * slope
 
 
@@ -177,10 +184,34 @@ def test_recomputed_in_parts_and_selectively(options: dict[str, Any]) -> None:
     check_case(case(recompute=RecomputePolicy("inline", **options), stages_per_rank=1))
 
 
-def test_a_layer_that_starts_again_adds_once() -> None:
-    policy = RecomputePolicy("inline", last_stage="always")
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_a_layer_that_starts_again_adds_once(has_fallback: bool) -> None:
+    policy = RecomputePolicy("inline", last_stage="always", verify="off")  # nothing is known of it before
     with pytest.warns(UserWarning, match="takes a gradient inside"):
-        check_case(case(lambda: [nn.Linear(8, 8), GradientInside(), nn.Linear(8, 8)], recompute=policy))
+        check_case(
+            case(
+                lambda: [nn.Linear(8, 8), GradientInside(has_fallback=has_fallback), nn.Linear(8, 8)], recompute=policy
+            )
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of itself
+def test_a_compiled_layer_adds_too() -> None:
+    def layers() -> list[nn.Module]:
+        experts = Twice()
+        experts.compile(backend="eager")
+        return [nn.Linear(8, 8), experts, nn.Linear(8, 8)]
+
+    check_case(case(layers, recompute=RecomputePolicy("inline", last_stage="always")))
+
+
+def test_a_later_change_in_place_does_not_count() -> None:
+    """The plain value: what the layer's own tensor was in the call."""
+    ((inputs, targets),) = rows(4)
+    layers = [InPlace(), Joins()]
+    found = reference_step(layers, mean_square, inputs, targets, num_microbatches=1)
+    value, doubled = layers[0](inputs)
+    assert torch.equal(found, (mean_square(layers[1]((value, doubled)), targets) + doubled / 2).detach())
 
 
 def test_scale_multiplies_the_gradient_and_not_the_loss() -> None:
