@@ -33,6 +33,7 @@ from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
     check_callable,
+    check_loss_is_local,
     check_loss_is_plain,
     check_no_inference_tensors,
     checked_reduction,
@@ -193,6 +194,7 @@ class Pipeline:
                 self._name_of, self._loss_fn = name_in(spec), loss_fn
                 layers = self._build(spec, checked=plan is None and balance == "auto")
                 self._stages = self._stages_of(layers, self._programs, policy)
+                check_loss_is_local(loss_fn, {**spec.modules, **self._layers()}, self.plan)
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())

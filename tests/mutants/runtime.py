@@ -39,6 +39,20 @@ MUTANTS = (
         ("tests/runtime/test_parity.py", "-k", "ten_steps or every_schedule"),
     ),
     Mutant(
+        "a loss reads layers of any rank",
+        "pipetrain/runtime/pipeline.py",
+        "                check_loss_is_local(loss_fn, {**spec.modules, **self._layers()}, self.plan)\n",
+        "",
+        ("tests/runtime/test_loss_reaches_layers.py", "-k", "every_rank"),
+    ),
+    Mutant(
+        "a method reads all that its object has",
+        "pipetrain/stage/leaves.py",
+        "        if attributes <= names or names & _ALL_MODULES:",
+        "        if True:",
+        ("tests/runtime/test_loss_reaches_layers.py", "-k", "passes"),
+    ),
+    Mutant(
         "clipping takes any norm",
         "pipetrain/parallel/clipping.py",
         "    mistake = _mistake_in(max_norm)",
