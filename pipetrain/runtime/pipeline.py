@@ -52,6 +52,7 @@ from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
+from pipetrain.runtime.skips import Skips
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
@@ -212,6 +213,7 @@ class Pipeline:
                 policy.verify,
                 self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
+                Skips({**spec.modules, **self._layers()}, loss_fn, self.plan, self._place),
                 loss_reduction=own.loss_reduction,
                 checks_loss=checks_loss,
             )

@@ -46,6 +46,27 @@ MUTANTS = (
         ("tests/runtime/test_loss_reaches_layers.py", "-k", "every_rank"),
     ),
     Mutant(
+        "a stage computes with what another left",
+        "pipetrain/runtime/skips.py",
+        "        if left is not None:\n            stage, name, _",
+        "        if False:\n            stage, name, _",
+        ("tests/runtime/test_skips.py", "-k", "of_one_rank"),
+    ),
+    Mutant(
+        "a table that is made once is a skip",
+        "pipetrain/runtime/skips.py",
+        "        return len(self.written.get(stage, ())) > 1",
+        "        return len(self.written.get(stage, ())) > 0",
+        ("tests/runtime/test_skips.py", "-k", "may_be_shared"),
+    ),
+    Mutant(
+        "a missing skip is a bare KeyError",
+        "pipetrain/runtime/runner.py",
+        "        step.explain = self._skips.explain\n",
+        "",
+        ("tests/runtime/test_skips.py", "-k", "between_ranks"),
+    ),
+    Mutant(
         "a method reads all that its object has",
         "pipetrain/stage/leaves.py",
         "        if attributes <= names or names & _ALL_MODULES:",
