@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entered import Entered, entered_targets
@@ -71,7 +72,8 @@ class StageInput:
     reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
     all: what they are, and why; `fixed_target` are those of the target.
     `target` and `weight` are for the stage that computes the loss.
-    `on_layer` is given the number and the output of each layer in F; the loss has the number after the last layer's.
+    `on_layer` is given the number and the output of each layer in F, `WithLosses` where some were added; the loss has the number after
+    the last layer's.
     """
 
     leaves: tuple[Any, ...]
@@ -400,17 +402,22 @@ class Stage:
         """All layers, and the loss."""
         clone = clone or (given.is_shared and (self._clones_inputs or not self._has_entered))
         value, entered = self._enter(given, held.sink, clone=clone, is_late=held.given is not None)
+        added = AddedLosses()
+        value = added.take(value)
         layers: Sequence[_Layer] = self.layers
         if held.deferral is not None:
             layers = self._weights.layers_for(held.deferral, is_forward=is_forward)
         for number, layer in enumerate(layers):
-            value = run_layer(number, layer, value)
+            value = run_layer(number, added.of(layer), value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
-                on_layer(self.first_layer + number, value)
-        if self.loss_fn is not None:
-            value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
+                on_layer(self.first_layer + number, added.beside(value))
+        if self.loss_fn is None:
+            value = added.beside(value)
+        else:
+            loss_fn = added.of(self.loss_fn)
+            value = run_layer(len(self.layers), lambda output: self._loss(loss_fn, output, given, added), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
@@ -580,16 +587,15 @@ class Stage:
             tensors += entered_targets(given.target, given.fixed_target, recomputed=is_late, look=look)
         return pytree.tree_unflatten(leaves, given.spec), tensors
 
-    def _loss(self, output: Any, given: StageInput) -> Tensor:
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, given.target)
+    def _loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
+        loss = loss_fn(output, given.target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {found}: it must return a 0-dim tensor: a mean over the rows of the "
                 'microbatch, or their sum with Pipeline(..., loss_reduction="sum")'
             )
-        return loss * given.weight
+        return added.added_to(loss) * given.weight
 
     # R ------------------------------------------------------------------------------------------------------------
 
@@ -751,17 +757,20 @@ class Stage:
 
         Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
         """
-        value = pytree.tree_unflatten(list(given.leaves), given.spec)
+        added = AddedLosses()
+        value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
         with torch.no_grad() if past is None else torch.inference_mode():
             for number, layer in enumerate(self.layers):
                 if past is not None:
-                    value = run_cached(layer, value, past)
+                    value = added.of(run_cached)(layer, value, past)
                     continue
                 self._seed(number, given)
-                value = layer(value)
+                value = added.of(layer)(value)
             if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
-                value = self._loss(value, given)
+                value = self._loss(added.of(self.loss_fn), value, given, added)
+            elif with_loss:
+                value = added.beside(value)
         leaves, spec = pytree.tree_flatten(without_local(value))
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 

@@ -130,6 +130,27 @@ MUTANTS = (
         ("tests/runtime/test_leaves.py", "-k", "first_forward"),
     ),
     Mutant(
+        "what a layer adds stays in its stage",
+        "pipetrain/stage/added_losses.py",
+        "        return WithLosses(output, self._sum()) if self.losses else output",
+        "        return output",
+        ("tests/runtime/test_added_losses.py", "-k", "on_one_rank or evaluate"),
+    ),
+    Mutant(
+        "a layer that starts again adds twice",
+        "pipetrain/stage/added_losses.py",
+        "            self.losses[start:] = own",
+        "            self.losses += own",
+        ("tests/runtime/test_added_losses.py", "-k", "starts_again"),
+    ),
+    Mutant(
+        "what was added changes with the layer's own tensor",
+        "pipetrain/stage/added_losses.py",
+        "        losses.append(loss.clone())",
+        "        losses.append(loss)",
+        ("tests/runtime/test_added_losses.py", "-k", "in_place"),
+    ),
+    Mutant(
         "padding counts as a position",
         "pipetrain/stage/past.py",
         "return (columns - self._pads()).clamp_(min=0)",
