@@ -19,7 +19,7 @@ MUTANTS = (
     ),
     Mutant(
         "the bound of the last step is that of the steps before",
-        "pipetrain/observe/run_report.py",
+        "pipetrain/observe/report.py",
         "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
         "        costs = measure_costs(schedule.num_stages, early or [last.timelines])",
         ("tests/observe/test_replicas.py", "-k", "own_bound"),
