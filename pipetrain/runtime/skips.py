@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.executor import Step
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.stage.attributes import is_of_the_user
 from pipetrain.stage.leaves import paths
+from pipetrain.stage.traces import is_of_the_user
 
 _NOT_STATE = frozenset({"_parameters", "_buffers", "_modules"})
 _MOST_ENTRIES = 1000  # of a container that is looked into

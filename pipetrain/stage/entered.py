@@ -11,6 +11,28 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+class Gate(torch.autograd.Function):
+    """Where a received tensor enters the graph of its stage, and where its gradient is picked up.
+
+    A leaf with `.grad` would do, but accumulation may rewrite the strides of the gradient, which changes later sums by a
+    bit, and a leaf cannot be changed in place by the first layer. `anchor` makes the output require a gradient; the
+    tensor itself is not held by the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor], leaf: int) -> Tensor:  # noqa: ARG004
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.leaf = sink, leaf
+        # Neither the very tensor nor a view of it: autograd forbids in-place changes of what a Function returns of its input.
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        if gradients[0] is not None:
+            ctx.sink[ctx.leaf] = gradients[0]
+        return None, None, None, None
+
+
 @dataclass(frozen=True)
 class Entered:
     """One tensor, and its version when it entered.

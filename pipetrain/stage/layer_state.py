@@ -1,8 +1,7 @@
-"""What the forwards of a stage change outside of autograd: R must see what F saw, and leave no trace.
+"""Buffers that forwards change: R must see what F saw, and leave no trace.
 
-The first F is compared with what was before it: buffers, attributes of modules and of the loss, generators in attributes,
-values of parameters. What it changed is *known to change* and is copied before each F that has an R. Small buffers are
-copied in any case, since some change only later; larger ones are watched by their version.
+The first F of a kind is compared with what was before it. What it changed is *known to change* and is copied before each F that has an R.
+Small buffers are copied in any case, since some change only later; larger ones are watched by their version.
 
     F    before = before_forward()     [1] copies of what may change
          seen = after_forward(before)  [2] the first time: what has changed? else: has anything that was not copied?
@@ -11,7 +10,7 @@ copied in any case, since some change only later; larger ones are watched by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from pipetrain.stage.attributes import Attributes, StateChanged, changed_later, classes_of
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.seeding import draws_in_python
 from pipetrain.stage.tensor_copies import (
@@ -34,6 +32,7 @@ from pipetrain.stage.tensor_copies import (
     storage_key,
     version_of,
 )
+from pipetrain.stage.traces import StateChanged
 
 
 @dataclass
@@ -41,14 +40,11 @@ class Before:
     """What was before an F: as much of it as that F needs."""
 
     learning: bool
-    recomputed: bool
     buffers: TensorCopies
-    attributes: list[tuple[_Holder, Attributes]]
     watched: list[tuple[Tensor, int]] = field(default_factory=list)  # larger buffers, with their versions
     parameters: list[tuple[Tensor, int]] = field(default_factory=list)
     fingerprints: list[Tensor | None] = field(default_factory=list)
     structure: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    inputs: Attributes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,26 +52,16 @@ class Seen:
     """What an R must see."""
 
     buffers: TensorCopies
-    attributes: list[Attributes]
     normal: Set[int] = frozenset()  # buffers of normalisation layers, which get no new version
 
     def storages(self) -> set[int]:
         """Of the tensors that stand in for buffers in R: what R saves of them belongs to its microbatch alone."""
-        return self.buffers.storages(self.normal)
+        return self.buffers.storages(self.normal) if self.buffers.tensors else set()
 
 
 NO_COPIES = TensorCopies(())
-NOTHING_BEFORE = Before(False, False, NO_COPIES, [])
-NOTHING_SEEN = Seen(NO_COPIES, [])
-
-
-@dataclass(frozen=True, eq=False)
-class _Holder:
-    """Something that has attributes: a module, a class of the user's, or the loss."""
-
-    layer: int
-    name: str
-    thing: Any
+NOTHING_BEFORE = Before(False, NO_COPIES)
+NOTHING_SEEN = Seen(NO_COPIES)
 
 
 class LayerState:
@@ -100,10 +86,8 @@ class LayerState:
         self._is_looked_at = False  # in this step
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
-        self._changing: list[_Holder] = []  # whose attributes F changes
         self._changing_buffers: dict[int, Tensor] = {}  # by identity
         self._changing_storages: frozenset[int] = frozenset()
-        self._changing_tensors: dict[int, Tensor] = {}  # in attributes, changed in place
         self._normal: set[int] = set()  # buffers of normalisation layers
         self._last_buffers: list[Tensor] = []  # those that were sorted into
         self._copied: list[Tensor] = []
@@ -128,14 +112,11 @@ class LayerState:
         """The next F is compared as the first one was."""
         self._learning = True
 
-    def before_forward(self, *, recomputed: bool, leaves: Sequence[Any] = ()) -> Before:
-        """Called ahead of each F. `leaves` are those of its input, among which may be objects that F fills."""
+    def before_forward(self, *, recomputed: bool) -> Before:
+        """Called ahead of each F."""
         self.look()
-        inputs = _attributes_of_inputs(leaves) if recomputed else None
         if self._learning:
-            before = self._everything()
-            before.recomputed, before.inputs = recomputed, inputs
-            return before
+            return self._everything()
         if not recomputed:
             return NOTHING_BEFORE
         buffers = self._buffers()
@@ -143,11 +124,10 @@ class LayerState:
             self._sort_buffers(buffers)
         storages: Storages | None = {} if self._sharing else None
         copies = TensorCopies(self._copied, storages, simple=self._simple) if self._copied else NO_COPIES
-        attributes = self._note(self._changing, buffers, self._changing_tensors, storages) if self._changing else []
         watched = [(buffer, version_of(buffer)) for buffer in self._watched] if self._watched else []
-        return Before(False, True, copies, attributes, watched, inputs=inputs)
+        return Before(False, copies, watched)
 
-    def after_forward(self, before: Before) -> Seen:
+    def after_forward(self, before: Before, *, recomputed: bool) -> Seen:
         """Called when F has ended.
 
         Raises:
@@ -155,90 +135,37 @@ class LayerState:
         """
         if before.learning:
             self._learn(before)
-        if not before.recomputed:
+        if not recomputed:
             return NOTHING_SEEN
         for buffer, version in before.watched:
             if version_of(buffer) != version:
                 self.relearn()
-                raise changed_later(self._name_of_tensor(buffer), buffer)
-        attributes = [noted for holder, noted in before.attributes if holder in self._changing]
-        attributes += [before.inputs] if before.inputs is not None else []
-        for noted in attributes:
-            noted.settle()
-        return Seen(before.buffers, attributes, self._normal)
+                raise StateChanged(
+                    f"{self._name_of_tensor(buffer)}, a tensor of {list(buffer.shape)}, is changed by a forward for the first time, and was "
+                    "not copied before it, so that its recompute would see another value: let the first forward change it too, or keep the "
+                    "sets of this stage with recompute.mode=never"
+                )
+        return Seen(before.buffers, self._normal)
 
     def live_storages(self) -> Set[int]:
         """All storages that a later F may change, as far as they are looked after: what B reads of them has to be copied at the
         end of F. More than it is known to: a buffer may begin to change at any time."""
         small = {storage_key(buffer) for buffer in self._buffers() if is_small(buffer)}
-        return (
-            small | {storage_key(buffer) for buffer in self._changing_buffers.values()} | self._changing_storages
-        ) - {0}
+        return (small | self._changing_storages) - {0}
 
     @contextmanager
     def as_seen(self, seen: Seen) -> Iterator[None]:
         """Around R: what F saw stands in; afterwards everything is as it was before R."""
         live = seen.buffers.stand_in()
-        undo = [attributes.stand_in() for attributes in seen.attributes]
         try:
             yield
         finally:
-            for withdraw in reversed(undo):
-                withdraw()
             seen.buffers.withdraw(live)
 
-    def put_back(self, before: Before) -> None:
-        """Undo an F that has to run again."""
-        before.buffers.put_back()
-        for _, attributes in before.attributes:
-            attributes.put_back()
-
-    # One layer that has to run again ------------------------------------------------------------------------------
-
-    def before_layer(self, number: int, before: Before) -> Before | None:
-        """Called ahead of a layer in F: what to put back if this layer alone has to run again; None: `before` has to do."""
-        if not before.learning:
-            return None
-        own, storages = self._things_of(number), dict[int, Any]()
-        copies = TensorCopies(self._buffers_of(number), storages)
-        holders = [holder for holder, _ in before.attributes if id(holder.thing) in own]
-        return Before(True, False, copies, self._note(holders, self._buffers(), None, storages))
-
-    def put_layer_back(self, number: int, before: Before, at_layer: Before | None) -> None:
-        """Undo the layer that F is in, and nothing that a layer before it has done.
-
-        Raises:
-            StateChanged: it is not known what was before this layer.
-        """
-        if at_layer is not None:
-            self.put_back(at_layer)
-            return
-        own = self._things_of(number)
-        buffers = before.buffers.only(self._buffers_of(number))
-        attributes = [(holder, noted) for holder, noted in before.attributes if id(holder.thing) in own]
-        others = set().union(*(self._things_of(n) for n in range(len(self._layers) + 1) if n != number))
-        known = before.recomputed and not own & others
-        changing = any(id(holder.thing) in own for holder in self._changing)
-        changing |= any(id(buffer) in self._changing_buffers for buffer in self._buffers_of(number))
-        if not known and (changing or buffers.changed()):
-            raise StateChanged(
-                f"{self._name_of(number)} takes a gradient inside its forward, which it did not in its first one, and has to "
-                "start again, but changes what nobody has noted for it: let its first forward take a gradient too"
-            )
-        self.put_back(Before(False, True, buffers, attributes))
-
-    def _root(self, number: int) -> Any:
-        return self._layers[number] if number < len(self._layers) else self._loss_fn
-
-    def _buffers_of(self, number: int) -> list[Tensor]:
-        root = self._root(number)
-        return list(root.buffers()) if isinstance(root, nn.Module) else []
-
-    def _things_of(self, number: int) -> set[int]:
-        """The identities of all that has attributes in a layer, or in the loss."""
-        root = self._root(number)
-        modules = _modules_below([root]) if isinstance(root, nn.Module) else []
-        return {id(root), *map(id, modules), *(id(kind) for module in modules for kind in classes_of(module))}
+    def copies_of(self, number: int) -> TensorCopies:
+        """The buffers of one layer, or of the loss, as they are now."""
+        root = self._layers[number] if number < len(self._layers) else self._loss_fn
+        return TensorCopies(root.buffers() if isinstance(root, nn.Module) else (), {})
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -268,48 +195,14 @@ class LayerState:
         self._watched = [buffer for buffer in buffers if not is_small(buffer) and id(buffer) not in known]
         self._simple = all(map(is_simple, self._copied))
 
-    def _note(
-        self,
-        holders: Sequence[_Holder],
-        buffers: Sequence[Tensor],
-        large: Container[int] | None,
-        storages: Storages | None,
-    ) -> list[tuple[_Holder, Attributes]]:
-        if not holders:
-            return []
-        known = {*map(id, self._modules), *map(id, buffers)}
-        return [(holder, Attributes([(holder.name, holder.thing)], known, large, storages)) for holder in holders]
-
-    def _holders(self) -> list[_Holder]:
-        """Everything with attributes, once, under the name of the first layer that has it."""
-        found: dict[int, _Holder] = {}
-        for number, layer in enumerate(self._layers):
-            for path, module in layer.named_modules():
-                owner = f"{self._name_of(number)}{'.' * bool(path)}{path}"
-                found.setdefault(id(module), _Holder(number, owner, module))
-                for kind in classes_of(module):
-                    found.setdefault(id(kind), _Holder(number, f"{owner}: class {kind.__name__}", kind))
-        if self._loss_fn is not None:
-            last = len(self._layers)
-            modules = self._loss_fn.named_modules() if isinstance(self._loss_fn, nn.Module) else [("", self._loss_fn)]
-            for path, module in modules:
-                found.setdefault(id(module), _Holder(last, f"loss_fn{'.' * bool(path)}{path}", module))
-        return list(found.values())
-
     # Learning -----------------------------------------------------------------------------------------------------
 
     def _everything(self) -> Before:
-        buffers = self._buffers()
-        storages: Storages = {}
-        copies = TensorCopies(buffers, storages)
-        attributes = self._note(self._holders(), buffers, None, storages)
         parameters = [parameter for module in self._modules for parameter in module._parameters.values()]
         distinct = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         return Before(
             True,
-            True,
-            copies,
-            attributes,
+            TensorCopies(self._buffers(), {}),
             parameters=[(parameter, version_of(parameter)) for parameter in distinct],
             fingerprints=[fingerprint(parameter) for parameter in distinct],
             structure=[(module, dict(module._parameters), dict(module._modules)) for module in self._modules],
@@ -318,17 +211,14 @@ class LayerState:
     def _learn(self, before: Before) -> None:
         self._refuse_new_parts(before)
         self._refuse_changed_parameters(before)
-        buffers = before.buffers.changed()
-        tensors = [tensor for _, noted in before.attributes for tensor in noted.changed_tensors()]
-        self._changing_buffers = {id(buffer): buffer for buffer in buffers}
-        self._changing_tensors = {id(tensor): tensor for tensor in tensors}
-        self._changing = [holder for holder, noted in before.attributes if noted.changed()]
-        keys = [storage_key(tensor) for tensor in {**self._changing_buffers, **self._changing_tensors}.values()]
+        changed = before.buffers.changed()
+        self._changing_buffers = {id(buffer): buffer for buffer in changed}
+        keys = [storage_key(buffer) for buffer in changed]
         self._sharing = len(set(keys)) < len(keys)
         # Not those of normalisation layers: they change without a new version, but no backward reads them.
         norms = [module for module in self._modules if isinstance(module, _NormBase)]
         self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-        self._changing_storages = frozenset({storage_key(tensor) for tensor in (*buffers, *tensors)} - {0})
+        self._changing_storages = frozenset(keys) - {0}
         before.buffers = before.buffers.only(
             [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
         )
@@ -349,14 +239,18 @@ class LayerState:
                     "parameters after the step, or make it a buffer (register_buffer)"
                 )
 
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module with its name, which begins with that of its layer."""
+        for number, root in enumerate((*self._layers, self._loss_fn)):
+            for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+                yield f"{self._name_of(number)}{'.' * bool(path)}{path}", module
+
     def _refuse_lazy(self) -> None:
-        for holder in self._holders():
-            if not isinstance(holder.thing, nn.Module):
-                continue
-            for name, tensor in (*holder.thing._parameters.items(), *holder.thing._buffers.items()):
+        for owner, module in self._named():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
                     raise ValueError(
-                        f"{holder.name}.{name} has no shape yet, as in a LazyLinear before its first forward: run the model once "
+                        f"{owner}.{name} has no shape yet, as in a LazyLinear before its first forward: run the model once "
                         "on a batch before it is given to a pipeline, or use a layer with all its sizes"
                     )
 
@@ -374,15 +268,14 @@ class LayerState:
                     )
 
     def _name_of_tensor(self, tensor: Tensor) -> str:
-        for holder in self._holders():
-            if isinstance(holder.thing, nn.Module):
-                for name, own in (*holder.thing._parameters.items(), *holder.thing._buffers.items()):
-                    if own is tensor:
-                        return f"{holder.name}.{name}"
+        for owner, module in self._named():
+            for name, own in (*module._parameters.items(), *module._buffers.items()):
+                if own is tensor:
+                    return f"{owner}.{name}"
         return "a tensor"
 
     def _name_of_module(self, module: nn.Module) -> str:
-        return next((holder.name for holder in self._holders() if holder.thing is module), type(module).__name__)
+        return next((name for name, found in self._named() if found is module), type(module).__name__)
 
 
 def _modules_below(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -395,8 +288,3 @@ def _modules_below(roots: Sequence[nn.Module]) -> list[nn.Module]:
             found[module] = None
             waiting.extend(module._modules.values())  # type: ignore[arg-type]
     return list(found)
-
-
-def _attributes_of_inputs(leaves: Sequence[Any]) -> Attributes | None:
-    objects = [(f"inputs leaf {n}", leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
-    return Attributes(objects) if objects else None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.attributes import is_of_the_user
+from pipetrain.stage.traces import is_of_the_user
 
 OnLayer = Callable[[int, Any], None]  # given the global number of a layer and what it returned
 NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there

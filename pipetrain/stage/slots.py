@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from pipetrain.stage.casts import WeightCasts
@@ -113,7 +112,6 @@ class LateBoundSet:
         self.wanted: Slot | None = None  # an empty slot that a layer has read in F
         self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
-        self.before_read: Callable[[], None] = _nothing  # called before a layer reads its first slot in F
         self._fills = keep or proof is not None
         self._casts = casts
         self._name_of = name_of
@@ -180,17 +178,6 @@ class LateBoundSet:
         if self._outputs is not None:
             self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
 
-    @contextmanager
-    def listening_to_functorch(self) -> Iterator[None]:
-        """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
-
-        switch_off = graph.disable_saved_tensors_hooks
-        graph.disable_saved_tensors_hooks = self.refuse_hooks  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            graph.disable_saved_tensors_hooks = switch_off
-
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks: it is to start again without."""
         self.hooks_refused = True
@@ -205,17 +192,6 @@ class LateBoundSet:
     def keep_whole(self, layers: Set[int]) -> None:
         """The saved tensors of these layers stay in the graph of F, as they are."""
         self._whole |= layers
-
-    def forget_layer(self) -> None:
-        """The layer that F is in has been given up, and runs again: nothing that it has saved will be read."""
-        start = self._starts[self._layer]
-        del self._slots[start:]
-        del self._signatures[start:]
-        self._witnesses = [witness for witness in self._witnesses if witness[0] < start]
-        self.reads_from.pop(self._layer, None)
-        self.wanted, self.hooks_refused = None, False
-        if self._outputs is not None:
-            self._outputs.forget_layer(self._layer)
 
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
         # Here and below, for each tensor that is saved: as few lines as can be.
@@ -241,8 +217,6 @@ class LateBoundSet:
             if slot.tensor is None:
                 self.wanted = slot
                 raise NeedsGradientInside
-            if self._layer not in self.reads_from:
-                self.before_read()
             self.reads_from[self._layer] = min(slot.layer, self.reads_from.get(self._layer, slot.layer))
         tensor = slot.tensor
         assert tensor is not None, f"B reads an empty slot of {self._name_of(slot.layer)}: its R has not run"
@@ -273,7 +247,6 @@ class LateBoundSet:
             self._count(size)
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
-        self.before_read = _nothing
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
         copies: Storages = {}  # of each storage one, so that views still share it
@@ -425,6 +398,16 @@ class LateBoundSet:
         """Whether F has filled the slots."""
         return self._fills
 
+    def saved_by(self, layer: int) -> list[Tensor]:
+        """What F has filled the slots of a layer with, in order."""
+        return [
+            slot.tensor for slot in self._slots[self._starts[layer] : self._end_of(layer)] if slot.tensor is not None
+        ]
+
+    def bytes_of(self, layer: int) -> int:
+        """Of what F has filled the slots of a layer with."""
+        return self._meter.uncounted_bytes(self.saved_by(layer))
+
     def storages(self) -> set[int]:
         """Of what F has filled the slots with."""
         return {slot.storage() for slot in self._slots} - {0}
@@ -490,10 +473,6 @@ class LateBoundSet:
             "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
             "changes, or keep its set with recompute.mode=never"
         )
-
-
-def _nothing() -> None:
-    return
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
-from pipetrain.stage.entered import Entered, entered_targets
-from pipetrain.stage.grad_watch import GradWatch
-from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
+from pipetrain.stage.entered import Entered, Gate, entered_targets
+from pipetrain.stage.inspection import LayerInspection, refuses_hooks
+from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter, Counted, SetSize
@@ -38,30 +38,6 @@ _Layer = Callable[[Any], Any]
 
 # What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
 _NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
-# What torch.func says where saved-tensor hooks are in force.
-_FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
-
-
-class _Gate(torch.autograd.Function):
-    """Where a received tensor enters the graph of its stage, and where its gradient is picked up.
-
-    A leaf with `.grad` would do, but accumulation may rewrite the strides of the gradient, which changes later sums by a
-    bit, and a leaf cannot be changed in place by the first layer. `anchor` makes the output require a gradient; the
-    tensor itself is not held by the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor], leaf: int) -> Tensor:  # noqa: ARG004
-        ctx.set_materialize_grads(False)
-        ctx.sink, ctx.leaf = sink, leaf
-        # Neither the very tensor nor a view of it: autograd forbids in-place changes of what a Function returns of its input.
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
-        if gradients[0] is not None:
-            ctx.sink[ctx.leaf] = gradients[0]
-        return None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -98,6 +74,14 @@ class StageOutput:
     wants_gradient: tuple[bool, ...]
 
 
+class _Passed(NamedTuple):
+    """What a layer that is kept gave the next one, which R begins with: the leaves of a tree, and the version of each when it was given."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    versions: list[int]
+
+
 @dataclass
 class _Held:
     """What a stage holds of a microbatch between its F and its B."""
@@ -114,6 +98,7 @@ class _Held:
         default_factory=list
     )  # the stashed input, and what of a kept set others hold, too
     kind: Hashable = None
+    passed: dict[int, _Passed] = field(default_factory=dict)  # by layer
     size: Counted | None = None  # of a kept set that autograd holds
     ends: list[int] = field(default_factory=lambda: [-1])  # of its layers, as autograd counts nodes; before the first
 
@@ -174,15 +159,13 @@ class Stage:
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        # What takes gradients inside its forward -> the first layer that they go through.
-        self._inside: dict[int, int] = {}
+        self._kept: set[int] = set()  # layers whose saved tensors stay in the graph of F, and are not recomputed
         self._told: set[int] = set()  # of these, whom the user was told of
-        self._refuses_hooks: set[int] = set()
+        self._changed_in_place: set[int] = set()  # of these, those whose output the next layer changes
         self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
         self._known: dict[Hashable, _Known] = {}  # by kind, of kept sets
         self._sizes: dict[Hashable, SetSize] = {}  # by kind, and whether it is kept
         self._versions: list[int] = []  # of the parameters, in this step
-        self._gradients = GradWatch(self.layers)
         self._clones_inputs = False
         self._kinds: set[Hashable] = set()  # of microbatches that have run
         self._has_entered = False  # whether it is known what the layers change of what they are given
@@ -344,11 +327,12 @@ class Stage:
         assert held.late is not None
         if prove:
             self._state.relearn()
-        before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
+        before = self._state.before_forward(recomputed=not keep)
         probe = None if keep or self._probe.done else self._probe
         if probe:
             probe.start()
-        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=look or before.learning)
+        look = look or before.learning
+        run_layer = functools.partial(self._forward_layer, held, given, look=look, compares=prove and not keep)
         outputs = self._run(
             given,
             held,
@@ -357,7 +341,7 @@ class Stage:
             probe=probe,
             on_layer=given.on_layer,
         )
-        held.seen = self._state.after_forward(before)
+        held.seen = self._state.after_forward(before, recomputed=not keep)
         if probe:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
@@ -373,11 +357,7 @@ class Stage:
             selection=self._selection,
             watches=look,
         )
-        late.keep_whole(self._refuses_hooks)
-        if not keep:
-            late.keep_whole(self._layers_inside())
-        self._gradients.clear()
-        late.before_read = self._gradients.start
+        late.keep_whole(self._kept)
         deferral = self._weights.begin(late.refuse_hooks) if split else None
         return _Held(None if keep else given, late, len(given.leaves), deferral)
 
@@ -454,27 +434,19 @@ class Stage:
     # One layer in F -----------------------------------------------------------------------------------------------
 
     def _forward_layer(
-        self,
-        late: LateBoundSet,
-        given: StageInput,
-        before: Before,
-        number: int,
-        call: _Layer,
-        value: Any,
-        *,
-        look: bool,
+        self, held: _Held, given: StageInput, number: int, call: _Layer, value: Any, *, look: bool, compares: bool
     ) -> Any:
+        """`look`: whether the layer may be recomputed at all is not known yet; `compares`: it will be, and has to do the same then."""
+        late = held.late
+        assert late is not None
         late.start_layer()
         if self._casts.is_active():
             call = self._casts.once(number, call, make=True)
+        gradients = self._gradients() if look else []
+        inspection = self._inspect(late, given, number, value) if look and number not in self._kept else None
         self._seed(number, given)
-        if look or late.is_whole(number):
-            self._gradients.start()
         try:
-            if late.is_whole(number):
-                output = self._call_without_hooks(late, number, call, value)
-            else:
-                output = self._call_under_hooks(late, given, before, number, call, value, look=look)
+            output = self._call(late, number, call, value)
         except RuntimeError as error:
             if given.wants_gradient and _NOT_IN_THE_GRAPH in str(error):
                 kind, instead = self._cut_before
@@ -483,57 +455,97 @@ class Stage:
                     f"where it goes through a layer of the {kind} before, {instead}"
                 ) from error
             raise
-        self._gradients.check(self._name_of(number))
+        if look:
+            self._refuse_backward_inside(number, gradients)
+        if inspection is not None and compares and not late.is_whole(number):
+            why = inspection.why_kept(late.saved_by(number))
+            if why is not None:
+                self._keep(late, (number,), f"{self._name_of(number)} {why}", late.bytes_of(number))
+        if held.given is not None and late.is_whole(number):
+            output = self._pass(held, number, output, look=look)
         return output
 
-    def _call_under_hooks(
-        self,
-        late: LateBoundSet,
-        given: StageInput,
-        before: Before,
-        number: int,
-        call: _Layer,
-        value: Any,
-        *,
-        look: bool,
-    ) -> Any:
-        tensors, at_layer = _tensors_in(value), self._state.before_layer(number, before)
+    def _inspect(self, late: LateBoundSet, given: StageInput, number: int, value: Any) -> LayerInspection:
+        """Ahead of F: where the layer must run without hooks, it will."""
+        is_loss = number == len(self.layers)
+        inspection = LayerInspection(
+            self.loss_fn if is_loss else self.layers[number],
+            value,
+            call=self._loss_alone(given) if is_loss else lambda layer, value: layer(value),
+            seed=functools.partial(self._seed, number, given),
+            buffers=self._state.copies_of(number),
+            shared=self._state.parameters,
+        )
+        why = inspection.why_kept_ahead()
+        if why is not None:
+            self._keep(late, (number,), f"{self._name_of(number)} {why}")
+        return inspection
+
+    def _loss_alone(self, given: StageInput) -> Callable[[Any, Any], Any]:
+        return lambda loss_fn, output: self._loss(loss_fn, output, given, AddedLosses())
+
+    def _call(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
+        if late.is_whole(number):  # what the layer saves stays in its graph
+            try:
+                with late.watching():
+                    return call(value)
+            finally:
+                if late.wanted is not None:
+                    self._refuse_gradient_through(late.wanted, number)
+        tensors = _tensors_in(value)
         versions = [tensor._version for tensor in tensors]
         try:
-            with late.hooks(), late.listening_to_functorch() if look else nullcontext():
+            with late.hooks():
                 output = call(value)
-            if late.wanted is None and not late.hooks_refused:
-                late.after_layer(tensors, versions)
-                return output
-            del output  # the layer went on without the gradient that it asked for
         except BaseException as error:
-            if late.wanted is None and not late.hooks_refused and not _refuses_hooks(error):
-                raise
+            self._refuse_gradient_inside(late, number, error)
+            raise
+        self._refuse_gradient_inside(late, number, None)
+        late.after_layer(tensors, versions)
+        return output
+
+    def _keep(self, late: LateBoundSet, layers: Iterable[int], why: str, num_bytes: int = 0) -> None:
+        """From now on these layers run without late binding."""
+        last = max(layers)
+        self._kept.update(layers)
+        late.keep_whole(set(layers))
+        if late.keep or last in self._told:
+            return
+        self._told.add(last)
+        size = f" ({num_bytes} bytes per microbatch)" if num_bytes else ""
+        whose = f"its saved tensors{size}" if min(layers) == last else "the saved tensors of both, and between them,"
+        warnings.warn(f"{why}: {whose} are kept from F to B and not recomputed", stacklevel=3)
+
+    def _pass(self, held: _Held, number: int, output: Any, *, look: bool) -> Any:
+        """Hold on to what a kept layer gives the next one, which gets a copy where it changes that in place."""
+        leaves, spec = pytree.tree_flatten(output)
+        if look or number in self._changed_in_place:
+            copies = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
+            output = pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
+        own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        held.passed[number] = _Passed(own, spec, [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in own])
+        return output
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        found = [parameter.grad for parameter in self._state.parameters]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
+
+    def _refuse_backward_inside(self, number: int, before: Sequence[tuple[Tensor | None, int]]) -> None:
+        """In a pipeline forwards stand in another order than in the plain loop; and sums of floats depend on their order."""
+        if any(new is not old or version != was for (new, version), (old, was) in zip(self._gradients(), before)):
+            raise LayerRefused(
+                f"{self._name_of(number)} calls backward() in its forward, which adds to .grad: gradients come from the loss alone. Give "
+                "the local loss to pipetrain.add_loss, or take its gradient with torch.autograd.grad"
+            )
+
+    def _refuse_gradient_inside(self, late: LateBoundSet, number: int, error: BaseException | None) -> None:
         if late.wanted is not None and late.wanted.layer != number:
             self._refuse_gradient_through(late.wanted, number)
-        if [tensor._version for tensor in tensors] != versions:
+        if late.wanted is not None or late.hooks_refused or (error is not None and refuses_hooks(error)):
             raise LayerRefused(
-                f"{self._name_of(number)} takes a gradient inside its forward and changes its input in place before, so that it "
-                "cannot start again from its input: use the operation that returns a new tensor"
-            )
-        if late.wanted is None:
-            self._refuses_hooks.add(number)
-        self._inside[number] = number
-        late.forget_layer()
-        late.keep_whole({number})
-        self._state.put_layer_back(number, before, at_layer)
-        self._seed(number, given)
-        self._gradients.start()
-        return self._call_without_hooks(late, number, call, value)
-
-    def _call_without_hooks(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
-        """What the layer saves stays in its graph."""
-        try:
-            with late.watching():
-                return call(value)
-        finally:
-            if late.wanted is not None:
-                self._refuse_gradient_through(late.wanted, number)
+                f"{self._name_of(number)} takes a gradient inside its forward, which it did not on its first microbatch: name it in "
+                "recompute.keep_layers, or use recompute.mode=never"
+            ) from None
 
     def _refuse_gradient_through(self, slot: Slot, number: int) -> NoReturn:
         raise LayerRefused(
@@ -543,24 +555,12 @@ class Stage:
         ) from None
 
     def _learn_who_reads(self, late: LateBoundSet) -> None:
-        """These layers run without late binding from now on: what they save stays in the graph of F."""
+        """Layers that read slots in F, and those that they read of, run without late binding from now on."""
         for number, first in late.reads_from.items():
-            self._inside[number] = min(first, self._inside.get(number, first))
-        if late.keep or self._told >= self._inside.keys():
-            return
-        for number, first in self._inside.items():
-            if number not in self._told:
-                through = "" if first == number else f"through {self._name_of(first)} "
-                whose = "its saved tensors" if first == number else "the saved tensors of both, and between them,"
-                warnings.warn(
-                    f"{self._name_of(number)} takes a gradient {through}inside its forward: {whose} are kept from F to B and "
-                    "not recomputed",
-                    stacklevel=2,
-                )
-        self._told.update(self._inside)
-
-    def _layers_inside(self) -> set[int]:
-        return {layer for number, first in self._inside.items() for layer in range(first, number + 1)}
+            through = "" if first == number else f"through {self._name_of(first)} "
+            self._keep(
+                late, range(first, number + 1), f"{self._name_of(number)} takes a gradient {through}inside its forward"
+            )
 
     def _enter(
         self, given: StageInput, sink: dict[int, Tensor], *, clone: bool, is_late: bool
@@ -579,7 +579,7 @@ class Stage:
                 tensor = leaf.clone() if clone and not fixed else leaf.data
                 before = (leaf.clone() if fixed else leaf) if look and (fixed or clone) else None
                 if number in given.wants_gradient:
-                    tensor = _Gate.apply(self._anchor, tensor, sink, number)  # type: ignore[no-untyped-call]
+                    tensor = Gate.apply(self._anchor, tensor, sink, number)  # type: ignore[no-untyped-call]
                 entered[id(leaf)] = Entered.of(tensor, fixed, before)
             leaves[number] = entered[id(leaf)].tensor
         tensors = list(entered.values())
@@ -627,7 +627,7 @@ class Stage:
         late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
         try:
             with self._state.as_seen(held.seen):
-                run_layer = functools.partial(self._recompute_layer, late, given)
+                run_layer = functools.partial(self._recompute_layer, held, given)
                 self._run(given, held, run_layer, clone=self._clones_inputs, is_forward=False)
         except SetComplete:
             pass
@@ -640,19 +640,37 @@ class Stage:
         else:
             self._stop = max(late.proof.stop, self._stop or Stop.AT_SLOT)
 
-    def _recompute_layer(self, late: LateBoundSet, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
+    def _recompute_layer(self, held: _Held, given: StageInput, number: int, call: _Layer, value: Any) -> Any:
+        late = held.late
+        assert late is not None
         late.start_layer()
+        if late.is_whole(number):
+            return self._passed_again(held, number)
         if self._casts.is_active():
             call = self._casts.once(number, call, make=False)
         self._seed(number, given)
         try:
-            with nullcontext() if late.is_whole(number) else late.hooks():
+            with late.hooks():
                 return call(value)
         except BaseException as error:
             late.raise_what_was_meant()
-            if _refuses_hooks(error):
+            if refuses_hooks(error):
                 late.fail("takes a gradient inside the layer (torch.func), which F did not")
             raise
+
+    def _passed_again(self, held: _Held, number: int) -> Any:
+        """What a kept layer has given in F, as its next layer gets it in R."""
+        leaves, spec, _ = held.passed[number]
+        changes = number in self._changed_in_place
+        own = [leaf.clone() if changes and isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # That it needs a gradient is seen by what is saved; no leaf, as it may be changed in place.
+        entered = [
+            Gate.apply(self._anchor, leaf.data, {}, n)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf  # type: ignore[no-untyped-call]
+            for n, leaf in enumerate(own)
+        ]
+        return pytree.tree_unflatten(entered, spec)
 
     # B ------------------------------------------------------------------------------------------------------------
 
@@ -799,10 +817,6 @@ class Stage:
         if number >= len(self.layers):
             return "loss_fn"
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
-
-
-def _refuses_hooks(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -52,7 +52,7 @@ class TensorCopies:
             if storages is None and simple:
                 self.copies = [tensor.clone() for tensor in self.tensors]
             elif storages is None:
-                self.copies = [_copy(tensor) for tensor in self.tensors]
+                self.copies = [copy_of(tensor) for tensor in self.tensors]
             else:
                 self.copies = [_copy_sharing(tensor, storages) for tensor in self.tensors]
 
@@ -78,14 +78,6 @@ class TensorCopies:
     def withdraw(self, live: Sequence[Tensor]) -> None:
         for tensor, data in zip(self.tensors, live):
             tensor.data = data
-
-    def put_back(self) -> None:
-        """The values of before, into the memory of now."""
-        for tensor, copy in zip(self.tensors, self.copies):
-            if is_dense(tensor) and tensor.shape == copy.shape:
-                tensor.data.copy_(copy)
-            else:
-                tensor.data = _copy(copy)
 
     def storages(self, without: Container[int] = ()) -> set[int]:
         """The identities of the copies' storages, `without` those of some tensors."""
@@ -123,7 +115,8 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
     return None if integers is None else plain.view(integers).sum(dtype=torch.int64)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the strides of its tensor, without a graph."""
     copy = tensor.detach().clone()
     if is_dense(tensor) and copy.stride() != tensor.stride():
         # Strides decide how a kernel adds up: a copy must have those of its tensor.
@@ -134,11 +127,11 @@ def _copy(tensor: Tensor) -> Tensor:
 def _copy_sharing(tensor: Tensor, storages: Storages) -> Tensor:
     """A copy that looks into the copy of the tensor's storage."""
     if not is_dense(tensor) or type(tensor) is not Tensor:
-        return _copy(tensor)
+        return copy_of(tensor)
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         if storage.nbytes() > max(SMALL_BYTES, 4 * tensor.nbytes):  # a small part of something large
-            return _copy(tensor)
+            return copy_of(tensor)
         storages[storage._cdata] = copy_of_storage(tensor)
     return view_into(storages[storage._cdata], tensor)
 

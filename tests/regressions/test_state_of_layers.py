@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.attributes import StateChanged
+from pipetrain.stage.traces import StateChanged
 
 
 class Counts(nn.Module):

@@ -1,0 +1,167 @@
+"""What a forward leaves behind outside of autograd and buffers: counters, caches, generators, in a layer's attributes and around its code.
+
+Nothing is put back: two looks are compared, and a layer that leaves traces is not run a second time.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MANY = 64  # entries of a longer list or dict are not looked into
+_DEEPEST = 4
+_ATOMS = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# Of nn.Module itself: not state of a layer. Buffers are looked after by themselves.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_NOT_LOOKED_INTO = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pipetrain", "torchvision", "functorch"}
+_NO_DATA = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    type,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+
+Look = dict[str, Hashable]  # what is where, by its name
+
+
+class StateChanged(RuntimeError):
+    """A forward changes something that a recompute can neither see as it was nor leave as it is."""
+
+
+def first_change(before: Look, now: Look) -> str | None:
+    """The name of the first thing that is another in the second look; None: all are the same."""
+    return next((name for name in {**before, **now} if before.get(name, _GONE) != now.get(name, _GONE)), None)
+
+
+def own_traces(layer: Any) -> Look:
+    """What a layer, or a loss, has in its attributes: identities and versions of tensors, values of numbers and texts."""
+    found: Look = {}
+    seen: set[int] = set()
+    modules = layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)]
+    for path, thing in modules:
+        if is_of_the_user(type(thing)) or isinstance(thing, nn.Module):
+            _note_namespace(path, thing, found, seen, 0)
+        else:
+            _note(path, thing, found, seen, 0)
+    return found
+
+
+def outer_traces(layer: Any) -> Look:
+    """What the code of a layer, or a loss, can rebind or draw from outside of it: numbers, texts and generators in its class, in functions
+    around it, among the globals that it names. A list or a dict out there is not its state."""
+    found: Look = {}
+    things = list(layer.modules()) if isinstance(layer, nn.Module) else [layer]
+    for kind in dict.fromkeys(kind for thing in things for kind in type(thing).__mro__ if is_of_the_user(kind)):
+        for name, value in vars(kind).items():
+            if isinstance(value, types.FunctionType):
+                _note_variables(kind.__name__, value, found)
+            elif not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_")):
+                _note_variable(f"{kind.__name__}.{name}", value, found)
+    for function in _functions_in(layer):
+        _note_variables(function.__name__, function, found)
+    return found
+
+
+def is_of_the_user(thing: Any) -> bool:
+    """Whether a class or function may hold state of a layer: not a class of torch, of Python or of ours."""
+    top = (getattr(thing, "__module__", None) or "").partition(".")[0]
+    return thing is types.SimpleNamespace or (bool(top) and top not in _NOT_LOOKED_INTO)
+
+
+# One thing ------------------------------------------------------------------------------------------------------------
+
+_GONE = object()
+
+
+def _note(name: str, thing: Any, found: Look, seen: set[int], depth: int) -> None:
+    atom = _atom(thing)
+    if atom is not None:
+        found[name] = atom
+        return
+    found[name] = id(thing)
+    if id(thing) in seen or depth > _DEEPEST:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        found[name] = (id(thing), 0 if thing.is_inference() else thing._version)
+    elif isinstance(thing, dict):
+        found[name] = (id(thing), len(thing), tuple(map(repr, thing)) if len(thing) <= _MANY else ())
+        _note_all(((f"{name}[{key!r}]", value) for key, value in thing.items()), len(thing), found, seen, depth)
+    elif isinstance(thing, (list, tuple, deque, set, frozenset, bytearray)):
+        found[name] = (id(thing), len(thing), *(() if len(thing) > _MANY else map(id, thing)))
+        if not isinstance(thing, (set, frozenset, bytearray)):
+            _note_all(((f"{name}[{n}]", item) for n, item in enumerate(thing)), len(thing), found, seen, depth)
+    elif isinstance(thing, partial):
+        _note_all([(name, thing.func), (name, thing.args), (name, thing.keywords)], 0, found, seen, depth)
+    elif isinstance(thing, types.MethodType):
+        _note(name, thing.__self__, found, seen, depth)
+    elif isinstance(thing, (nn.Module, types.SimpleNamespace)) or (
+        is_of_the_user(type(thing)) and hasattr(thing, "__dict__")
+    ):
+        _note_namespace(name, thing, found, seen, depth)
+
+
+def _note_all(named: Any, count: int, found: Look, seen: set[int], depth: int) -> None:
+    if count <= _MANY:
+        for name, item in named:
+            _note(name, item, found, seen, depth + 1)
+
+
+def _note_namespace(name: str, thing: Any, found: Look, seen: set[int], depth: int) -> None:
+    seen.add(id(thing))
+    left_out = _OF_MODULES if isinstance(thing, nn.Module) else frozenset()
+    for key, value in list(vars(thing).items()):
+        if key not in left_out:
+            _note(f"{name}.{key}" if name else key, value, found, seen, depth + 1)
+
+
+def _atom(thing: Any) -> Hashable:
+    """What tells an unchangeable thing, or the state of a generator, from another; None for anything else."""
+    if type(thing) in _ATOMS:
+        return type(thing), thing if thing == thing else "nan"
+    if isinstance(thing, torch.Generator):
+        return hash(tuple(thing.get_state().tolist()))
+    if isinstance(thing, random.Random):
+        return hash(thing.getstate())
+    if type(thing).__module__.startswith("numpy.random"):
+        state = thing.get_state() if hasattr(thing, "get_state") else getattr(thing, "bit_generator", thing).state
+        return str(state), str(state[1].tolist() if isinstance(state, tuple) else "")
+    return None
+
+
+def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
+    """What is called where a function, a method or a partial is."""
+    if isinstance(thing, partial):
+        yield from _functions_in(thing.func)
+    elif isinstance(thing, types.MethodType):
+        yield from _functions_in(thing.__func__)
+    elif isinstance(thing, types.FunctionType) and is_of_the_user(thing):
+        yield thing
+
+
+def _note_variables(name: str, function: types.FunctionType, found: Look) -> None:
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            _note_variable(f"{name}: {key}", cell.cell_contents, found)
+        except ValueError:  # not assigned yet
+            continue
+    for key in function.__code__.co_names:
+        if key in function.__globals__:
+            _note_variable(f"{name}: {key}", function.__globals__[key], found)
+
+
+def _note_variable(name: str, value: Any, found: Look) -> None:
+    atom = _atom(value)
+    if atom is not None:
+        found[name] = atom
