@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipetrain.config.load import read
+from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.lines import read_lines
@@ -43,7 +44,7 @@ def compare(folders: Sequence[RunFolder]) -> tuple[list[ComparedRun], list[str]]
     for folder in folders:
         try:
             read_runs.append(
-                (folder, read_report(folder.report), dict(_entries(dataclasses.asdict(read(folder.config)))))
+                (folder, read_report(folder.report), dict(leaves(dataclasses.asdict(read(folder.config)))))
             )
         except (ValueError, OSError) as error:
             problems.append(str(error))
@@ -143,12 +144,3 @@ def _row(run: ComparedRun) -> tuple[str, ...]:
 def _words(values: Mapping[str, Any]) -> str:
     lists = {key: f"[{','.join(map(str, value))}]" for key, value in values.items() if isinstance(value, (list, tuple))}
     return " ".join(f"{key}={lists.get(key) or shown(value)}" for key, value in values.items())
-
-
-def _entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _entries(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

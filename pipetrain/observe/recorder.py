@@ -20,7 +20,7 @@ from pipetrain.observe.trackers.tracker import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.schedule.csv_file import write_csv
-from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.shown import Shown
 
@@ -38,6 +38,7 @@ class Recorder:
         self._keep = keep
         self._stack = ExitStack()
         self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
+        self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
         self._reporter = self._stack.enter_context(make_reporter(num_steps, shown=config.progress and self.is_first))
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
@@ -61,10 +62,6 @@ class Recorder:
         self._reporter.say(f"step {step}: phase {number} begins")
         self._keep = keep
         self.timelines = []
-
-    def on_event(self, event: OpEvent) -> None:
-        """The sink for this rank's events."""
-        self._events(event)
 
     def end_step(self, step: int, metrics: StepMetrics | None = None, timelines: Sequence[Timeline] = ()) -> None:
         """Step number `step` is over; rank 0 has its figures, and of each replica what ran when."""

@@ -150,7 +150,9 @@ def remarks(report: RunReport) -> list[str]:
 
 
 def totals(report: RunReport) -> Table:
-    """The run in a column of numbers."""
+    """The run in a column of numbers; of tokens, how many counted where not all did."""
+    is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
+    counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
     predicted = number(report.step_seconds_predicted, "{:.4f} s")
     if report.step_seconds_measured is not None and report.step_seconds_predicted is not None:
         predicted += f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
@@ -159,7 +161,7 @@ def totals(report: RunReport) -> Table:
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
         ("perplexity of the last step", number(report.perplexity, "{:,.2f}")),
         ("held-out perplexity", number(report.heldout_perplexity, "{:,.2f}")),
-        *_seen(report),
+        *([] if report.tokens_seen is None else [("tokens seen", f"{report.tokens_seen:,}{counted}")]),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
         ("step, predicted", predicted),
@@ -223,15 +225,6 @@ def rank_totals(report: RunReport) -> Table:
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
-
-
-def _seen(report: RunReport) -> list[tuple[str, str]]:
-    """Tokens, and how many of them counted where not all did; nothing where an older version wrote the report."""
-    if report.tokens_seen is None:
-        return []
-    counted = report.counted_tokens_seen
-    rest = "" if counted in (None, report.tokens_seen) else f", {counted:,} counted"
-    return [("tokens seen", f"{report.tokens_seen:,}{rest}")]
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------

@@ -105,16 +105,11 @@ def _numbers(measured: Shown, predicted: Shown | None, shown: Sequence[Shown], n
     if predicted is not None:
         caption = "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
         parts.append(heading("Kinds of op, measured against predicted") + paragraph(caption))
-        parts.append(framed(_residual_table(measured, predicted)))
+        rows = []
+        for one in residuals(predicted.timeline, measured.timeline):
+            share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
+            numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
+            rows.append([one.kind.value, str(one.num_ops), *(f"{seconds * 1e3:.3f}" for seconds in numbers), share])
+        head = ["op", "number", "predicted ms", "measured ms", "residual ms", "residual"]
+        parts.append(framed(Table(head, rows)))
     return "\n".join(parts)
-
-
-def _residual_table(measured: Shown, predicted: Shown) -> Table:
-    """A line per kind of op that both steps have."""
-    rows = []
-    for one in residuals(predicted.timeline, measured.timeline):
-        share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
-        numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
-        milliseconds = [f"{seconds * 1e3:.3f}" for seconds in numbers]
-        rows.append([one.kind.value, str(one.num_ops), *milliseconds, share])
-    return Table(["op", "number", "predicted ms", "measured ms", "residual ms", "residual"], rows)
