@@ -85,21 +85,16 @@ def only(supported: object, instead: str) -> Limit:
     return Limit(lambda value: value == supported, told, of_null=True)
 
 
-class Resume(Enum):
-    """What a run that goes on from a snapshot may do with a key, or with all keys of a group."""
+class May(Enum):
+    """Who may change a key, or all keys of a group."""
 
-    MAY_CHANGE = "may change"
-
-
-class Phases(Enum):
-    """What the phases of a run may do with a key, or with all keys of a group."""
-
-    MAY_CHANGE = "may change"
+    RESUME = "a run that goes on from a snapshot"
+    PHASE = "a phase of the run"
 
 
 _T = TypeVar("_T")
-MayChange = Annotated[_T, Resume.MAY_CHANGE]  # a key without it keeps its value: it is part of what the run computes
-PerPhase = Annotated[_T, Phases.MAY_CHANGE]  # a key without it has one value for the whole run
+MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value: it is part of what the run computes
+PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the whole run
 
 
 def _is_finite(value: object) -> bool:

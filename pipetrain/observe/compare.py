@@ -70,7 +70,19 @@ def runs_table(runs: Sequence[ComparedRun]) -> Table:
         *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
         *("bubble", "exposed R", "peak activations"),
     )
-    return Table(head, [_row(run) for run in runs], left=frozenset({0, 1, 2}))
+    rows = [
+        (
+            *(run.name, report.experiment, _words(run.differs) or "-", str(report.steps)),
+            *(number(report.loss, "{:.3f}"), number(report.heldout_loss, "{:.3f}")),
+            number(report.tokens_per_second, "{:,.0f}"),
+            number(report.step_seconds_measured, "{:.4f} s"),
+            number(report.bubble_fraction, "{:.1%}"),
+            number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
+            size(most(report.peak_activation_bytes)),
+        )
+        for run, report in ((run, run.report) for run in runs)
+    ]
+    return Table(head, rows, left=frozenset({0, 1, 2}))
 
 
 def write_plot(runs: Sequence[ComparedRun], path: Path) -> None:
@@ -122,23 +134,6 @@ def check_format(path: Path) -> None:
     """
     if path.suffix not in FORMATS:
         raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(FORMATS)}")
-
-
-def _row(run: ComparedRun) -> tuple[str, ...]:
-    report = run.report
-    return (
-        run.name,
-        report.experiment,
-        _words(run.differs) or "-",
-        str(report.steps),
-        number(report.loss, "{:.3f}"),
-        number(report.heldout_loss, "{:.3f}"),
-        number(report.tokens_per_second, "{:,.0f}"),
-        number(report.step_seconds_measured, "{:.4f} s"),
-        number(report.bubble_fraction, "{:.1%}"),
-        number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
-        size(most(report.peak_activation_bytes)),
-    )
 
 
 def _words(values: Mapping[str, Any]) -> str:
