@@ -104,20 +104,19 @@ def _of_values(values: Mapping[str, Any]) -> RunReport:
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
-    notes = remarks(report)
     steps = f"{report.steps} steps" if report.phase is None else f"phase {report.phase}, {_steps_of(report)}"
-    lines = [
-        f"# {report.experiment}: {steps}{stopped}",
-        "",
-        in_a_line(report),
-        "",
-        totals(report).as_markdown(),
-        "",
-        rank_totals(report).as_markdown(),
-        *(["", of_the_last_phase(report), "", phase_totals(report).as_markdown()] if report.phases else []),
-        *(["", *notes] if notes else []),
-    ]
-    return "\n".join(lines) + "\n"
+    parts = [part if isinstance(part, str) else part.as_markdown() for part in report_parts(report)]
+    notes = ["\n".join(found)] if (found := remarks(report)) else []
+    return "\n\n".join([f"# {report.experiment}: {steps}{stopped}", in_a_line(report), *parts, *notes]) + "\n"
+
+
+def report_parts(report: RunReport) -> list[str | Table]:
+    """What stands below each other in a report: tables, and what to know before one."""
+    parts: list[str | Table] = [_totals(report), _rank_totals(report)]
+    if not report.phases:
+        return parts
+    of_last = f"times and shares above are of the last one, peaks of all since step {report.first_step}."
+    return [*parts, f"The run had {len(report.phases)} phases: {of_last}", _phase_totals(report)]
 
 
 def in_a_line(report: RunReport) -> str:
@@ -149,7 +148,7 @@ def remarks(report: RunReport) -> list[str]:
     return found
 
 
-def totals(report: RunReport) -> Table:
+def _totals(report: RunReport) -> Table:
     """The run in a column of numbers; of tokens, how many counted where not all did."""
     is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
     counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
@@ -171,12 +170,7 @@ def totals(report: RunReport) -> Table:
     return Table(("", "run"), rows)
 
 
-def of_the_last_phase(report: RunReport) -> str:
-    """What the numbers above the table of the phases are of."""
-    return f"The run had {len(report.phases)} phases: times and shares above are of the last one, peaks of all since step {report.first_step}."
-
-
-def phase_totals(report: RunReport) -> Table:
+def _phase_totals(report: RunReport) -> Table:
     """A line per phase."""
     header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
     rows = [
@@ -208,7 +202,7 @@ def _steps_of(report: RunReport) -> str:
     return f"steps {report.first_step} to {report.steps}"
 
 
-def rank_totals(report: RunReport) -> Table:
+def _rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
     shares = [share or 0.0 for share in report.deferred_share]
     is_replicated = num_replicas_of(report.ranks) > 1

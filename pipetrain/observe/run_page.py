@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pipetrain.observe import report as reports
+from pipetrain.observe.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.timeline.draw.page import (
     framed,
     heading,
@@ -25,7 +25,7 @@ from pipetrain.timeline.shown import Shown
 
 
 def run_page(
-    report: reports.RunReport,
+    report: RunReport,
     measured: Sequence[Shown],
     predicted: Shown | None,
     *,
@@ -59,20 +59,14 @@ def run_page(
         numbers = [
             _of_replica(n, _numbers(one, predicted, *pair)) for n, (one, pair) in enumerate(zip(measured, pairs))
         ]
-    phases = [
-        *([heading("The phases"), paragraph(reports.of_the_last_phase(report))] if report.phases else []),
-        *([framed(reports.phase_totals(report))] if report.phases else []),
-    ]
     return page(
         report.experiment,
         heading(f"{report.experiment}: {measured[0].title}", level=1),
-        paragraph(reports.in_a_line(report)),
+        paragraph(in_a_line(report)),
         *drawn,
         heading("The whole run"),
-        framed(reports.totals(report)),
-        framed(reports.rank_totals(report)),
-        *map(paragraph, reports.remarks(report)),
-        *phases,
+        *(paragraph(part) if isinstance(part, str) else framed(part) for part in report_parts(report)),
+        *map(paragraph, remarks(report)),
         *numbers,
         paragraph(f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."),
     )

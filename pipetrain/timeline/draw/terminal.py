@@ -42,8 +42,10 @@ def staircase(
     columns = _columns(computing, span, max(1, width - margin), names_stage)
     lines = []
     for rank, label in enumerate(labels):
-        events = [event for event in computing if event.rank == rank]
-        for number, row in enumerate(_rows(events)):
+        events = sorted((event for event in computing if event.rank == rank), key=lambda event: event.start)
+        lanes = (Lane.COMPUTE, Lane.RECOMPUTE) if ran_beside(events) else None
+        rows = [[event for event in events if event.lane is lane] for lane in lanes] if lanes else [events]
+        for number, row in enumerate(rows):
             cells = _cells(row, timeline.start, span, columns)
             if number == 0:
                 sums = [event for event in timeline.events if event.rank == rank and event.op.kind in REDUCING]
@@ -59,15 +61,6 @@ def legend(kinds: Iterable[Kind], *, colour: bool = False) -> str:
         for kind, looks in drawn_kinds(kinds).items()
     ]
     return "  ".join([*words, ". idle"])
-
-
-def _rows(events: Sequence[OpEvent]) -> list[list[OpEvent]]:
-    """The events of a rank in one row, or in two if R ran beside the others."""
-    in_order = sorted(events, key=lambda event: event.start)
-    if not ran_beside(in_order):
-        return [in_order]
-    lanes = (Lane.COMPUTE, Lane.RECOMPUTE)
-    return [[event for event in in_order if event.lane is lane] for lane in lanes]
 
 
 def _columns(events: Sequence[OpEvent], step_seconds: float, room: int, names_stage: bool) -> int:
