@@ -177,13 +177,6 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
     rank = int(os.environ["RANK"])
     announce(rank)
-    code = end(_outcome(rank, config, folder, arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Arguments) -> Outcome:
     import torch
 
     from pipetrain.group.failure import PipelineError
@@ -191,24 +184,27 @@ def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Argumen
     from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
     from pipetrain.loop.generate import generate
 
+    outcome = Outcome(rank, Exit.DONE)
     try:
-        asked = _asked(arguments)
+        asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
         weights = _weights(folder, arguments.step, is_rank=True)
-        plan = _plan(folder, int(os.environ["WORLD_SIZE"]))
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher(), telling_first():
             generate(config, plan, weights, asked, _write)
     except ValueError as error:
-        return Outcome(rank, Exit.WRONG_INPUT, str(error))
+        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:
-        return Outcome(rank, Exit.FAILED, str(error))
+        outcome = Outcome(rank, Exit.FAILED, str(error))
     except KeyboardInterrupt:
-        return Outcome(rank, Exit.FAILED, "interrupted")
+        outcome = Outcome(rank, Exit.FAILED, "interrupted")
     except Exception as error:
         traceback.print_exc()
-        return Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
-    return Outcome(rank, Exit.DONE)
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    code = end(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 COMMAND = Command(_add_arguments, _generate)

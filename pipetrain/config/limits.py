@@ -56,12 +56,8 @@ def within(least: float, most: float) -> Limit:
 
 def each(least: float, most: float, what: str) -> Limit:
     """A number from `least` to `most`, or a list of such numbers."""
-
-    def holds(value: Any) -> bool:
-        entries = value if isinstance(value, tuple) else (value,)
-        return all(least <= entry <= most for entry in entries)
-
-    return Limit(holds, f": allowed is {what} from {least} to {most}, or a list of such numbers")
+    told = f": allowed is {what} from {least} to {most}, or a list of such numbers"
+    return Limit(lambda value: all(least <= entry <= most for entry in _entries(value)), told)
 
 
 def one_of(*words: str) -> Limit:
@@ -99,5 +95,8 @@ PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the wh
 
 def _is_finite(value: object) -> bool:
     """Neither inf nor nan, nor a list with one of them; what is no number is."""
-    entries = value if isinstance(value, tuple) else (value,)
-    return all(math.isfinite(entry) for entry in entries if isinstance(entry, float))
+    return all(math.isfinite(entry) for entry in _entries(value) if isinstance(entry, float))
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

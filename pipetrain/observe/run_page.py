@@ -39,13 +39,12 @@ def run_page(
         first, last = predicted_from.start, predicted_from.stop - 1
         above, names_above = [predicted], [f"Predicted from the op times of steps {first} to {last}"]
     name = f"Measured, step {report.steps}"
+    calls = [f"{name}, replica {number}" for number in range(len(measured))] if len(measured) > 1 else [name]
+    pairs = [([*above, one], [*names_above, call]) for one, call in zip(measured, calls)]
+    numbers = [_numbers(one, predicted, *pair) for one, pair in zip(measured, pairs)]
     if len(measured) == 1:
-        shown, names = [*above, measured[0]], [*names_above, name]
-        drawn = [pictures(shown, names), recomputation(shown, names)]
-        numbers = [_numbers(measured[0], predicted, shown, names)]
+        drawn = [pictures(*pairs[0]), recomputation(*pairs[0])]
     else:
-        calls = [f"{name}, replica {number}" for number in range(len(measured))]
-        pairs = [([*above, one], [*names_above, call]) for one, call in zip(measured, calls)]
         longest = max(one.step_seconds for one in (*above, *measured))
         still = [picture([one], [name], longest) for one, name in zip(above, names_above)]
         to_choose = [picture([one], [call], longest) for one, call in zip(measured, calls)]
@@ -56,9 +55,7 @@ def run_page(
             scrolled(*still, *map(_of_replica, range(len(measured)), to_choose)),
             *(_of_replica(number, recomputation(*pair)) for number, pair in enumerate(pairs)),
         ]
-        numbers = [
-            _of_replica(n, _numbers(one, predicted, *pair)) for n, (one, pair) in enumerate(zip(measured, pairs))
-        ]
+        numbers = [_of_replica(replica, part) for replica, part in enumerate(numbers)]
     return page(
         report.experiment,
         heading(f"{report.experiment}: {measured[0].title}", level=1),
