@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         "a resume may change every key",
         "pipetrain/config/schema.py",
-        "if Resume.MAY_CHANGE not in marks",
-        "if Resume.MAY_CHANGE in marks",
+        "if May.RESUME not in marks",
+        "if May.RESUME in marks",
         ("tests/config/test_marks.py", "-k", "guarded or goes_on"),
     ),
     Mutant(
