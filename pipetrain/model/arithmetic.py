@@ -71,26 +71,18 @@ def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:
     return [words + positions, *[block] * config.num_blocks, norm + words]
 
 
-def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:
-    """Parameters of the whole model."""
-    return sum(parameters_per_layer(config, vocabulary_size))
-
-
 def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
     """Floating-point operations of one token's forward in each layer, in order, in a sample of `sequence_length` tokens.
 
     Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two
     products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
     """
-    block = 2.0 * _matrices_of_block(config) + 4.0 * config.hidden_size * sequence_length
-    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * config.hidden_size]
-
-
-def _matrices_of_block(config: ModelConfig) -> int:
     hidden = config.hidden_size
     kv_size = hidden // config.num_heads * num_kv_heads(config)
     attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    return attention + (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)
+    mlp = (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)
+    block = 2.0 * (attention + mlp) + 4.0 * hidden * sequence_length
+    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * hidden]
 
 
 def longest_sample(config: ModelConfig) -> int:

@@ -196,7 +196,10 @@ def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Call
         ValueError: with the names of the parameter in both stages.
     """
     said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
-    for tie in check_sharing(built_as(spec, layers), stage_of):
+    built = replace(
+        spec, modules=layers, tied=tied_parameters(layers)
+    )  # two callables may return layers that share something
+    for tie in check_sharing(built, stage_of):
         if (tie.name, tie.copy) not in said:
             low, high = tie.stages
             raise ValueError(
@@ -216,11 +219,6 @@ def _layers_of(model: Any) -> list[Layer]:
         f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
         "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
     )
-
-
-def built_as(spec: ModelSpec, layers: Mapping[int, nn.Module]) -> ModelSpec:
-    """The model as far as these layers of it show it: two callables may have returned layers that share something."""
-    return replace(spec, modules=layers, tied=tied_parameters(layers))
 
 
 def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
