@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the bound of the last step is that of the steps before",
+        "pipetrain/observe/run_report.py",
+        "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
+        "        costs = measure_costs(schedule.num_stages, early or [last.timelines])",
+        ("tests/observe/test_replicas.py", "-k", "own_bound"),
+    ),
+    Mutant(
         "a folder is nobody's claim",
         "pipetrain/observe/claim.py",
         "                fcntl.lockf(file, (fcntl.LOCK_SH if only_look else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
