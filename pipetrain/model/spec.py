@@ -240,16 +240,9 @@ def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpe
 
     Layers of one kind run one code, with their weights as its inputs, so a kind is compiled once for all of a rank's layers: once for
     training, once for evaluation. A whole stage in one piece would be compiled anew for each split, and could not be seeded layer by layer.
-    A layer of which only parts can be compiled has a method `parts_to_compile` that returns these modules.
+    A layer of which only parts can be compiled has a `compile` of its own, in place of that of nn.Module.
     """
-
-    def compile_layer(layer: nn.Module) -> None:
-        own = getattr(layer, "parts_to_compile", None)
-        parts = (layer,) if own is None else own()
-        for part in parts:
-            part.compile(backend=backend)
-
-    return spec.with_each_layer(compile_layer)
+    return spec.with_each_layer(lambda layer: layer.compile(backend=backend))
 
 
 def with_weights_in(spec: ModelSpec, dtype: torch.dtype) -> ModelSpec:
