@@ -24,8 +24,8 @@ from pipetrain.model.hf.mixing import what_mixes_documents
 from pipetrain.model.hf.parts import model_parts
 
 LENGTHS = (5, 4, 3)  # of the documents in a sample of 12 tokens
-# Layers with a state that runs along the sequence, whatever their mask; masks that the family makes without positions.
-CARRIES = r"decoder layer 0 \(\w+\) carries one document into the next, whatever its mask says"
+# Layers with a state that runs along the sequence; masks that the family makes without positions.
+CARRIES = r"decoder layer 0 \(\w+\) carries one document into the next"
 LEAVES_OUT = r"decoder layer 0 \(\w+\) obeys its mask, and \w+ leaves position_ids out of it"
 REFUSED = dict.fromkeys(("qwen3_next", "recurrent_gemma"), CARRIES) | dict.fromkeys(
     ("opt", "falcon", "bloom", "gpt_oss"), LEAVES_OUT
@@ -104,7 +104,7 @@ def test_a_layer_that_is_deaf_to_its_mask_is_found_and_nothing_is_left_changed()
     model.model.layers[2].__class__ = Deaf
     state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     why = what_mixes_documents(model, model_parts(model))
-    assert why == "decoder layer 2 (Deaf) carries one document into the next, whatever its mask says"
+    assert why == "decoder layer 2 (Deaf) carries one document into the next"
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

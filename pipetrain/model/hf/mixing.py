@@ -60,7 +60,7 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
             name = f"decoder layer {number} ({type(layer).__name__})"
             if _would_obey(frame, number, tried, rows, positions):
                 return f"{name} obeys its mask, and {type(model).__name__} leaves position_ids out of it"
-            return f"{name} carries one document into the next, whatever its mask says"
+            return f"{name} carries one document into the next"
     return None
 
 
@@ -97,13 +97,13 @@ def _stand_in(module: nn.Module, model: PreTrainedModel, config: PreTrainedConfi
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_noise(parameter.shape, generator), requires_grad=False)
         memo[id(parameter)]._is_hf_initialized = True  # so that the family draws nothing into it
-    is_meta = any(buffer.is_meta for buffer in module.buffers())
     for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu().clone()
+        memo[id(buffer)] = torch.ones_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu().clone()
     made = copy.deepcopy(module, memo)
-    if is_meta:
-        with initialization.guard_torch_init_functions():
-            made.apply(model._initialize_weights)
+    with initialization.guard_torch_init_functions():
+        for own, original in zip(made.modules(), module.modules(), strict=True):
+            if any(buffer.is_meta for buffer in original.buffers(recurse=False)):
+                model._initialize_weights(own)
     return made.eval()
 
 
