@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,18 +267,11 @@ def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
 
 
 def _tensors_with_gradient(call: Call) -> list[int | str]:
-    return [key for key, value in _items(call) if any(tensor.requires_grad for tensor in _tensors_in(value))]
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
+    return [
+        key
+        for key, value in _items(call)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+    ]
 
 
 def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
