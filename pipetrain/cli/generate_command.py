@@ -113,7 +113,7 @@ def _weights(folder: RunFolder, step: int | None) -> Path:
         ValueError: there are none.
     """
     from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS, find
+    from pipetrain.snapshot.start import SNAPSHOTS, find
     from pipetrain.snapshot.weights import check_weights, has_weights
 
     steps = steps_in(folder.path / SNAPSHOTS)
@@ -143,7 +143,7 @@ def _weights_of_rank(folder: RunFolder, step: int | None) -> Path:
         ValueError: nobody has, and there are snapshots alone.
     """
     from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS
+    from pipetrain.snapshot.start import SNAPSHOTS
     from pipetrain.snapshot.weights import has_weights
 
     if step is None and (has_weights(folder.weights) or not steps_in(folder.path / SNAPSHOTS)):

@@ -342,7 +342,13 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HfNames:
-    """The names of a model with these parts, both ways."""
+    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
+
+    0.owner.embed_tokens.weight          model.embed_tokens.weight
+    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    5.model.model.norm.weight            model.norm.weight
+    5.model.lm_head.weight               lm_head.weight
+    """
 
     parts: Parts
 
