@@ -173,6 +173,13 @@ MUTANTS = (
         ("tests/hf/test_causal_loss.py", "-k", "linear or pieces"),
     ),
     Mutant(
+        "tokens need a file system that knows locks",
+        "pipetrain/data/token_cache.py",
+        "        if error.errno not in _NO_LOCKS:\n            raise",
+        "        raise",
+        ("tests/data/test_token_folders.py", "-k", "without_locks"),
+    ),
+    Mutant(
         "one kind of decoder layer speaks for all",
         "pipetrain/model/hf/mixing.py",
         "    return modules, shapes, tuple(map(id, args))",
