@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -25,8 +26,9 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.executor import Step
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.attributes import is_of_the_user
-from pipetrain.stage.leaves import paths
+from pipetrain.stage.leaves import named_paths, paths
 
+_LOSS = "loss_fn"  # what it is called among the layers
 _NOT_STATE = frozenset({"_parameters", "_buffers", "_modules"})
 _MOST_ENTRIES = 1000  # of a container that is looked into
 
@@ -81,7 +83,7 @@ class Skips:
             number: (plan.stage_of(number), f"layer {number} ({type(layer).__name__})", layer)
             for number, layer in layers.items()
         }
-        self._roots[plan.num_layers] = (plan.num_stages - 1, "loss_fn", loss_fn)
+        self._roots[plan.num_layers] = (plan.num_stages - 1, _LOSS, loss_fn)
         self._knows_all = len(layers) == plan.num_layers
         self._shared = _shared_by(self._roots.values(), plan.stages_of(rank))
         self._now: Op | None = None  # the F that runs
@@ -207,6 +209,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         found = map(self._skips.left_by_another, _tensors_in((args, kwargs)))
         source = next(filter(None, found), None)
         result = function(*args, **kwargs)
@@ -225,7 +229,8 @@ def _shared_by(roots: Iterable[tuple[int, str, Any]], stages: Sequence[int]) -> 
     seen: dict[int, set[int]] = {stage: set() for stage in stages}
     for stage, name, root in roots if len(stages) > 1 else ():
         if stage in seen:
-            for path, thing in paths(root, _can_be_changed, seen[stage]):
+            walk = named_paths if name == _LOSS else paths
+            for path, thing in walk(root, _can_be_changed, seen[stage]):
                 found.setdefault(id(thing), _Shared(thing)).names.setdefault(stage, _called(path, name))
     return [shared for shared in found.values() if len(shared.names) > 1]
 
@@ -239,7 +244,7 @@ def _can_be_changed(thing: Any) -> bool:
 def _lacks(thing: Any, error: Exception) -> bool:
     """Whether `error` may have come of looking for something that is not in `thing`."""
     if isinstance(error, KeyError):
-        return isinstance(thing, dict) and bool(error.args) and error.args[0] not in thing
+        return isinstance(thing, dict) and all(error.args[:1] != (key,) for key in thing)
     if isinstance(error, IndexError):
         return isinstance(thing, (list, deque)) and not thing
     return isinstance(error, AttributeError) and error.obj is thing and _can_be_changed(thing)

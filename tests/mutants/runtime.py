@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a method reads all that its object has",
         "pipetrain/stage/leaves.py",
-        "        if attributes <= names or names & _ALL_MODULES:",
-        "        if True:",
+        "    return paths(function, is_wanted, seen, names=_names_in_code(function))",
+        "    return paths(function, is_wanted, seen)",
         ("tests/runtime/test_loss_reaches_layers.py", "-k", "passes"),
     ),
     Mutant(
