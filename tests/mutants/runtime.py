@@ -60,6 +60,13 @@ MUTANTS = (
         ("tests/runtime/test_skips.py", "-k", "may_be_shared"),
     ),
     Mutant(
+        "what a stage leaves on another rank is not told",
+        "pipetrain/runtime/calls.py",
+        "            if left:\n",
+        "            if False:\n",
+        ("tests/runtime/test_skips.py", "-k", "first_value"),
+    ),
+    Mutant(
         "a missing skip is a bare KeyError",
         "pipetrain/runtime/runner.py",
         "        step.explain = self._skips.explain\n",
