@@ -78,7 +78,8 @@ class Pipeline:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
             called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
             parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. What layers have
+            to add to it they give to `add_loss`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.

@@ -29,7 +29,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.meter import ActivationMeter, Counted, SetSize
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
@@ -70,7 +70,7 @@ class Slot:
         self.version = 0
         self.layer = layer
         self.number = number
-        self.counted: Counted | None = None
+        self.counted: CountedBytes | None = None
 
     def fill(self, tensor: Tensor) -> None:
         # Detached: the tensor may be an output of the node that will own this slot, and a cycle would keep both alive.

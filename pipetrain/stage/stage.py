@@ -23,7 +23,7 @@ from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
-from pipetrain.stage.meter import ActivationMeter, Counted, SetSize
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -114,7 +114,7 @@ class _Held:
         default_factory=list
     )  # the stashed input, and what of a kept set others hold, too
     kind: Hashable = None
-    size: Counted | None = None  # of a kept set that autograd holds
+    size: CountedBytes | None = None  # of a kept set that autograd holds
     ends: list[int] = field(default_factory=lambda: [-1])  # of its layers, as autograd counts nodes; before the first
 
 
