@@ -45,7 +45,7 @@ TORCH_FREE_FILES = {
 }  # of a room with torch: what is read before a process starts
 STANDARD_ONLY = {"schedule", "timeline", "plan", "launcher", "prepare"}
 # Files that may be read by who otherwise has no business in their room, or do what their room otherwise may not.
-READS_CONFIG_FILES = {"config/load.py", "observe/compare.py"}  # omegaconf
+READS_CONFIG_FILES = {"config/load.py"}  # omegaconf
 STARTS_TORCHRUN = {"launcher/launch.py"}  # torch, inside a function
 
 

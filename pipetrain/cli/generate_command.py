@@ -122,53 +122,40 @@ def _asked(arguments: Arguments) -> Asked:
     return asked
 
 
-def _weights(folder: RunFolder, step: int | None) -> Path:
-    """Where the run left its weights: the folder of those at its end, or a whole snapshot.
+def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> Path:
+    """Where the run left its weights: the folder of those at its end, or a whole snapshot. To a rank its launcher says which, and has
+    checked it.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none; or nobody said which, and there are snapshots alone.
     """
     from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS, find
+    from pipetrain.snapshot.start import SNAPSHOTS, find
     from pipetrain.snapshot.weights import check_weights, has_weights
 
     steps = steps_in(folder.path / SNAPSHOTS)
-    if step is not None:
-        if step not in steps:
-            raise ValueError(
-                f"--step={step}: {folder.path} has no such snapshot; there are {', '.join(map(str, steps[::-1])) or 'none'}"
-            )
-        return find(path_of(folder.path / SNAPSHOTS, step), say)
-    if has_weights(folder.weights) or not steps:
+    if step is None and (has_weights(folder.weights) or not steps):
         check_weights(folder.weights)
         return folder.weights
-    snapshot = find(folder.path, say)
-    say(f"the run has not ended; generating from {snapshot}")
-    return snapshot
+    if is_rank and step is None:
+        raise ValueError(
+            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
+        )
+    if step is None:
+        snapshot = find(folder.path, say)
+        say(f"the run has not ended; generating from {snapshot}")
+        return snapshot
+    if is_rank:
+        return path_of(folder.path / SNAPSHOTS, step)
+    if step not in steps:
+        there = ", ".join(map(str, steps[::-1])) or "none"
+        raise ValueError(f"--step={step}: {folder.path} has no such snapshot; there are {there}")
+    return find(path_of(folder.path / SNAPSHOTS, step), say)
 
 
 def _step_of(weights: Path, folder: RunFolder) -> list[str]:
     """The choice of a snapshot for the ranks: all are to make the same one, while the run may save more."""
     return [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
-
-
-def _weights_of_rank(folder: RunFolder, step: int | None) -> Path:
-    """What the launcher has chosen, and checked.
-
-    Raises:
-        ValueError: nobody has, and there are snapshots alone.
-    """
-    from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS
-    from pipetrain.snapshot.weights import has_weights
-
-    if step is None and (has_weights(folder.weights) or not steps_in(folder.path / SNAPSHOTS)):
-        return _weights(folder, None)
-    if step is None:
-        raise ValueError(
-            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
-        )
-    return path_of(folder.path / SNAPSHOTS, step)
 
 
 def _words(arguments: Arguments) -> list[str]:
@@ -190,13 +177,6 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
     rank = int(os.environ["RANK"])
     announce(rank)
-    code = end(_outcome(rank, config, folder, arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Arguments) -> Outcome:
     import torch
 
     from pipetrain.group.failure import PipelineError
@@ -204,24 +184,27 @@ def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Argumen
     from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
     from pipetrain.loop.generate import generate
 
+    outcome = Outcome(rank, Exit.DONE)
     try:
-        asked = _asked(arguments)
-        weights = _weights_of_rank(folder, arguments.step)
-        plan = _plan(folder, int(os.environ["WORLD_SIZE"]))
+        asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
+        weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher(), telling_first():
             generate(config, plan, weights, asked, _write)
     except ValueError as error:
-        return Outcome(rank, Exit.WRONG_INPUT, str(error))
+        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:
-        return Outcome(rank, Exit.FAILED, str(error))
+        outcome = Outcome(rank, Exit.FAILED, str(error))
     except KeyboardInterrupt:
-        return Outcome(rank, Exit.FAILED, "interrupted")
+        outcome = Outcome(rank, Exit.FAILED, "interrupted")
     except Exception as error:
         traceback.print_exc()
-        return Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
-    return Outcome(rank, Exit.DONE)
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    code = end(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 COMMAND = Command(_add_arguments, _generate)

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `pipetrain ARGV` and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(_help())
+        helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
+        lines = [f"  {name:<{max(map(len, helps))}}  {text}" for name, text in helps.items()]
+        print("\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."]))
         return Exit.DONE if words else Exit.WRONG_INPUT
     if words[0] == _BENCH and (benchmarks := _find_benchmarks()) is not None:
         return _run_benchmarks(benchmarks, words[1:])
@@ -81,10 +83,3 @@ def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
         module = importlib.import_module("benchmarks.command")
     code: int = module.main(words)
     return code
-
-
-def _help() -> str:
-    helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
-    width = max(map(len, helps))
-    lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
-    return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])

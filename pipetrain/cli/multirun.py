@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,10 +84,12 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     ours = [text for text in overrides if not _is_hydras(text)]
     hydras = [text for text in overrides if _is_hydras(text)]
     jobs = _expand(ours)
-    configs = [_checked(job, check) for job in jobs]
-    _check_run_dirs(configs)
+    experiment = _check_jobs(jobs, check)
     _check_hydra(hydras)
-    folder = _sweep_folder(hydras, configs[0].experiment)
+    named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
+    folder = Path(named[-1]).resolve() if named else reserve_folder(None, f"{experiment}-sweep").path
+    for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
+        file.unlink()
     chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
     # Hydra ends the process where a job's process is gone, and a request to stop ends the sweep: all jobs are told below.
     words = ["--multirun", *ours, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
@@ -98,7 +100,9 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     finally:
         sys.argv = before
     GlobalHydra.instance().clear()
-    return folder, [_read(folder, job) for job in jobs]
+    ended = [_file_of(folder, job) for job in jobs]
+    known = [json.loads(file.read_text()) if file.is_file() else {} for file in ended]
+    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
 
 
 def run_job(config: Any) -> int:
@@ -118,7 +122,7 @@ def run_job(config: Any) -> int:
     overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
     command = [sys.executable, "-m", "pipetrain.cli", "train", *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
     code, asked = _run(command)
-    _write(folder, Job(job.number, job.overrides, job.run_dir, code))
+    _write(folder, replace(job, code=code))
     if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
         raise KeyboardInterrupt
     return code
@@ -161,27 +165,21 @@ def _expand(overrides: Sequence[str]) -> list[Job]:
     return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
 
 
-def _checked(job: Job, check: Callable[[RunConfig], object]) -> RunConfig:
-    try:
-        config = load(job.overrides)
-        check(config)
-    except ValueError as error:
-        raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error
-    return config
-
-
-def _check_run_dirs(configs: Sequence[RunConfig]) -> None:
-    seen: dict[str, int] = {}
-    for number, config in enumerate(configs):
-        if config.run_dir is None:
-            continue
-        path = str(Path(config.run_dir).resolve())
-        if path in seen:
+def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> str:
+    """Each makes a run, in a folder of its own; returns the name of the experiment."""
+    seen: dict[Path, int] = {}
+    for job in jobs:
+        try:
+            config = load(job.overrides)
+            check(config)
+        except ValueError as error:
+            raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error
+        if config.run_dir is not None and seen.setdefault(Path(config.run_dir).resolve(), job.number) != job.number:
             raise ConfigError(
-                f"run_dir={config.run_dir}: jobs {seen[path]} and {number} would share it; leave it out, or name in it what "
-                "is swept, as in 'run_dir=runs/mine/${seed}'"
+                f"run_dir={config.run_dir}: jobs {seen[Path(config.run_dir).resolve()]} and {job.number} would share it; leave it out, "
+                "or name in it what is swept, as in 'run_dir=runs/mine/${seed}'"
             )
-        seen[path] = number
+    return config.experiment
 
 
 def _check_hydra(overrides: Sequence[str]) -> None:
@@ -205,14 +203,6 @@ def _check_hydra(overrides: Sequence[str]) -> None:
         ) from error
 
 
-def _sweep_folder(hydras: Sequence[str], experiment: str) -> Path:
-    named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
-    folder = Path(named[-1]).resolve() if named else reserve_folder(None, f"{experiment}-sweep").path
-    for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
-        file.unlink()
-    return folder
-
-
 def _is_hydras(override: str) -> bool:
     return override.lstrip("+~").startswith(("hydra.", "hydra/"))
 
@@ -223,17 +213,13 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+def _file_of(folder: Path, job: Job) -> Path:
+    return folder / SWEEP_JOBS / f"{job.number:04d}.json"
+
+
 def _write(folder: Path, job: Job) -> None:
-    path = folder / SWEEP_JOBS / f"{job.number:04d}.json"
+    path = _file_of(folder, job)
     path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
     draft.replace(path)
-
-
-def _read(folder: Path, job: Job) -> Job:
-    path = folder / SWEEP_JOBS / f"{job.number:04d}.json"
-    if not path.is_file():
-        return job
-    values = json.loads(path.read_text())
-    return Job(job.number, job.overrides, values["run_dir"], values["code"])

@@ -84,17 +84,15 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     """For each schedule its staircase and a line per rank, then all in one table; in colours on a terminal."""
     columns = width or shutil.get_terminal_size((100, 24)).columns
     colour = sys.stdout.isatty()
-    pictures = [_picture(one, columns, colour) for one in shown]
+    pictures = []
+    for one in shown:
+        steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
+        sought = None if one.proof is None else f"step {one.proof}"
+        notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
+        parts = (one.title, steps, ranks_table(one.breakdown).as_text(), *notes)
+        pictures.append("\n\n".join(filter(None, parts)))
     kinds = [event.op.kind for one in shown for event in one.timeline.events]
     return "\n\n".join([*pictures, legend(kinds, colour=colour), "seconds\n" + schedules_table(shown).as_text()])
-
-
-def _picture(one: Shown, width: int, colour: bool) -> str:
-    steps = staircase(one.timeline, width=width, colour=colour, num_stages=one.schedule.num_stages)
-    sought = None if one.proof is None else f"step {one.proof}"
-    notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
-    said = "".join(f"\n\n{note}" for note in notes if note)
-    return f"{one.title}\n\n{steps}\n\n{ranks_table(one.breakdown).as_text()}{said}"
 
 
 def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:

@@ -30,7 +30,10 @@ def _add_arguments(parser: Parser) -> None:
 def _tokenize(arguments: Arguments) -> int:
     path = Path(arguments.path)
     if not any(override.startswith("data=") for override in arguments.overrides):
-        arguments.overrides.insert(0, f"data={_source_of(path)}")
+        # What reads it, by its name.
+        is_set = path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        has_lines = ".jsonl" in path.suffixes or (path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None)
+        arguments.overrides.insert(0, f"data={'hf' if is_set else 'jsonl' if has_lines else 'text'}")
     config = load(arguments.overrides)
     data = replace(config.data, path=arguments.path)
     from pipetrain.data.dataset import check_data, make_tokenizer
@@ -102,14 +105,6 @@ def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task(what, total=1.0, visible=False)
             yield lambda share: progress.update(task, completed=share, visible=True)
-
-
-def _source_of(path: Path) -> str:
-    """What reads it, by its name."""
-    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return "hf"
-    folder_has_lines = path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None
-    return "jsonl" if folder_has_lines or ".jsonl" in path.suffixes else "text"
 
 
 COMMAND = Command(_add_arguments, _tokenize)

@@ -48,8 +48,11 @@ def _train(arguments: Arguments) -> int:
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
-    if becomes_a_job:
-        _check_job(config.resume)
+    if becomes_a_job and config.resume not in (None, AUTO):
+        raise ValueError(
+            f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
+            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+        )
     plan = check_train(config).plan
     ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
     return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
@@ -112,17 +115,6 @@ def _nodes(config: RunConfig) -> Nodes | None:
         )
     check_not_a_slurm_task()
     return None
-
-
-def _check_job(resume: str | None) -> None:
-    """Raises:
-    ValueError: `resume` names a snapshot, from which a job that is put back into the queue would start again.
-    """
-    if resume not in (None, AUTO):
-        raise ValueError(
-            f"resume={resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
-            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
-        )
 
 
 def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:

@@ -56,12 +56,8 @@ def within(least: float, most: float) -> Limit:
 
 def each(least: float, most: float, what: str) -> Limit:
     """A number from `least` to `most`, or a list of such numbers."""
-
-    def holds(value: Any) -> bool:
-        entries = value if isinstance(value, tuple) else (value,)
-        return all(least <= entry <= most for entry in entries)
-
-    return Limit(holds, f": allowed is {what} from {least} to {most}, or a list of such numbers")
+    told = f": allowed is {what} from {least} to {most}, or a list of such numbers"
+    return Limit(lambda value: all(least <= entry <= most for entry in _entries(value)), told)
 
 
 def one_of(*words: str) -> Limit:
@@ -85,24 +81,22 @@ def only(supported: object, instead: str) -> Limit:
     return Limit(lambda value: value == supported, told, of_null=True)
 
 
-class Resume(Enum):
-    """What a run that goes on from a snapshot may do with a key, or with all keys of a group."""
+class May(Enum):
+    """Who may change a key, or all keys of a group."""
 
-    MAY_CHANGE = "may change"
-
-
-class Phases(Enum):
-    """What the phases of a run may do with a key, or with all keys of a group."""
-
-    MAY_CHANGE = "may change"
+    RESUME = "a run that goes on from a snapshot"
+    PHASE = "a phase of the run"
 
 
 _T = TypeVar("_T")
-MayChange = Annotated[_T, Resume.MAY_CHANGE]  # a key without it keeps its value: it is part of what the run computes
-PerPhase = Annotated[_T, Phases.MAY_CHANGE]  # a key without it has one value for the whole run
+MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value: it is part of what the run computes
+PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the whole run
 
 
 def _is_finite(value: object) -> bool:
     """Neither inf nor nan, nor a list with one of them; what is no number is."""
-    entries = value if isinstance(value, tuple) else (value,)
-    return all(math.isfinite(entry) for entry in entries if isinstance(entry, float))
+    return all(math.isfinite(entry) for entry in _entries(value) if isinstance(entry, float))
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, Union
 
-from pipetrain.config.limits import Limit, Phases, Resume
+from pipetrain.config.limits import Limit, May
 from pipetrain.config.problem import ConfigError, nearest, shown
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
@@ -51,13 +51,13 @@ def limits(record: Any = RunConfig) -> dict[str, Limit]:
 
 def guarded_keys(record: Any = RunConfig) -> list[str]:
     """The keys whose value a run that goes on must keep: all but those marked `MayChange`, by themselves or with their group."""
-    return [path for path, marks in _leaves(record) if Resume.MAY_CHANGE not in marks]
+    return [path for path, marks in _leaves(record) if May.RESUME not in marks]
 
 
 @functools.cache
 def phase_keys(record: Any = RunConfig) -> tuple[str, ...]:
     """The keys whose value a phase may change: those marked `PerPhase`, by themselves or with their group."""
-    return tuple(path for path, marks in _leaves(record) if Phases.MAY_CHANGE in marks)
+    return tuple(path for path, marks in _leaves(record) if May.PHASE in marks)
 
 
 def _leaves(record: Any) -> list[tuple[str, tuple[Any, ...]]]:

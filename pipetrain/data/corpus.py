@@ -225,7 +225,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The pieces of both parts, in the order in which they are read; a single file that was cut in two is in both."""
+    """The pieces of what is trained on and what is held out, in the order in which they are read: no file, nor a copy of one, is in both.
+
+    But for a single file, which is cut in two.
+    """
 
     train: tuple[Piece, ...]
     heldout: tuple[Piece, ...]

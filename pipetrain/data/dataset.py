@@ -22,7 +22,7 @@ from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
-from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
+from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_cache import Tell
 from pipetrain.data.token_file import (
     TOKENS_JSON,

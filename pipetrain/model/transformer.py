@@ -267,7 +267,10 @@ def rotary_tables(sequence_length: int, head_size: int, base: float, device: tor
 
 
 def rotary_tables_at(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., head_size / 2]`, float32, of positions `[...]`: pair i turns by `position x base ** (-2 i / head_size)`."""
+    """Cosines and sines `[..., head_size / 2]`, float32, of positions `[...]`: pair i turns by `position x base ** (-2 i / head_size)`.
+
+    So the product of a query and a key depends on their distance alone (Su et al., "RoFormer", 2021, section 3.2).
+    """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
     angles = positions.float()[..., None] * base**-exponents
     return angles.cos(), angles.sin()
@@ -321,7 +324,10 @@ def residual_std(num_blocks: int) -> float:
 
 
 def linear(num_in: int, num_out: int, *, bias: bool, std: float = WEIGHT_STD) -> nn.Linear:
-    """A linear layer `[..., num_in] -> [..., num_out]`, weights normal with `std`, biases zero."""
+    """A linear layer `[..., num_in] -> [..., num_out]`, weights normal with `std`, biases zero.
+
+    They are drawn from torch's global generator and nothing else: whoever seeds it before a layer is built decides that layer's weights.
+    """
     layer = nn.Linear(num_in, num_out, bias=bias)
     nn.init.normal_(layer.weight, std=std)
     if bias:

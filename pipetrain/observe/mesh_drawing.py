@@ -48,7 +48,7 @@ def draw_mesh(shown: MeshShown) -> str:
 
 
 def mesh_table(mesh: Mesh) -> Table:
-    """A line per rank: what it holds, and what it sends in a step."""
+    """A line per rank: what it holds, and what it sends in a step, for example `8: 1.05 MB`."""
     kinds = _kinds_sent(mesh)
     head = ["rank", "node", "replica", "stages", "parameters", "weights", "gradients", "optimizer"]
     rows = [
@@ -59,7 +59,10 @@ def mesh_table(mesh: Mesh) -> Table:
             " ".join(map(str, rank.stages)),
             number(rank.parameters, "{:,}"),
             *map(size, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes)),
-            *(_sent(rank.sent.get(kind)) for kind in kinds),
+            *(
+                f"{number(one.number, '{:,}')}: {size(one.num_bytes)}" if one else "-"
+                for one in map(rank.sent.get, kinds)
+            ),
         ]
         for rank in mesh.ranks
     ]
@@ -152,11 +155,6 @@ def _joint(mesh: Mesh, before: int, after: int, place: int) -> str:
     if not any(mesh.rank_at(before, place).rank in group.ranks for group in mesh.groups):
         return " "
     return "||" if mesh.rank_at(before, place).node != mesh.rank_at(after, place).node else "|"
-
-
-def _sent(sent: Sent | None) -> str:
-    """For example `8: 1.05 MB`."""
-    return "-" if sent is None else f"{number(sent.number, '{:,}')}: {size(sent.num_bytes)}"
 
 
 def _crossing(mesh: Mesh) -> str:

@@ -104,20 +104,19 @@ def _of_values(values: Mapping[str, Any]) -> RunReport:
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
-    notes = remarks(report)
     steps = f"{report.steps} steps" if report.phase is None else f"phase {report.phase}, {_steps_of(report)}"
-    lines = [
-        f"# {report.experiment}: {steps}{stopped}",
-        "",
-        in_a_line(report),
-        "",
-        totals(report).as_markdown(),
-        "",
-        rank_totals(report).as_markdown(),
-        *(["", of_the_last_phase(report), "", phase_totals(report).as_markdown()] if report.phases else []),
-        *(["", *notes] if notes else []),
-    ]
-    return "\n".join(lines) + "\n"
+    parts = [part if isinstance(part, str) else part.as_markdown() for part in report_parts(report)]
+    notes = ["\n".join(found)] if (found := remarks(report)) else []
+    return "\n\n".join([f"# {report.experiment}: {steps}{stopped}", in_a_line(report), *parts, *notes]) + "\n"
+
+
+def report_parts(report: RunReport) -> list[str | Table]:
+    """What stands below each other in a report: tables, and what to know before one."""
+    parts: list[str | Table] = [_totals(report), _rank_totals(report)]
+    if not report.phases:
+        return parts
+    of_last = f"times and shares above are of the last one, peaks of all since step {report.first_step}."
+    return [*parts, f"The run had {len(report.phases)} phases: {of_last}", _phase_totals(report)]
 
 
 def in_a_line(report: RunReport) -> str:
@@ -149,8 +148,10 @@ def remarks(report: RunReport) -> list[str]:
     return found
 
 
-def totals(report: RunReport) -> Table:
-    """The run in a column of numbers."""
+def _totals(report: RunReport) -> Table:
+    """The run in a column of numbers; of tokens, how many counted where not all did."""
+    is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
+    counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
     predicted = number(report.step_seconds_predicted, "{:.4f} s")
     if report.step_seconds_measured is not None and report.step_seconds_predicted is not None:
         predicted += f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
@@ -159,7 +160,7 @@ def totals(report: RunReport) -> Table:
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
         ("perplexity of the last step", number(report.perplexity, "{:,.2f}")),
         ("held-out perplexity", number(report.heldout_perplexity, "{:,.2f}")),
-        *_seen(report),
+        *([] if report.tokens_seen is None else [("tokens seen", f"{report.tokens_seen:,}{counted}")]),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
         ("step, predicted", predicted),
@@ -169,12 +170,7 @@ def totals(report: RunReport) -> Table:
     return Table(("", "run"), rows)
 
 
-def of_the_last_phase(report: RunReport) -> str:
-    """What the numbers above the table of the phases are of."""
-    return f"The run had {len(report.phases)} phases: times and shares above are of the last one, peaks of all since step {report.first_step}."
-
-
-def phase_totals(report: RunReport) -> Table:
+def _phase_totals(report: RunReport) -> Table:
     """A line per phase."""
     header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
     rows = [
@@ -206,7 +202,7 @@ def _steps_of(report: RunReport) -> str:
     return f"steps {report.first_step} to {report.steps}"
 
 
-def rank_totals(report: RunReport) -> Table:
+def _rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
     shares = [share or 0.0 for share in report.deferred_share]
     is_replicated = num_replicas_of(report.ranks) > 1
@@ -223,15 +219,6 @@ def rank_totals(report: RunReport) -> Table:
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
-
-
-def _seen(report: RunReport) -> list[tuple[str, str]]:
-    """Tokens, and how many of them counted where not all did; nothing where an older version wrote the report."""
-    if report.tokens_seen is None:
-        return []
-    counted = report.counted_tokens_seen
-    rest = "" if counted in (None, report.tokens_seen) else f", {counted:,} counted"
-    return [("tokens seen", f"{report.tokens_seen:,}{rest}")]
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------

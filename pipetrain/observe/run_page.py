@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pipetrain.observe import report as reports
+from pipetrain.observe.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.timeline.draw.page import (
     framed,
     heading,
@@ -25,7 +25,7 @@ from pipetrain.timeline.shown import Shown
 
 
 def run_page(
-    report: reports.RunReport,
+    report: RunReport,
     measured: Sequence[Shown],
     predicted: Shown | None,
     *,
@@ -39,13 +39,12 @@ def run_page(
         first, last = predicted_from.start, predicted_from.stop - 1
         above, names_above = [predicted], [f"Predicted from the op times of steps {first} to {last}"]
     name = f"Measured, step {report.steps}"
+    calls = [f"{name}, replica {number}" for number in range(len(measured))] if len(measured) > 1 else [name]
+    pairs = [([*above, one], [*names_above, call]) for one, call in zip(measured, calls)]
+    numbers = [_numbers(one, predicted, *pair) for one, pair in zip(measured, pairs)]
     if len(measured) == 1:
-        shown, names = [*above, measured[0]], [*names_above, name]
-        drawn = [pictures(shown, names), recomputation(shown, names)]
-        numbers = [_numbers(measured[0], predicted, shown, names)]
+        drawn = [pictures(*pairs[0]), recomputation(*pairs[0])]
     else:
-        calls = [f"{name}, replica {number}" for number in range(len(measured))]
-        pairs = [([*above, one], [*names_above, call]) for one, call in zip(measured, calls)]
         longest = max(one.step_seconds for one in (*above, *measured))
         still = [picture([one], [name], longest) for one, name in zip(above, names_above)]
         to_choose = [picture([one], [call], longest) for one, call in zip(measured, calls)]
@@ -56,23 +55,15 @@ def run_page(
             scrolled(*still, *map(_of_replica, range(len(measured)), to_choose)),
             *(_of_replica(number, recomputation(*pair)) for number, pair in enumerate(pairs)),
         ]
-        numbers = [
-            _of_replica(n, _numbers(one, predicted, *pair)) for n, (one, pair) in enumerate(zip(measured, pairs))
-        ]
-    phases = [
-        *([heading("The phases"), paragraph(reports.of_the_last_phase(report))] if report.phases else []),
-        *([framed(reports.phase_totals(report))] if report.phases else []),
-    ]
+        numbers = [_of_replica(replica, part) for replica, part in enumerate(numbers)]
     return page(
         report.experiment,
         heading(f"{report.experiment}: {measured[0].title}", level=1),
-        paragraph(reports.in_a_line(report)),
+        paragraph(in_a_line(report)),
         *drawn,
         heading("The whole run"),
-        framed(reports.totals(report)),
-        framed(reports.rank_totals(report)),
-        *map(paragraph, reports.remarks(report)),
-        *phases,
+        *(paragraph(part) if isinstance(part, str) else framed(part) for part in report_parts(report)),
+        *map(paragraph, remarks(report)),
         *numbers,
         paragraph(f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."),
     )
@@ -105,16 +96,11 @@ def _numbers(measured: Shown, predicted: Shown | None, shown: Sequence[Shown], n
     if predicted is not None:
         caption = "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
         parts.append(heading("Kinds of op, measured against predicted") + paragraph(caption))
-        parts.append(framed(_residual_table(measured, predicted)))
+        rows = []
+        for one in residuals(predicted.timeline, measured.timeline):
+            share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
+            numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
+            rows.append([one.kind.value, str(one.num_ops), *(f"{seconds * 1e3:.3f}" for seconds in numbers), share])
+        head = ["op", "number", "predicted ms", "measured ms", "residual ms", "residual"]
+        parts.append(framed(Table(head, rows)))
     return "\n".join(parts)
-
-
-def _residual_table(measured: Shown, predicted: Shown) -> Table:
-    """A line per kind of op that both steps have."""
-    rows = []
-    for one in residuals(predicted.timeline, measured.timeline):
-        share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
-        numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
-        milliseconds = [f"{seconds * 1e3:.3f}" for seconds in numbers]
-        rows.append([one.kind.value, str(one.num_ops), *milliseconds, share])
-    return Table(["op", "number", "predicted ms", "measured ms", "residual ms", "residual"], rows)

@@ -104,10 +104,10 @@ def balance_by_step(
 
     `spec` is what the schedule is made from, without its `costs`, with parts of any stages; `given` is it, where there is one already.
     `costs_of` says what stages of a balance cost. Moves are tried one by one and in pairs, those first whose step `bound` lets be shortest;
-    where thousands of microbatches of stages make one step, none.
+    where thousands of microbatches of stages make one step, or one rank has all stages and waits for nobody, none.
     """
     start = tuple(start)
-    if len(start) < 2 or spec.num_stages * spec.num_microbatches > _MOST_AT_ONCE:
+    if len(set(spec.stage_ranks)) < 2 or spec.num_stages * spec.num_microbatches > _MOST_AT_ONCE:
         return start
     steps = _Steps(spec, costs_of, given)
     with suppress(ValueError):  # the schedule cannot be made: the same is said where it is made to run

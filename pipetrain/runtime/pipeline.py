@@ -43,7 +43,7 @@ from pipetrain.runtime.arguments import (
     checked_timeout,
     mistake_in_step,
 )
-from pipetrain.runtime.build import build_stage_layers
+from pipetrain.runtime.build import build_stage_layers, check_has_parameters
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join, own_rows
@@ -78,7 +78,8 @@ class Pipeline:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
             called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
             parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. What layers have
+            to add to it they give to `add_loss`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
@@ -226,7 +227,7 @@ class Pipeline:
             )
 
     def _balanced(self, spec: ModelSpec, schedule: GivenSchedule, policy: RecomputePolicy) -> Plan:
-        """The plan whose step is shortest, unless its stages have more in common than those of equal work."""
+        """The plan whose step is shortest, unless its stages have more in common than those of equal work, or one has no parameters."""
         plan, told = with_shortest_step(self.plan, schedule, policy, spec.size.flops_per_layer)
         if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):
             return self.plan
@@ -728,8 +729,12 @@ class Pipeline:
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How much stages have in common; infinity: more than they may."""
+    """How much stages have in common; infinity: more than they may, or one has no parameters."""
     try:
+        for stage in range(plan.num_stages):
+            known = [spec.modules[number] for number in plan.layers_of(stage) if number in spec.modules]
+            if len(known) == plan.balance[stage]:
+                check_has_parameters(stage, known, plan.layers_of(stage))
         return len(check_sharing(spec, plan.stage_of)) + len(SharedState(spec.modules, plan.stage_of))
     except ValueError:
         return math.inf

@@ -172,7 +172,10 @@ class CallRunner:
             # As they are given, before they are on the device: there a count would wait for all that it still has to do.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
-        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
+        left = self._skips.told
+        call = self._calls.agree(
+            kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=left
+        )
         without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
         with self.failing_together(
             f"{kind} was given no targets on {self._group.monitor.name}, which holds the last stage"
@@ -277,6 +280,7 @@ class CallRunner:
             if step.with_graph and self._loss_check is not None:
                 around.enter_context(self._loss_check.over(step))
             if step.with_graph:
+                self._skips.hear(call.left)
                 around.enter_context(self._skips.over(step))
             self.executor.run(program, step)
         if step.with_graph:

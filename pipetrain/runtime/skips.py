@@ -5,18 +5,21 @@ Only outputs go from stage to stage. On one rank the other stage finds what anot
     F1 of stage 0   puts a tensor there, as in F0: so it is no table that is made once                 [1]
     F0 of stage 1   computes with it, or with what was computed from it, up to its output              [2]
 
-What is only noted down (statistics, a log) is let through, and so are numbers, of which nobody sees where they go.
+Where the other stage is on another rank, that one looks in the next step: [1] goes along with what ranks agree on anyway. What is only noted
+down (statistics, a log) is let through, and so are numbers, of which nobody sees where they go.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,10 +27,13 @@ from torch.utils import _pytree as pytree
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.executor import Step
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.stage.leaves import paths
+from pipetrain.stage.leaves import named_paths, paths
 from pipetrain.stage.traces import is_of_the_user
 
+_LOSS = "loss_fn"  # what it is called among the layers
 _NOT_STATE = frozenset({"_parameters", "_buffers", "_modules"})
+Told = tuple[int, str, int]
+_MOST_TOLD = 16
 _MOST_ENTRIES = 1000  # of a container that is looked into
 
 
@@ -54,6 +60,11 @@ class _Shared:
                 found |= {f"{key}[{number}]": one for number, one in enumerate(value[:_MOST_ENTRIES])}
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
+    @property
+    def number(self) -> int:
+        """Of what it is called first: the same on every rank."""
+        return zlib.crc32(self.names[min(self.names)].encode())
+
     def changes(self, stage: int) -> bool:
         """Whether a stage puts a tensor there for each microbatch."""
         return len(self.written.get(stage, ())) > 1
@@ -72,18 +83,32 @@ class _Left(NamedTuple):
     shared: _Shared
     key: str
 
+    def is_for_others(self, own_stages: Set[int]) -> bool:
+        """Whether a stage of this rank leaves it for each microbatch where one of another rank might look."""
+        return (
+            self.stage in own_stages and self.shared.changes(self.stage) and not self.shared.names.keys() <= own_stages
+        )
+
 
 class Skips:
-    """Looks at the first step of a rank with several stages. `layers` are those that this rank knows, by their place in the model."""
+    """Looks at the first two steps. `layers` are those that this rank knows, by their place in the model.
+
+    `told` is what this rank says to the others: of something that is held there too its name as a number, the place in it, and the stage
+    that leaves tensors there.
+    """
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         self._roots: dict[int, tuple[int, str, Any]] = {
             number: (plan.stage_of(number), f"layer {number} ({type(layer).__name__})", layer)
             for number, layer in layers.items()
         }
-        self._roots[plan.num_layers] = (plan.num_stages - 1, "loss_fn", loss_fn)
+        self._roots[plan.num_layers] = (plan.num_stages - 1, _LOSS, loss_fn)
         self._knows_all = len(layers) == plan.num_layers
-        self._shared = _shared_by(self._roots.values(), plan.stages_of(rank))
+        self._own_stages = frozenset(plan.stages_of(rank))
+        found = _shared_by(self._roots.values()) if plan.num_stages > 1 else []
+        self._shared = [shared for shared in found if shared.names.keys() & self._own_stages]
+        self._steps_left = 2
+        self.told: list[Told] = []
         self._now: Op | None = None  # the F that runs
         self._before: list[dict[str, Tensor]] = []  # what was in each at its start
         self._left: dict[int, _Left] = {}  # by the identity of the tensor
@@ -107,15 +132,43 @@ class Skips:
                 before(microbatch, layer, output)
 
         with ExitStack() as watch:
+            if self._left:
+                watch.enter_context(_Watch(self))
             step.on_layer, step.on_op = on_layer, lambda op: self._on_op(op, watch)
             try:
                 yield
             finally:
                 step.on_layer, step.on_op = before, None
                 self._now, self._before = None, []
-                self._left.clear()
-                self._computed.clear()
-        self._shared = []
+                self._end_step()
+
+    def _end_step(self) -> None:
+        self._steps_left -= 1
+        known = dict.fromkeys(
+            (left.shared.number, left.key, left.stage)
+            for left in self._left.values()
+            if left.is_for_others(self._own_stages)
+        )
+        self.told = list(known)[:_MOST_TOLD] if self._steps_left else []
+        if not self._steps_left:
+            self._shared = []
+        self._left.clear()
+        self._computed.clear()
+
+    def hear(self, told: Iterable[Told]) -> None:
+        """What the ranks before have told, before a step: what this rank has in those places, its own stages are not to compute with."""
+        if not self._shared:
+            return
+        by_number = {shared.number: shared for shared in self._shared}
+        for number, key, stage in told:
+            shared = by_number.get(number)
+            if (
+                shared is not None
+                and stage not in self._own_stages
+                and (tensor := shared.tensors().get(key)) is not None
+            ):
+                shared.written[stage] = {0, 1}
+                self._left[id(tensor)] = _Left(weakref.ref(tensor), stage, shared, key)
 
     def _on_op(self, op: Op, watch: ExitStack) -> None:
         if self._now is not None and self._look_for_new(self._now):
@@ -207,6 +260,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         found = map(self._skips.left_by_another, _tensors_in((args, kwargs)))
         source = next(filter(None, found), None)
         result = function(*args, **kwargs)
@@ -219,14 +274,14 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _shared_by(roots: Iterable[tuple[int, str, Any]], stages: Sequence[int]) -> list[_Shared]:
-    """What can be changed and is held in several of these stages."""
+def _shared_by(roots: Iterable[tuple[int, str, Any]]) -> list[_Shared]:
+    """What can be changed and is held in several stages."""
     found: dict[int, _Shared] = {}
-    seen: dict[int, set[int]] = {stage: set() for stage in stages}
-    for stage, name, root in roots if len(stages) > 1 else ():
-        if stage in seen:
-            for path, thing in paths(root, _can_be_changed, seen[stage]):
-                found.setdefault(id(thing), _Shared(thing)).names.setdefault(stage, _called(path, name))
+    seen: defaultdict[int, set[int]] = defaultdict(set)
+    for stage, name, root in roots:
+        walk = named_paths if name == _LOSS else paths
+        for path, thing in walk(root, _can_be_changed, seen[stage]):
+            found.setdefault(id(thing), _Shared(thing)).names.setdefault(stage, _called(path, name))
     return [shared for shared in found.values() if len(shared.names) > 1]
 
 
@@ -239,7 +294,7 @@ def _can_be_changed(thing: Any) -> bool:
 def _lacks(thing: Any, error: Exception) -> bool:
     """Whether `error` may have come of looking for something that is not in `thing`."""
     if isinstance(error, KeyError):
-        return isinstance(thing, dict) and bool(error.args) and error.args[0] not in thing
+        return isinstance(thing, dict) and all(error.args[:1] != (key,) for key in thing)
     if isinstance(error, IndexError):
         return isinstance(thing, (list, deque)) and not thing
     return isinstance(error, AttributeError) and error.obj is thing and _can_be_changed(thing)

@@ -17,10 +17,17 @@ from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run, told_of_replicas
+from pipetrain.snapshot.start import (
+    AUTO,
+    SNAPSHOTS,
+    check_same_data,
+    check_same_run,
+    find,
+    newest_whole,
+    told_of_replicas,
+)
 from pipetrain.snapshot.state import Part, RunState, tensors_of
 from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 

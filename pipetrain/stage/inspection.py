@@ -28,7 +28,7 @@ from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.proof import describe_difference, differ
 from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_small
-from pipetrain.stage.traces import first_change, outer_traces, own_traces
+from pipetrain.stage.traces import first_change, outer_traces, own_traces, rebound_outside
 
 _INSIDE = "takes a gradient inside its forward"
 # What torch.func says where saved-tensor hooks are in force.
@@ -66,13 +66,21 @@ class LayerInspection:
         self._given = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
         self._given_looks = [own_traces(leaf) for leaf in self._given]
         self._own, self._outer = own_traces(layer), outer_traces(layer)
+        self._rebinds = rebound_outside(layer)  # a copy would rebind it, too
         self._twin = _twin_of(layer, buffers, shared)
+        large = {id(buffer) for buffer in layer.buffers()} if isinstance(layer, nn.Module) else set()  # shared with it
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in (self._twin.modules() if isinstance(self._twin, nn.Module) else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) not in large
+        ]
 
     def why_kept_ahead(self) -> str | None:
         """Why the layer's F must run without hooks, if it must."""
         if isinstance(self._layer, torch.jit.ScriptModule):
             return "is compiled by torch.jit, which makes other code of it after its first runs"
-        if self._twin is None:
+        if self._twin is None or self._rebinds:
             return None
         reads: list[bool] = []
 
@@ -91,6 +99,8 @@ class LayerInspection:
 
     def why_kept(self, saved: Sequence[Tensor]) -> str | None:
         """Why the layer cannot be recomputed, if it cannot: F has run, and has `saved` these."""
+        if self._rebinds:
+            return f"rebinds {self._rebinds}, a variable outside of it, in its forward"
         if (name := first_change(self._outer, outer_traces(self._layer))) is not None:
             return f"changes {name}, outside of itself, in its forward"
         for look, leaf in zip(self._given_looks, self._given):
@@ -99,6 +109,7 @@ class LayerInspection:
         if self._twin is None:
             name = first_change(self._own, own_traces(self._layer))
             return None if name is None else f"changes its attribute {name} in its forward"
+        self._put_buffers_back()
         before = own_traces(self._twin)
         again: list[Tensor] = []
         try:
@@ -116,6 +127,12 @@ class LayerInspection:
             if differ(found, expected):
                 return f"computes other values when it runs again: {describe_difference(found, expected)}"
         return None
+
+    def _put_buffers_back(self) -> None:
+        """R will see those that F saw."""
+        for module, name, buffer, values in self._buffers:
+            if module._buffers.get(name) is buffer:  # R finds another one as the last F has left it
+                buffer.data = values.clone()
 
     def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._seed()

@@ -10,10 +10,9 @@ A `torch.utils.checkpoint` with `use_reentrant=True` hides what is used inside o
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,22 +189,21 @@ def _path_to(wanted: Tensor, user: Any) -> str:
 def first_named(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], passed_over: Iterable[Any]
 ) -> tuple[str, Any] | None:
-    """What of a kind a function comes to by what its code names, and its name there; not through anything that is `passed_over`.
+    """The first thing of a kind that `named_paths` finds, and what it is called; not through anything that is `passed_over`."""
+    found = next(named_paths(function, is_wanted, {id(thing) for thing in passed_over}), None)
+    return found and (f"{found[0]} of {_name_of_thing(function)}", found[1])
 
-    So a method of a trainer that has the whole model comes to a layer only where it says `self.model`, or goes through all modules.
-    """
-    names = _names_in_code(function)
-    for path, thing in paths(function, is_wanted, {id(thing) for thing in passed_over}):
-        attributes = set(re.findall(r"(?:^|\.)([^\W\d]\w*)", path))
-        if attributes <= names or names & _ALL_MODULES:
-            return f"{path} of {_name_of_thing(function)}", thing
-    return None
+
+def named_paths(
+    function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """As `paths`, along attributes that code of `function` names: a method of a trainer that has the whole model comes to a layer only where it
+    says `self.model`, or goes through all modules of what it names."""
+    return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
 # What gives parts of a module that the code does not name.
-_ALL_MODULES = frozenset(
-    {"modules", "children", "named_modules", "named_children", "parameters", "named_parameters", "apply"}
-)
+_ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_children", "parameters", "named_parameters"})
 
 
 def _names_in_code(root: Any) -> set[str]:
@@ -250,10 +248,18 @@ def _name_of_thing(thing: Any) -> str:
 
 
 def paths(
-    root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, depth: int = _DEEPEST
+    root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """What of a kind something holds, with how that is written behind its name; not what is `seen`, which grows."""
+    """What of a kind something holds, with how that is written behind its name; not through what is `seen`, which grows.
+
+    With `names`, only attributes of these names are followed, and all parts of a module if they say so.
+    """
     seen = set() if seen is None else seen
+    has_all = names is None or bool(names & _ALL_MODULES)
+
+    def is_followed(thing: Any, name: str) -> bool:
+        is_attribute = name.startswith(".") and not name[1:].isdigit()
+        return not is_attribute or names is None or name[1:] in names or (has_all and isinstance(thing, nn.Module))
 
     def walk(thing: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         if is_wanted(thing):
@@ -261,9 +267,10 @@ def paths(
         if depth and len(seen) < _MOST_SEEN and id(thing) not in seen and not isinstance(thing, _NOT_WALKED):
             seen.add(id(thing))
             for name, part in _parts(thing):
-                yield from walk(part, path + name, depth - 1)
+                if is_followed(thing, name):
+                    yield from walk(part, path + name, depth - 1)
 
-    yield from walk(root, "", depth)
+    yield from walk(root, "", _DEEPEST)
 
 
 _NOT_WALKED = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.NoneType)
@@ -271,7 +278,7 @@ _NOT_WALKED = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     """What something holds, with how that is written behind its name."""
-    if isinstance(thing, Mapping):
+    if isinstance(thing, dict):  # not any Mapping: one may read each value from a disk
         yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
     elif isinstance(thing, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", value) for number, value in enumerate(thing))

@@ -132,7 +132,7 @@ class ActivationMeter:
         self.peak_bytes, self.peak_stage_bytes = self.current_bytes, self.stage_bytes
 
 
-class Counted:
+class CountedBytes:
     """Bytes in the meter for as long as somebody refers to this, as each slot of a set does: `num_bytes` of its own, and storages that
     others have, too."""
 
@@ -160,21 +160,21 @@ class SetSize:
         self._shared: tuple[Tensor, ...] = ()
         self._of_first: dict[int, StorageWeakRef] | None = None
 
-    def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> Counted:
+    def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> CountedBytes:
         """Count a set of these `tensors`; they are looked at until the size is known."""
         if self.is_known:
-            return Counted(meter, self._own_bytes, self._shared)
+            return CountedBytes(meter, self._own_bytes, self._shared)
         by_storage = {storage_key(tensor): tensor for tensor in tensors}
         by_storage.pop(0, None)
         if self._of_first is None:
             self._of_first = {key: _weakly(tensor) for key, tensor in by_storage.items()}
-            return Counted(meter, meter.uncounted_bytes(by_storage.values()))
+            return CountedBytes(meter, meter.uncounted_bytes(by_storage.values()))
         both = by_storage.keys() & self._of_first.keys()
         shared = {key for key in both if not self._of_first[key].expired()}  # type: ignore[no-untyped-call]
         self._shared = tuple(by_storage[key] for key in shared if not meter.is_left_out(key))
         self._own_bytes = meter.uncounted_bytes(tensor for key, tensor in by_storage.items() if key not in shared)
         self.is_known = True
-        return Counted(meter, self._own_bytes, self._shared)
+        return CountedBytes(meter, self._own_bytes, self._shared)
 
 
 def _weakly(tensor: Tensor) -> StorageWeakRef:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from pipetrain.stage.inspection import LayerInspection, refuses_hooks
 from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
-from pipetrain.stage.meter import ActivationMeter, Counted, SetSize
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
@@ -74,12 +74,14 @@ class StageOutput:
     wants_gradient: tuple[bool, ...]
 
 
-class _Passed(NamedTuple):
-    """What a layer that is kept gave the next one, which R begins with: the leaves of a tree, and the version of each when it was given."""
+@dataclass
+class _Passed:
+    """What a layer that is kept gave the next one, which R begins with: the leaves of a tree. `given`, until F has ended: each tensor as the
+    next layer got it, and its version."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec
-    versions: list[int]
+    given: list[tuple[Tensor, int]]
 
 
 @dataclass
@@ -99,7 +101,7 @@ class _Held:
     )  # the stashed input, and what of a kept set others hold, too
     kind: Hashable = None
     passed: dict[int, _Passed] = field(default_factory=dict)  # by layer
-    size: Counted | None = None  # of a kept set that autograd holds
+    size: CountedBytes | None = None  # of a kept set that autograd holds
     ends: list[int] = field(default_factory=lambda: [-1])  # of its layers, as autograd counts nodes; before the first
 
 
@@ -159,7 +161,8 @@ class Stage:
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._kept: set[int] = set()  # layers whose saved tensors stay in the graph of F, and are not recomputed
+        self._kept: set[int] = set()  # layers whose saved tensors stay from F to B, and are not recomputed
+        self._free: set[int] = set()  # of these, those that run without hooks: they take gradients inside
         self._told: set[int] = set()  # of these, whom the user was told of
         self._changed_in_place: set[int] = set()  # of these, those whose output the next layer changes
         self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
@@ -291,7 +294,7 @@ class Stage:
     def _end_forward(self, late: LateBoundSet, held: _Held, leaves: Sequence[Any], *, keep: bool, needed: bool) -> None:
         """All layers have run under hooks; `leaves` are those of the input and of the output."""
         others: tuple[int, ...] = ()
-        changing = self._state.live_storages() if late.is_filled else frozenset()
+        changing = self._state.live_storages() if late.is_filled or self._kept else frozenset()
         if keep and needed:
             storages = late.storages()
             others = tuple(
@@ -304,7 +307,6 @@ class Stage:
         if size is not None:
             is_plain = size.is_known and held.deferral is None and not late.reads_from and not storages & changing
             self._known[held.kind] = _Known(others, is_plain)
-        self._learn_who_reads(late)
         if self._selection is not None and self._selection.is_watched and not keep:
             for line in self._selection.kept_nothing(self._title):
                 warnings.warn(line, stacklevel=3)
@@ -319,7 +321,9 @@ class Stage:
             assert late is not None
             self.kept_bytes[microbatch] = late.outputs_bytes
             bytes_before = self._meter.current_bytes
-            held.counted = [(leaf, self._meter.hold(leaf)) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
+            passed = [leaf for one in held.passed.values() for leaf in one.leaves]
+            stashed = (leaf for leaf in (*held.given.leaves, *passed) if isinstance(leaf, Tensor))
+            held.counted = [(leaf, self._meter.hold(leaf)) for leaf in stashed]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
     def _forward(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool) -> tuple[_Held, Any]:
@@ -341,6 +345,7 @@ class Stage:
             probe=probe,
             on_layer=given.on_layer,
         )
+        self._check_passed(held, look=look)
         held.seen = self._state.after_forward(before, recomputed=not keep)
         if probe:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
@@ -357,7 +362,7 @@ class Stage:
             selection=self._selection,
             watches=look,
         )
-        late.keep_whole(self._kept)
+        late.keep_whole(self._free if keep else self._kept, self._free)
         deferral = self._weights.begin(late.refuse_hooks) if split else None
         return _Held(None if keep else given, late, len(given.leaves), deferral)
 
@@ -460,7 +465,9 @@ class Stage:
         if inspection is not None and compares and not late.is_whole(number):
             why = inspection.why_kept(late.saved_by(number))
             if why is not None:
-                self._keep(late, (number,), f"{self._name_of(number)} {why}", late.bytes_of(number))
+                self._keep(late, (number,), f"{self._name_of(number)} {why}", num_bytes=late.bytes_of(number))
+        if number in late.reads_from:
+            self._learn_who_reads(late, number)
         if held.given is not None and late.is_whole(number):
             output = self._pass(held, number, output, look=look)
         return output
@@ -476,16 +483,24 @@ class Stage:
             buffers=self._state.copies_of(number),
             shared=self._state.parameters,
         )
+        gradients = self._gradients()
         why = inspection.why_kept_ahead()
+        self._refuse_backward_inside(number, gradients)
         if why is not None:
-            self._keep(late, (number,), f"{self._name_of(number)} {why}")
+            self._keep(late, (number,), f"{self._name_of(number)} {why}", free=True)
         return inspection
 
     def _loss_alone(self, given: StageInput) -> Callable[[Any, Any], Any]:
-        return lambda loss_fn, output: self._loss(loss_fn, output, given, AddedLosses())
+        target = pytree.tree_map_only(Tensor, Tensor.clone, given.target)
+
+        def call(loss_fn: Any, output: Any) -> Any:  # on a target of its own: it may be changed in place
+            own = replace(given, target=pytree.tree_map_only(Tensor, Tensor.clone, target))
+            return self._loss(loss_fn, output, own, AddedLosses())
+
+        return call
 
     def _call(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
-        if late.is_whole(number):  # what the layer saves stays in its graph
+        if late.is_free(number):  # what the layer saves stays in its graph
             try:
                 with late.watching():
                     return call(value)
@@ -504,11 +519,15 @@ class Stage:
         late.after_layer(tensors, versions)
         return output
 
-    def _keep(self, late: LateBoundSet, layers: Iterable[int], why: str, num_bytes: int = 0) -> None:
-        """From now on these layers run without late binding."""
+    def _keep(
+        self, late: LateBoundSet, layers: Sequence[int], why: str, *, free: bool = False, num_bytes: int = 0
+    ) -> None:
+        """From now on these layers are not recomputed; `free`: they run without hooks."""
         last = max(layers)
         self._kept.update(layers)
-        late.keep_whole(set(layers))
+        if free:
+            self._free.update(layers)
+        late.keep_whole(set(layers), set(layers) if free else set())
         if late.keep or last in self._told:
             return
         self._told.add(last)
@@ -517,14 +536,28 @@ class Stage:
         warnings.warn(f"{why}: {whose} are kept from F to B and not recomputed", stacklevel=3)
 
     def _pass(self, held: _Held, number: int, output: Any, *, look: bool) -> Any:
-        """Hold on to what a kept layer gives the next one, which gets a copy where it changes that in place."""
+        """Hold on to what a kept layer gives the next one, which gets a copy where it may change that in place."""
         leaves, spec = pytree.tree_flatten(output)
+        own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if look or number in self._changed_in_place:
             copies = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
-            output = pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
-        own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        held.passed[number] = _Passed(own, spec, [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in own])
-        return output
+            leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
+        given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        held.passed[number] = _Passed(own, spec, given)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _check_passed(self, held: _Held, *, look: bool) -> None:
+        """F has ended: which layers have changed in place what a kept layer gave them?"""
+        for number, passed in held.passed.items():
+            changed = any(tensor._version != version for tensor, version in passed.given)
+            passed.given.clear()
+            if changed and not look and number not in self._changed_in_place:
+                raise SavedTensorChanged(
+                    f"{self._name_of(number + 1)} changes in place what {self._name_of(number)} gave it, which it did not on its first "
+                    "microbatch, so that R would see another input: use the operation that returns a new tensor"
+                )
+            if changed:
+                self._changed_in_place.add(number)
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         found = [parameter.grad for parameter in self._state.parameters]
@@ -554,13 +587,16 @@ class Stage:
             "time; else use recompute.mode=never"
         ) from None
 
-    def _learn_who_reads(self, late: LateBoundSet) -> None:
-        """Layers that read slots in F, and those that they read of, run without late binding from now on."""
-        for number, first in late.reads_from.items():
-            through = "" if first == number else f"through {self._name_of(first)} "
-            self._keep(
-                late, range(first, number + 1), f"{self._name_of(number)} takes a gradient {through}inside its forward"
-            )
+    def _learn_who_reads(self, late: LateBoundSet, number: int) -> None:
+        """A layer that reads slots in F, and those that it reads of, run without late binding from now on."""
+        first = late.reads_from[number]
+        through = "" if first == number else f"through {self._name_of(first)} "
+        self._keep(
+            late,
+            range(first, number + 1),
+            f"{self._name_of(number)} takes a gradient {through}inside its forward",
+            free=True,
+        )
 
     def _enter(
         self, given: StageInput, sink: dict[int, Tensor], *, clone: bool, is_late: bool
@@ -645,7 +681,7 @@ class Stage:
         assert late is not None
         late.start_layer()
         if late.is_whole(number):
-            return self._passed_again(held, number)
+            return self._passed_again(held, number) if number in held.passed else value
         if self._casts.is_active():
             call = self._casts.once(number, call, make=False)
         self._seed(number, given)
@@ -660,17 +696,14 @@ class Stage:
 
     def _passed_again(self, held: _Held, number: int) -> Any:
         """What a kept layer has given in F, as its next layer gets it in R."""
-        leaves, spec, _ = held.passed[number]
+        leaves, spec = held.passed[number].leaves, held.passed[number].spec
         changes = number in self._changed_in_place
         own = [leaf.clone() if changes and isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # That it needs a gradient is seen by what is saved; no leaf, as it may be changed in place.
-        entered = [
-            Gate.apply(self._anchor, leaf.data, {}, n)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf  # type: ignore[no-untyped-call]
-            for n, leaf in enumerate(own)
-        ]
-        return pytree.tree_unflatten(entered, spec)
+        for n, leaf in enumerate(own):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                own[n] = Gate.apply(self._anchor, leaf.data, {}, n)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(own, spec)
 
     # B ------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Nothing is put back: two looks are compared, and a layer that leaves traces is n
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 import types
@@ -61,16 +62,23 @@ def outer_traces(layer: Any) -> Look:
     """What the code of a layer, or a loss, can rebind or draw from outside of it: numbers, texts and generators in its class, in functions
     around it, among the globals that it names. A list or a dict out there is not its state."""
     found: Look = {}
-    things = list(layer.modules()) if isinstance(layer, nn.Module) else [layer]
-    for kind in dict.fromkeys(kind for thing in things for kind in type(thing).__mro__ if is_of_the_user(kind)):
+    for kind in _kinds_of(layer):
         for name, value in vars(kind).items():
-            if isinstance(value, types.FunctionType):
-                _note_variables(kind.__name__, value, found)
-            elif not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_")):
+            if not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_")):
                 _note_variable(f"{kind.__name__}.{name}", value, found)
-    for function in _functions_in(layer):
-        _note_variables(function.__name__, function, found)
+    for function in _code_of(layer):
+        _note_variables(function.__qualname__.split("<locals>.")[-1], function, found)
     return found
+
+
+def rebound_outside(layer: Any) -> str | None:
+    """A variable of a function around the code of a layer, or of its file, that the code gives another value."""
+    for function in _code_of(layer):
+        code = function.__code__
+        for step in dis.get_instructions(code):
+            if step.opname == "STORE_GLOBAL" or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars):
+                return str(step.argval)
+    return None
 
 
 def is_of_the_user(thing: Any) -> bool:
@@ -138,6 +146,17 @@ def _atom(thing: Any) -> Hashable:
         state = thing.get_state() if hasattr(thing, "get_state") else getattr(thing, "bit_generator", thing).state
         return str(state), str(state[1].tolist() if isinstance(state, tuple) else "")
     return None
+
+
+def _kinds_of(layer: Any) -> list[type]:
+    things = list(layer.modules()) if isinstance(layer, nn.Module) else [layer]
+    return list(dict.fromkeys(kind for thing in things for kind in type(thing).__mro__ if is_of_the_user(kind)))
+
+
+def _code_of(layer: Any) -> list[types.FunctionType]:
+    """The methods of its classes; or what it is itself."""
+    methods = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
+    return [*(one for one in methods if isinstance(one, types.FunctionType)), *_functions_in(layer)]
 
 
 def _functions_in(thing: Any) -> Iterator[types.FunctionType]:

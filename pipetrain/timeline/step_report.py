@@ -137,7 +137,14 @@ class Report:
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
         """The step of the ranks that these reports are of, all that there are."""
         ranks = sorted(reports, key=lambda report: report.rank)
-        places, timelines = tuple(report.where for report in ranks), _timelines(ranks)
+        places = tuple(report.where for report in ranks)
+        replicas: dict[int, dict[int, RankReport]] = {}
+        for report in ranks:
+            replicas.setdefault(report.replica, {})[report.where.place] = report
+        timelines = tuple(
+            Timeline(len(own), tuple(event for place in sorted(own) for event in own[place].events))
+            for _, own in sorted(replicas.items())
+        )
         parts = break_down_replicas(schedule, timelines)
         return Report(
             step=ranks[0].step,
@@ -148,17 +155,6 @@ class Report:
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
             **{name: tuple(getattr(report, name) for report in ranks) for name in _BYTES},
         )
-
-
-def _timelines(reports: Iterable[RankReport]) -> tuple[Timeline, ...]:
-    """One per replica, each with its ranks by their places."""
-    replicas: dict[int, dict[int, RankReport]] = {}
-    for report in reports:
-        replicas.setdefault(report.replica, {})[report.where.place] = report
-    return tuple(
-        Timeline(len(ranks), tuple(event for place in sorted(ranks) for event in ranks[place].events))
-        for _, ranks in sorted(replicas.items())
-    )
 
 
 @dataclass(frozen=True)

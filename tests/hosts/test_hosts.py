@@ -124,13 +124,9 @@ def test_machines_with_other_sources_are_refused(folder: pathlib.Path, tmp_path:
 def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
     with hosts(1) as network:
         (host,) = network.hosts
-        unused = network.unused_address()
-        address = f"{unused}:29400"
-        look = (
-            "import sys\nfrom pipetrain.group.address import Unreachable, wait_for\ntry:\n    wait_for(sys.argv[1], 29400, 2.0)\n"
-            "except Unreachable as error:\n    sys.exit(f'pipetrain: {error}')"
-        )
-        code, stderr = end(start(host.command([sys.executable, "-c", look, unused]), folder, environment()))
+        address = f"{network.unused_address()}:29400"
+        words = [sys.executable, "-m", "pipetrain.launcher.meet", address, "--timeout=2"]
+        code, stderr = end(start(host.command(words), folder, environment()))
     assert code == 1
     assert stderr.startswith(
         f"pipetrain: {address}, where the ranks meet, could not be reached from {host.address} (eth0 of "

@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         "a resume may change every key",
         "pipetrain/config/schema.py",
-        "if Resume.MAY_CHANGE not in marks",
-        "if Resume.MAY_CHANGE in marks",
+        "if May.RESUME not in marks",
+        "if May.RESUME in marks",
         ("tests/config/test_marks.py", "-k", "guarded or goes_on"),
     ),
     Mutant(
@@ -171,6 +171,13 @@ MUTANTS = (
         "for size in (1.0, 1e-2, 1e3):",
         "for size in (1e-4,):",
         ("tests/hf/test_causal_loss.py", "-k", "linear or pieces"),
+    ),
+    Mutant(
+        "tokens need a file system that knows locks",
+        "pipetrain/data/token_cache.py",
+        "        if error.errno not in _NO_LOCKS:\n            raise",
+        "        raise",
+        ("tests/data/test_token_folders.py", "-k", "without_locks"),
     ),
     Mutant(
         "one kind of decoder layer speaks for all",

@@ -18,6 +18,13 @@ MUTANTS = (
         ("tests/planner/test_balance_by_step.py", "-k", "pairs_of_moves"),
     ),
     Mutant(
+        "layers move although stages then share more",
+        "pipetrain/runtime/pipeline.py",
+        "if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):",
+        "if not told:",
+        ("tests/runtime/test_balanced_stages.py",),
+    ),
+    Mutant(
         "the bound of the last step is that of the steps before",
         "pipetrain/observe/report.py",
         "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
@@ -41,8 +48,8 @@ MUTANTS = (
     Mutant(
         "nobody waits for a killed run",
         "pipetrain/observe/claim.py",
-        "    if not again:\n        return _GLANCE_SECONDS",
-        "    if True:\n        return _GLANCE_SECONDS",
+        "        if again:  # the killed run may not be gone yet",
+        "        if False:",
         ("tests/observe/test_claim.py", "-k", "goes_on_waits"),
     ),
     Mutant(

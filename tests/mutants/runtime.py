@@ -60,6 +60,13 @@ MUTANTS = (
         ("tests/runtime/test_skips.py", "-k", "may_be_shared"),
     ),
     Mutant(
+        "what a stage leaves on another rank is not told",
+        "pipetrain/runtime/calls.py",
+        "            if left:\n",
+        "            if False:\n",
+        ("tests/runtime/test_skips.py", "-k", "first_value"),
+    ),
+    Mutant(
         "a missing skip is a bare KeyError",
         "pipetrain/runtime/runner.py",
         "        step.explain = self._skips.explain\n",
@@ -69,8 +76,8 @@ MUTANTS = (
     Mutant(
         "a method reads all that its object has",
         "pipetrain/stage/leaves.py",
-        "        if attributes <= names or names & _ALL_MODULES:",
-        "        if True:",
+        "    return paths(function, is_wanted, seen, names=_names_in_code(function))",
+        "    return paths(function, is_wanted, seen)",
         ("tests/runtime/test_loss_reaches_layers.py", "-k", "passes"),
     ),
     Mutant(

@@ -100,6 +100,7 @@ def test_equal_stages_that_do_the_same_stay_equal(last_stage: LastStage | None) 
 def test_few_layers_and_large_pipelines_stay_as_they_are() -> None:
     assert problem(2, 8, "gpipe", 6).found() == (3, 3)
     assert problem(1, 8, "gpipe", 6).found() == (6,)
+    assert Problem([1.0] * 12, ScheduleSpec("gpipe", (0, 0), 8)).found() == (6, 6)  # a rank alone waits for nobody
     assert problem(256, 64, "gpipe", 512).found() == (2,) * 256  # 16,384 stages x microbatches
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,22 +61,35 @@ def test_difference(found: Tensor, expected: Tensor, said: str | None) -> None:
 # What it finds --------------------------------------------------------------------------------------------------------
 
 
+DRIFT = [0.0]
+
+
 class Drifts(nn.Module):
-    """Other values at each call."""
+    """Other values in R: nothing that could be seen on its first forward."""
 
     def __init__(self, step: float = 1.0) -> None:
         super().__init__()
-        self.calls = itertools.count()
         self.step = step
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x + self.step * next(self.calls))
+        return torch.sigmoid(x + self.step * DRIFT[0])
+
+
+def drift(stage: int, microbatch: int) -> None:
+    DRIFT[0] += 1.0
+
+
+@pytest.fixture(autouse=True)
+def no_drift() -> None:
+    DRIFT[0] = 0.0
 
 
 def test_the_first_layer_that_differs_is_named() -> None:
     message = r"layer 1 \(Drifts\): the recompute saves a tensor \[3, 8\] float32 made by SigmoidBackward with other values: \d+ of 24"
     with pytest.raises(RecomputeMismatch, match=message):
-        run_step(stages_of(nn.Linear(8, 8), Drifts(), nn.Linear(8, 8)), *batch(), M, prove=first)
+        run_step(
+            stages_of(nn.Linear(8, 8), Drifts(), nn.Linear(8, 8)), *batch(), M, prove=first, before_recompute=drift
+        )
 
 
 def test_another_path_because_of_other_values_names_the_values() -> None:
@@ -87,14 +99,20 @@ def test_another_path_because_of_other_values_names_the_values() -> None:
 
     layers = [nn.Linear(8, 8), Drifts(9.0), nn.Linear(8, 8), nn.Sigmoid(), Branches(), nn.Linear(8, 8)]
     with pytest.raises(RecomputeMismatch, match=r"layer 1 \(Drifts\)"):
-        run_step(stages_of(*layers), *batch(), M, prove=first)
+        run_step(stages_of(*layers), *batch(), M, prove=first, before_recompute=drift)
 
 
 def test_only_what_is_proved_is_compared() -> None:
     layers = [nn.Linear(8, 8), Drifts(), nn.Linear(8, 8)]
-    run_step(stages_of(*layers), *batch(), M)
+    run_step(stages_of(*layers), *batch(), M, before_recompute=drift)
     with pytest.raises(RecomputeMismatch, match="with other values"):
-        run_step(stages_of(*layers), *batch(), M, prove=lambda microbatch: microbatch == M - 1)
+        run_step(
+            stages_of(*layers),
+            *batch(),
+            M,
+            prove=lambda microbatch: microbatch == M - 1,
+            before_recompute=drift,
+        )
 
 
 # Where R may end ------------------------------------------------------------------------------------------------------
@@ -144,10 +162,12 @@ def test_without_a_proof_recompute_ends_with_its_layer() -> None:
 
     stages = stages_of(nn.Linear(8, 8), SavesFirst(), Counts(), nn.Linear(8, 8), balance=[3, 1])
     run_step(stages, *batch(), M)
-    assert (calls.count(0), calls.count(1)) == (2 * M, M)
+    ahead = 1  # a copy of each layer, ahead of the first F
+    assert (calls.count(0), calls.count(1)) == (2 * M + ahead, M + ahead)
     calls.clear()
     run_step(stages, *batch(), M, prove=first)
-    assert (calls.count(0), calls.count(1)) == (M + 1, M + 1), "only the proof runs to the end"
+    again = ahead + 1  # and once more behind it
+    assert (calls.count(0), calls.count(1)) == (M + 1 + again, M + 1 + again), "only the proof runs to the end"
 
 
 # What is proved -------------------------------------------------------------------------------------------------------

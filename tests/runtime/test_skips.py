@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity_cases import Case, check_case, mean_square, rows
-from ranks import run_outcomes
+from ranks import run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
@@ -167,11 +167,12 @@ def test_what_may_be_shared(layers: Callable[[], list[nn.Module]], mode: str) ->
     check_case(Case(layers.__name__, layers, lambda: rows(8, 9), options=options))
 
 
-def test_nothing_is_looked_at_after_the_first_step() -> None:
+def test_nothing_is_looked_at_after_two_steps() -> None:
     layers = with_statistics()
     with Pipeline(layers, mean_square, **TWO_STAGES) as pipeline:
         assert pipeline._runner._skips._shared
-        pipeline.step(*rows(8)[0])
+        for _ in range(2):
+            pipeline.step(*rows(8)[0])
         assert not pipeline._runner._skips._shared
         assert not pipeline._runner._skips._left
 
@@ -193,6 +194,32 @@ def test_a_skip_between_ranks(name: str) -> None:
         assert "layer 1 (Takes) of stage 1 finds nothing in take" in outcome.error
         assert "layer 0 (Puts) of stage 0 holds too" in outcome.error
         assert "as part of the output (a tuple)" in outcome.error
+
+
+def with_first_value() -> tuple[nn.Module, nn.Module]:
+    """Something is there before."""
+    held = types.SimpleNamespace(skip=torch.zeros(4, 8))
+    return Puts(lambda x: setattr(held, "skip", x)), Takes(lambda: held.skip)
+
+
+def two_steps(make: Callable[[], list[nn.Module]]) -> None:
+    with Pipeline(make(), mean_square, num_microbatches=2) as pipeline:
+        for _ in range(2):
+            pipeline.step(*rows(8)[0])
+
+
+def test_a_first_value_that_never_changes_on_the_other_rank() -> None:
+    for outcome in run_outcomes(2, two_steps, with_first_value):
+        assert outcome.error is not None
+        assert (
+            "layer 1 (Takes) of stage 1 computes with take.held.skip of layer 1 (Takes), where stage 0 leaves"
+            in outcome.error
+        )
+
+
+def test_what_may_be_shared_between_ranks() -> None:
+    for make in (with_statistics, with_config, with_table):
+        run_ranks(2, two_steps, make)
 
 
 def test_a_skip_between_ranks_of_layers_that_callables_make() -> None:

@@ -44,7 +44,7 @@ def what_mixes_documents(model: PreTrainedModel, parts: Parts) -> str | None:
 
 def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
     config, generator = _config_on_cpu(model), torch.Generator().manual_seed(0)
-    first, other, second = torch.randn(3, 2, model.config.hidden_size, generator=generator)
+    first, other, second = torch.randn(3, 2, model.config.hidden_size, generator=generator, dtype=torch.float32)
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
     positions = torch.tensor([_POSITIONS, _POSITIONS])
     frames = _stand_in(FrameMaker(model.get_submodule(parts.owner), parts), model, config, generator)
@@ -74,7 +74,9 @@ def _would_obey(frame: Frame, number: int, layer: nn.Module, rows: Tensor, posit
     """Whether the layer keeps documents apart under a mask that shows each token those of its own document up to itself."""
     document = (positions == 0).cumsum(-1)[0]
     visible = (document[:, None] == document).tril()
-    mask = torch.zeros(len(positions), 1, *visible.shape).masked_fill_(visible.logical_not(), -torch.inf)
+    mask = torch.zeros(len(positions), 1, *visible.shape, dtype=torch.float32).masked_fill_(
+        visible.logical_not(), -torch.inf
+    )
     calls = [(args, {**kwargs, "attention_mask": mask}) for args, kwargs in frame.calls]
     with contextlib.suppress(Exception):  # a layer without attention may take no such mask
         return _keeps_apart(Frame(tuple(calls), frame.hidden_key).run(number, layer, rows))
@@ -110,10 +112,10 @@ def _stand_in(module: nn.Module, model: PreTrainedModel, config: PreTrainedConfi
 def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Weights of which a sum over a row is about 1. Rows overlap in memory, so those of the largest layer take some kilobytes."""
     if len(shape) < 2:
-        return 1 + 0.1 * torch.randn(shape, generator=generator)
+        return 1 + 0.1 * torch.randn(shape, generator=generator, dtype=torch.float32)
     strides = [1 + 2 * place for place in reversed(range(len(shape)))]
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-    noise: Tensor = torch.randn(length, generator=generator) / shape[-1] ** 0.5
+    noise: Tensor = torch.randn(length, generator=generator, dtype=torch.float32) / shape[-1] ** 0.5
     return noise.as_strided(shape, strides)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,18 +267,11 @@ def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
 
 
 def _tensors_with_gradient(call: Call) -> list[int | str]:
-    return [key for key, value in _items(call) if any(tensor.requires_grad for tensor in _tensors_in(value))]
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
+    return [
+        key
+        for key, value in _items(call)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+    ]
 
 
 def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
@@ -348,7 +342,13 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HfNames:
-    """The names of a model with these parts, both ways."""
+    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
+
+    0.owner.embed_tokens.weight          model.embed_tokens.weight
+    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    5.model.model.norm.weight            model.norm.weight
+    5.model.lm_head.weight               lm_head.weight
+    """
 
     parts: Parts
 

@@ -101,12 +101,26 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    return [
-        *(_box(event, rows[event.lane], several) for event in events),
-        *(_line(event, foot) for event in reduces),
-        *(_hatch(begin, end, exposed) for begin, end in one.exposed(rank)),
-        *(_name(event, rows[event.lane], several) for event in events),
-    ]
+    pieces = []
+    for event in events:
+        looks, name = looks_of(event.op.kind), _names(event, several)[0]
+        data = f'data-microbatch="{event.op.microbatch}" data-name="{name}" data-ink="{looks.ink}"'
+        filled = f'rx="3" fill="{looks.fill}">{_title(event, row.start)}'
+        pieces.append(_rect(rows[event.lane], event.start, event.end, f'class="op" {data}', filled, inset=0.75))
+    for event in reduces:
+        filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
+        pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
+    hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
+    pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
+    return [*pieces, *(_name(event, rows[event.lane], several) for event in events)]
+
+
+def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset: float = 0.0) -> str:
+    """A box over a span of time, with other attributes `before` and `after` its place."""
+    x, width = row.across(begin, end)
+    inset = min(inset, width / 8)
+    place = f'x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
+    return f"<rect {before} {place} {after}"
 
 
 def _heading(one: Shown, name: str, top: int) -> str:
@@ -126,30 +140,11 @@ def _heading(one: Shown, name: str, top: int) -> str:
     )
 
 
-def _box(event: OpEvent, row: _Row, several: bool) -> str:
-    x, width = row.across(event.start, event.end)
-    inset = min(0.75, width / 8)
-    looks = looks_of(event.op.kind)
-    return (
-        f'<rect class="op" data-microbatch="{event.op.microbatch}" data-name="{_names(event, several)[0]}"'
-        f' data-ink="{looks.ink}" x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
-        f' rx="3" fill="{looks.fill}">'
-        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
-    )
-
-
-def _line(event: OpEvent, row: _Row) -> str:
-    x, width = row.across(event.start, event.end)
-    return (
-        f'<rect class="reduce" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" fill="{looks_of(event.op.kind).fill}">'
-        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
-    )
-
-
-def _words(event: OpEvent, start: float) -> str:
-    """For example `backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
+def _title(event: OpEvent, start: float) -> str:
+    """For example `2B1  backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
     times = f"{number(event.start - start)} to {number(event.end - start)} s"
-    return f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+    taken = f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+    return f"<title>{event.op}  {taken}</title></rect>"
 
 
 def _names(event: OpEvent, several: bool) -> list[str]:
@@ -167,15 +162,6 @@ def _name(event: OpEvent, row: _Row, several: bool) -> str:
     return (
         f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{looks_of(event.op.kind).ink}"'
         f' font-size="12" text-anchor="middle" pointer-events="none">{name}</text>'
-    )
-
-
-def _hatch(begin: float, end: float, row: _Row) -> str:
-    """Marks recomputation for which the next op had to wait."""
-    x, width = row.across(begin, end)
-    return (
-        f'<rect class="hatch" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" rx="3" fill="url(#exposed)"'
-        ' pointer-events="none"/>'
     )
 
 
