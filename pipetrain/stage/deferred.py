@@ -52,17 +52,21 @@ class DeferredWeights:
     def layers_for(self, deferral: Deferral, *, is_forward: bool) -> list[_Layer]:
         """The layers of the stage as F or R of this microbatch calls them."""
 
-        def called(number: int, layer: nn.Module) -> _Layer:
-            def call(value: Any) -> Any:
-                # Without hooks the layer is one that takes gradients inside of its forward.
-                if (hooks := hooks_in_force()) is None:
-                    return layer(value)
-                with in_force(User(deferral, number, hooks, is_forward)), linears_split():
-                    return layer(value)
+        return [self.split(deferral, n, layer, is_forward=is_forward) for n, layer in enumerate(self._layers)]
 
-            return call
+    def split(self, deferral: Deferral, number: int, layer: _Layer, *, is_forward: bool) -> _Layer:
+        """The layer of this number, or a copy of it, so that it runs with split functions."""
+        if number in self._whole:
+            return layer
 
-        return [layer if n in self._whole else called(n, layer) for n, layer in enumerate(self._layers)]
+        def call(value: Any) -> Any:
+            # Without hooks the layer is one that takes gradients inside of its forward.
+            if (hooks := hooks_in_force()) is None:
+                return layer(value)
+            with in_force(User(deferral, number, hooks, is_forward)), linears_split():
+                return layer(value)
+
+        return call
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
         """F has ended, and I will go back from `roots`: who reads the weights that were given to split functions?"""

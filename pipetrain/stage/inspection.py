@@ -28,7 +28,7 @@ from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.proof import describe_difference, differ
 from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_small
-from pipetrain.stage.traces import first_change, outer_traces, own_traces, rebound_outside
+from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
 _INSIDE = "takes a gradient inside its forward"
 # What torch.func says where saved-tensor hooks are in force.
@@ -67,7 +67,8 @@ class LayerInspection:
         self._given_looks = [own_traces(leaf) for leaf in self._given]
         self._own, self._outer = own_traces(layer), outer_traces(layer)
         self._rebinds = rebound_outside(layer)  # a copy would rebind it, too
-        self._twin = _twin_of(layer, buffers, shared)
+        # One that reaches outside is not tried: a copy would, too.
+        self._twin = None if self._rebinds or holds_outside(layer) else _twin_of(layer, buffers, shared)
         large = {id(buffer) for buffer in layer.buffers()} if isinstance(layer, nn.Module) else set()  # shared with it
         self._buffers = [
             (module, name, buffer, buffer.clone())
@@ -80,7 +81,7 @@ class LayerInspection:
         """Why the layer's F must run without hooks, if it must."""
         if isinstance(self._layer, torch.jit.ScriptModule):
             return "is compiled by torch.jit, which makes other code of it after its first runs"
-        if self._twin is None or self._rebinds:
+        if self._twin is None:
             return None
         reads: list[bool] = []
 
@@ -172,8 +173,8 @@ def _twin_of(layer: Any, buffers: TensorCopies, shared: Iterable[Tensor]) -> Any
     known = {id(tensor): tensor for tensor in shared}
     large = [buffer for module in modules for buffer in module.buffers() if not is_small(buffer)]
     known |= {id(buffer): buffer for buffer in large}
-    changed = {id(tensor): kept for tensor, kept in zip(buffers.tensors, buffers.copies)}
-    known |= {key: kept.detach().clone() for key, kept in changed.items() if key not in known or key in changed}
+    for tensor, kept in zip(buffers.tensors, buffers.copies):
+        known[id(tensor)] = kept.detach().clone().requires_grad_(tensor.requires_grad)
     try:
         return copy.deepcopy(layer, known)
     except Exception:

@@ -76,10 +76,11 @@ class StageOutput:
 
 @dataclass
 class _Passed:
-    """What a layer that is kept gave the next one, which R begins with: the leaves of a tree. `given`, until F has ended: each tensor as the
-    next layer got it, and its version."""
+    """What a layer that is kept gave the next one, which R begins with: the leaves of a tree, and which of them need a gradient. `given`,
+    until F has ended: each tensor as the next layer got it, and its version."""
 
     leaves: list[Any]
+    wants_gradient: list[bool]
     spec: pytree.TreeSpec
     given: list[tuple[Tensor, int]]
 
@@ -448,7 +449,7 @@ class Stage:
         if self._casts.is_active():
             call = self._casts.once(number, call, make=True)
         gradients = self._gradients() if look else []
-        inspection = self._inspect(late, given, number, value) if look and number not in self._kept else None
+        inspection = self._inspect(held, given, number, value) if look and number not in self._kept else None
         self._seed(number, given)
         try:
             output = self._call(late, number, call, value)
@@ -472,16 +473,26 @@ class Stage:
             output = self._pass(held, number, output, look=look)
         return output
 
-    def _inspect(self, late: LateBoundSet, given: StageInput, number: int, value: Any) -> LayerInspection:
+    def _inspect(self, held: _Held, given: StageInput, number: int, value: Any) -> LayerInspection:
         """Ahead of F: where the layer must run without hooks, it will."""
         is_loss = number == len(self.layers)
+        late, deferral = held.late, held.deferral
+        assert late is not None
+
+        def call(layer: Any, value: Any) -> Any:
+            if deferral is not None:
+                layer = self._weights.split(deferral, number, layer, is_forward=False)
+            return self._casts.once(number, layer, make=True)(value) if self._casts.is_active() else layer(value)
+
+        # Of a set that is kept a forward may change weights that do not learn, and a copy must not.
+        shared = [parameter for parameter in self._state.parameters if parameter.requires_grad or not late.keep]
         inspection = LayerInspection(
             self.loss_fn if is_loss else self.layers[number],
             value,
-            call=self._loss_alone(given) if is_loss else lambda layer, value: layer(value),
+            call=self._loss_alone(given) if is_loss else call,
             seed=functools.partial(self._seed, number, given),
             buffers=self._state.copies_of(number),
-            shared=self._state.parameters,
+            shared=shared,
         )
         gradients = self._gradients()
         why = inspection.why_kept_ahead()
@@ -539,11 +550,12 @@ class Stage:
         """Hold on to what a kept layer gives the next one, which gets a copy where it may change that in place."""
         leaves, spec = pytree.tree_flatten(output)
         own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         if look or number in self._changed_in_place:
             copies = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
             leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
         given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-        held.passed[number] = _Passed(own, spec, given)
+        held.passed[number] = _Passed(own, wants, spec, given)
         return pytree.tree_unflatten(leaves, spec)
 
     def _check_passed(self, held: _Held, *, look: bool) -> None:
@@ -696,14 +708,14 @@ class Stage:
 
     def _passed_again(self, held: _Held, number: int) -> Any:
         """What a kept layer has given in F, as its next layer gets it in R."""
-        leaves, spec = held.passed[number].leaves, held.passed[number].spec
-        changes = number in self._changed_in_place
-        own = [leaf.clone() if changes and isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # That it needs a gradient is seen by what is saved; no leaf, as it may be changed in place.
-        for n, leaf in enumerate(own):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                own[n] = Gate.apply(self._anchor, leaf.data, {}, n)  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(own, spec)
+        passed, own = held.passed[number], list[Any]()
+        for leaf, wants in zip(passed.leaves, passed.wants_gradient):
+            value = leaf
+            if isinstance(leaf, Tensor):
+                value = leaf.clone() if number in self._changed_in_place else leaf.data
+            # Whether it needs a gradient decides what is saved; no leaf, as it may be changed in place.
+            own.append(Gate.apply(self._anchor, value, {}, 0) if wants else value)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(own, passed.spec)
 
     # B ------------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import dis
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from functools import partial
@@ -32,6 +33,8 @@ _NO_DATA = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
+
+_CONTAINERS = (list, dict, set, deque, weakref.WeakKeyDictionary)
 
 Look = dict[str, Hashable]  # what is where, by its name
 
@@ -79,6 +82,11 @@ def rebound_outside(layer: Any) -> str | None:
             if step.opname == "STORE_GLOBAL" or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars):
                 return str(step.argval)
     return None
+
+
+def holds_outside(layer: Any) -> bool:
+    """Whether the code of a layer names a list, a dict or a set outside of it, in which a copy of it would write, too."""
+    return any(type(value) in _CONTAINERS for function in _code_of(layer) for _, value in _variables_of(function))
 
 
 def is_of_the_user(thing: Any) -> bool:
@@ -155,7 +163,7 @@ def _kinds_of(layer: Any) -> list[type]:
 
 def _code_of(layer: Any) -> list[types.FunctionType]:
     """The methods of its classes; or what it is itself."""
-    methods = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
+    methods = [value for kind in _kinds_of(layer) for name, value in vars(kind).items() if name != "__init__"]
     return [*(one for one in methods if isinstance(one, types.FunctionType)), *_functions_in(layer)]
 
 
@@ -170,14 +178,19 @@ def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
 
 
 def _note_variables(name: str, function: types.FunctionType, found: Look) -> None:
+    for key, value in _variables_of(function):
+        _note_variable(f"{name}: {key}", value, found)
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Those of functions around it, and the globals that it names."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
-            _note_variable(f"{name}: {key}", cell.cell_contents, found)
+            yield key, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    for key in function.__code__.co_names:
-        if key in function.__globals__:
-            _note_variable(f"{name}: {key}", function.__globals__[key], found)
+    names = function.__globals__
+    yield from ((key, names[key]) for key in function.__code__.co_names if key in names)
 
 
 def _note_variable(name: str, value: Any, found: Look) -> None:

@@ -1,4 +1,4 @@
-"""What a forward changes outside of autograd: noted, seen again as it was, put back; and what cannot be is named."""
+"""What a forward changes outside of autograd is seen: buffers come back for R as F saw them, other traces are named."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.stage.attributes import Attributes, StateChanged
 from pipetrain.stage.layer_state import LayerState
 from pipetrain.stage.seeding import draws_in_python, generators_restored, seed_generators
 from pipetrain.stage.tensor_copies import SMALL_BYTES, TensorCopies, fingerprint, same_values
+from pipetrain.stage.traces import StateChanged, first_change, outer_traces, own_traces, rebound_outside
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def state_of(*layers: nn.Module, loss_fn: Any = None) -> LayerState:
     return LayerState(layers, loss_fn, lambda number: f"layer {number}", CPU)
 
 
-# Attributes -----------------------------------------------------------------------------------------------------------
+# What is left behind ---------------------------------------------------------------------------------------------------
 
 
 class Thing:
@@ -43,108 +43,93 @@ def add_key(thing: Any) -> None:
     thing.a["new"] = 2
 
 
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # what `a` is, what changes it, what of it is compared
-    "a number": (lambda: 1, lambda thing: setattr(thing, "a", 2), lambda a: a),
-    "a list": (lambda: [1], add_to_list, list),
-    "a list in a dict": (lambda: {"x": [1]}, lambda thing: thing.a["x"].append(2), lambda a: list(a["x"])),
-    "a dict": (lambda: {"x": 1}, add_key, dict),
-    "an ordered dict": (lambda: OrderedDict(x=1, y=2), lambda thing: thing.a.move_to_end("x"), lambda a: list(a)),
-    "a set": (lambda: {1}, lambda thing: thing.a.add(2), set),
-    "a deque": (lambda: deque([1, 2], maxlen=2), lambda thing: thing.a.append(3), list),
-    "bytes": (lambda: bytearray(b"ab"), lambda thing: thing.a.extend(b"c"), bytes),
-    "an object": (lambda: Thing(b=1), lambda thing: setattr(thing.a, "b", 2), lambda a: a.b),
-    "a namespace": (lambda: SimpleNamespace(b=[1]), lambda thing: thing.a.b.append(2), lambda a: list(a.b)),
-    "a tuple of lists": (lambda: ([1], [2]), lambda thing: thing.a[1].append(3), lambda a: list(a[1])),
-    "a tensor": (lambda: torch.zeros(2), lambda thing: thing.a.data.add_(1), lambda a: a.tolist()),
-    "a tensor in a list": (lambda: [torch.zeros(2)], lambda thing: thing.a[0].add_(1), lambda a: a[0].tolist()),
-    "a module in a list": (lambda: [nn.Linear(1, 1)], lambda thing: setattr(thing.a[0], "n", 1), lambda a: sorted(vars(a[0]))),
-    "an attribute gone": (lambda: 1, lambda thing: delattr(thing, "a"), lambda a: a),
-    "one more attribute": (lambda: 1, lambda thing: setattr(thing, "b", 1), lambda a: a),
-    "a torch generator": (torch.Generator, lambda thing: torch.rand(1, generator=thing.a), lambda a: a.get_state().tolist()),
-    "a Python generator": (lambda: random.Random(1), lambda thing: thing.a.random(), lambda a: a.getstate()),
-    "an argument of a partial": (lambda: partial(print, [1]), lambda thing: thing.a.args[0].append(2), lambda a: list(a.args[0])),
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # what `a` is, what changes it
+    "a number": (lambda: 1, lambda thing: setattr(thing, "a", 2)),
+    "a list": (lambda: [1], add_to_list),
+    "a list in a dict": (lambda: {"x": [1]}, lambda thing: thing.a["x"].append(2)),
+    "a dict": (lambda: {"x": 1}, add_key),
+    "an ordered dict": (lambda: OrderedDict(x=1, y=2), lambda thing: thing.a.move_to_end("x")),
+    "a set": (lambda: {1}, lambda thing: thing.a.add(2)),
+    "a deque": (lambda: deque([1, 2], maxlen=2), lambda thing: thing.a.append(3)),
+    "bytes": (lambda: bytearray(b"ab"), lambda thing: thing.a.extend(b"c")),
+    "an object": (lambda: Thing(b=1), lambda thing: setattr(thing.a, "b", 2)),
+    "a namespace": (lambda: SimpleNamespace(b=[1]), lambda thing: thing.a.b.append(2)),
+    "a tuple of lists": (lambda: ([1], [2]), lambda thing: thing.a[1].append(3)),
+    "a tensor": (lambda: torch.zeros(2), lambda thing: thing.a.add_(1)),
+    "a tensor in a list": (lambda: [torch.zeros(2)], lambda thing: thing.a[0].add_(1)),
+    "a module in a list": (lambda: [nn.Linear(1, 1)], lambda thing: setattr(thing.a[0], "n", 1)),
+    "an attribute gone": (lambda: 1, lambda thing: delattr(thing, "a")),
+    "one more attribute": (lambda: 1, lambda thing: setattr(thing, "b", 1)),
+    "a torch generator": (torch.Generator, lambda thing: torch.rand(1, generator=thing.a)),
+    "a Python generator": (lambda: random.Random(1), lambda thing: thing.a.random()),
+    "an argument of a partial": (lambda: partial(print, [1]), lambda thing: thing.a.args[0].append(2)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noted_seen_as_it_was_and_put_back(name: str) -> None:
-    make, change, value = CHANGES[name]
+def test_a_change_of_an_attribute_is_seen(name: str) -> None:
+    make, change = CHANGES[name]
     thing = Thing(a=make(), other=[3])
-    kept, before = thing.a, value(thing.a)
-    noted = Attributes([("thing", thing)])
-    assert noted.changed() == []
+    before = own_traces(thing)
+    assert first_change(before, own_traces(thing)) is None
     change(thing)
-    after = sorted(vars(thing)), value(vars(thing).get("a", kept))
-    assert len(noted.changed()) >= 1
-    withdraw = noted.stand_in()
-    assert value(thing.a) == before
-    assert thing.a is kept, "it is another object"
-    assert noted.changed() == []
-    change(thing)  # what R does leaves no trace
-    withdraw()
-    assert (sorted(vars(thing)), value(vars(thing).get("a", kept))) == after
-
-
-def test_what_r_changes_is_undone() -> None:
-    thing = Thing(count=0, cache={}, mean=torch.zeros(2))
-    noted = Attributes([("thing", thing)])
-    thing.count, thing.cache["f"], thing.mean = 1, 1, thing.mean + 1
-    live = thing.mean
-    withdraw = noted.stand_in()
-    assert (thing.count, thing.cache, thing.mean.tolist()) == (0, {}, [0, 0])
-    thing.count, thing.cache["r"] = 7, 7
-    thing.mean.add_(7)
-    withdraw()
-    assert (thing.count, thing.cache) == (1, {"f": 1})
-    assert thing.mean is live
-    assert thing.mean.tolist() == [1, 1]
+    changed = first_change(before, own_traces(thing))
+    assert changed is not None
+    assert changed.startswith(("a", "b"))
 
 
 def test_of_a_class_of_the_users_what_is_data() -> None:
     class Counted(nn.Module):
         calls = 0
-        names: tuple[str, ...] = ()
 
         @property
         def twice(self) -> int:
             return 2 * self.calls
 
-    noted = Attributes([("class", Counted)])
+    layer = Counted()
+    before = outer_traces(layer)
     Counted.calls += 1
-    assert noted.changed() == ["class.calls"]
-    withdraw = noted.stand_in()
-    assert Counted.calls == 0
-    Counted.names = ("R",)
-    withdraw()
-    assert (Counted.calls, Counted.names, Counted().twice) == (1, (), 2)
+    assert first_change(before, outer_traces(layer)) == "Counted.calls"
 
 
-def test_variables_of_an_enclosing_function() -> None:
-    calls = 0
+def test_a_generator_outside_of_the_layer() -> None:
+    generator = torch.Generator()
 
-    def count() -> int:
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand((), generator=generator)
+
+    layer = Draws()
+    before = outer_traces(layer)
+    layer(torch.ones(1))
+    assert first_change(before, outer_traces(layer)) == "Draws.forward: generator"
+
+
+def test_a_variable_outside_that_the_code_rebinds() -> None:
+    calls, seen = 0, [0]
+
+    def count(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return calls
+        return output
 
-    noted = Attributes([("loss_fn", count)])
-    count()
-    assert noted.changed() == ["loss_fn.calls"]
-    withdraw = noted.stand_in()
-    assert count() == 1
-    withdraw()
-    assert count() == 2
+    def append(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(calls)
+        return output
+
+    assert rebound_outside(count) == "calls"
+    assert rebound_outside(partial(count)) == "calls"
+    assert rebound_outside(append) is None
 
 
 def test_what_goes_round_in_circles_or_is_very_long_ends() -> None:
     thing = Thing(long=[[] for _ in range(10_000)])
     thing.self = thing
-    noted = Attributes([("thing", thing)])
+    before = own_traces(thing)
     thing.long[0].append(1)
-    assert noted.changed() == [], "entries of long lists are not looked into"
+    assert first_change(before, own_traces(thing)) is None, "entries of long lists are not looked into"
     thing.long.append(1)
-    assert noted.changed() == ["thing.long[10000]"]
+    assert first_change(before, own_traces(thing)) == "long"
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
@@ -212,9 +197,9 @@ def test_a_fingerprint_sees_a_change_through_data() -> None:
 
 def test_a_stage_without_state_copies_nothing() -> None:
     state = state_of(nn.Linear(2, 2), nn.ReLU())
-    state.after_forward(state.before_forward(recomputed=True))
+    state.after_forward(state.before_forward(recomputed=True), recomputed=True)
     before = state.before_forward(recomputed=True)
-    assert (before.buffers.tensors, before.attributes, before.watched) == ([], [], [])
+    assert (before.buffers.tensors, before.watched) == ([], [])
 
 
 def test_only_what_changes_and_what_is_small_is_copied() -> None:
@@ -225,7 +210,7 @@ def test_only_what_changes_and_what_is_small_is_copied() -> None:
     state = state_of(layer)
     before = state.before_forward(recomputed=True)
     layer.sums += 1
-    seen = state.after_forward(before)
+    seen = state.after_forward(before, recomputed=True)
     assert [len(copy) for copy in seen.buffers.copies] == [4, large]
     assert seen.buffers.copies[1].sum() == 0
     before = state.before_forward(recomputed=True)
@@ -234,7 +219,7 @@ def test_only_what_changes_and_what_is_small_is_copied() -> None:
     with pytest.raises(
         StateChanged, match=r"layer 0.table, a tensor of \[16385\], is changed by a forward for the first time"
     ):
-        state.after_forward(before)
+        state.after_forward(before, recomputed=True)
 
 
 def test_it_learns_again_after_a_switch_of_mode_and_when_asked() -> None:
@@ -243,7 +228,7 @@ def test_it_learns_again_after_a_switch_of_mode_and_when_asked() -> None:
 
     def learns() -> bool:
         before = state.before_forward(recomputed=True)
-        state.after_forward(before)
+        state.after_forward(before, recomputed=True)
         state.end_step()
         return before.learning
 
