@@ -4,10 +4,10 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "a large tensor of before is not missed",
-        "pipetrain/stage/attributes.py",
-        '        raise StateChanged(\n            f"{place} is read',
-        '        return torch.zeros(20_000, 4)[:2]\n        raise StateChanged(\n            f"{place} is read',
+        "a layer that changes its attributes runs again",
+        "pipetrain/stage/inspection.py",
+        "        if (name := first_change(before, own_traces(self._twin))) is not None:\n",
+        "        if False:\n",
         ("tests/regressions/test_state_of_layers.py", "-k", "large_tensor_attribute"),
     ),
     Mutant(
@@ -46,11 +46,11 @@ MUTANTS = (
         ("tests/regressions/test_changing_buffers.py", "-k", "changes_in_its_own_way"),
     ),
     Mutant(
-        "R runs with the attributes of now",
-        "pipetrain/stage/layer_state.py",
-        "        undo = [attributes.stand_in() for attributes in seen.attributes]\n",
-        "        undo = []\n",
-        ("tests/regressions/test_state_of_layers.py", "-k", "plain_python"),
+        "a layer that computes other values runs again",
+        "pipetrain/stage/inspection.py",
+        "            if differ(found, expected):\n",
+        "            if False:\n",
+        ("tests/regressions/test_changing_buffers.py", "-k", "registers"),
     ),
     Mutant(
         "only buffers are copied that the first forward changed",
@@ -82,10 +82,31 @@ MUTANTS = (
     ),
     Mutant(
         "an object in the inputs is not looked at",
-        "pipetrain/stage/layer_state.py",
-        "inputs = _attributes_of_inputs(leaves) if recomputed else None",
-        "inputs = None",
+        "pipetrain/stage/inspection.py",
+        "            if (name := first_change(look, own_traces(leaf))) is not None:\n",
+        "            if False:\n",
         ("tests/regressions/test_state_of_layers.py", "-k", "forward_fills"),
+    ),
+    Mutant(
+        "a layer that counts outside of itself is tried",
+        "pipetrain/stage/inspection.py",
+        "None if self._rebinds or holds_outside(layer) else",
+        "None if False else",
+        ("tests/regressions/test_state_of_layers.py", "-k", "counter_outside"),
+    ),
+    Mutant(
+        "R begins with what a later layer has left of a kept one's output",
+        "pipetrain/stage/stage.py",
+        "                self._changed_in_place.add(number)\n",
+        "                pass\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "in_place"),
+    ),
+    Mutant(
+        "R runs kept layers",
+        "pipetrain/stage/stage.py",
+        "            return self._passed_again(held, number) if number in held.passed else value\n",
+        "            pass\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "not_run_again"),
     ),
     Mutant(
         "foreign leaves are let through",

@@ -1,0 +1,117 @@
+"""A layer that is no function of its input, parameters, buffers and seed is kept: it runs once, and the layers around it are recomputed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity_cases import mean_square
+from torch import Tensor, nn
+
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.slots import SavedTensorChanged
+
+M = 4
+ALWAYS = RecomputePolicy(last_stage="always")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+class Counts(nn.Module):
+    """Each forward is a little stronger than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * x * (1 + 0.1 * self.calls)
+
+
+def step_of(layers: list[nn.Module], recompute: Any = ALWAYS) -> tuple[Tensor, list[str], nn.Sequential]:
+    """Two steps; the last loss, and what was said."""
+    model = nn.Sequential(*layers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Pipeline(model, mean_square, num_microbatches=M, recompute=recompute) as pipeline:
+            for _ in range(2):
+                loss = pipeline.step(*batch())
+    return loss, [str(one.message) for one in caught], model
+
+
+def assert_equal_to_the_loop(make: Callable[[], list[nn.Module]]) -> list[str]:
+    torch.manual_seed(0)
+    found, said, ours = step_of(make())
+    torch.manual_seed(0)
+    theirs = nn.Sequential(*make())
+    for step in range(2):
+        expected = reference_step(theirs, mean_square, *batch(), num_microbatches=M, step=step)
+    assert torch.equal(found, expected)
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters()):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad), name
+    return said
+
+
+def test_a_kept_layer_is_not_run_again() -> None:
+    layers = [nn.Linear(4, 4), Counts(), nn.Tanh(), nn.Linear(4, 4)]
+    _, said, _ = step_of(layers)
+    assert layers[1].calls == 2 * M
+    (line,) = said
+    assert line.startswith("layer 1 (Counts) changes its attribute calls in each forward: its saved tensors (")
+    assert line.endswith(" bytes per microbatch) are kept from F to B and not recomputed")
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last", "two in a row"])
+def test_the_layers_around_it_are_as_in_the_loop(where: str) -> None:
+    layers: dict[str, Callable[[], list[nn.Module]]] = {
+        "first": lambda: [Counts(), nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 4)],
+        "middle": lambda: [nn.Linear(4, 4), nn.Dropout(0.2), Counts(), nn.Linear(4, 4), nn.Sigmoid()],
+        "last": lambda: [nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), Counts()],
+        "two in a row": lambda: [nn.Linear(4, 4), Counts(), Counts(), nn.Linear(4, 4)],
+    }
+    assert len(assert_equal_to_the_loop(layers[where])) == (2 if where == "two in a row" else 1)
+
+
+def test_the_next_layer_changes_its_input_in_place() -> None:
+    assert_equal_to_the_loop(lambda: [nn.Linear(4, 4), Counts(), nn.ReLU(inplace=True), nn.Sigmoid(), nn.Linear(4, 4)])
+
+
+def test_the_next_layer_begins_to_change_its_input_in_place() -> None:
+    class Begins(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2) if later[0] else x * 2
+
+    later = (torch.zeros(1),)
+    model = nn.Sequential(nn.Linear(4, 4), Counts(), Begins(), nn.Sigmoid(), nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Pipeline(model, mean_square, num_microbatches=M, recompute=ALWAYS) as pipeline:
+            pipeline.step(*batch())
+            later[0].fill_(1)
+            with pytest.raises(
+                SavedTensorChanged, match=r"layer 2 \(Begins\) changes in place what layer 1 \(Counts\)"
+            ):
+                pipeline.step(*batch())
+
+
+def test_a_layer_of_jit_is_kept() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(x) * x
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(4, 4), torch.jit.script(Plain()), nn.Linear(4, 4)]
+
+    (line,) = assert_equal_to_the_loop(layers)
+    assert "is compiled by torch.jit" in line
