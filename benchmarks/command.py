@@ -21,6 +21,7 @@ NAMES = {
     "links": "the same over links as slow as half a forward and a whole one (needs root and tc)",
     "simulated": "measured against simulated, for every family of schedules",
     "cost": "what the runtime itself costs per op, and how planning grows",
+    "host": "what the host pays for a step beside plain torch and its checkpoint",
     "split": "a backward in two halves beside a whole one: time, and what waits between them",
     "generate": "a token over two ranks beside one process",
     "replicas": "four replicas of two emulated stages: what of adding up gradients a step waits for, beside torch",
