@@ -41,7 +41,9 @@ def run(options: Options) -> Result:
     empty = [interleaved(_stages(lambda: nn.Sequential(Nothing()), (1,)), 8 * steps) for _ in range(options.rounds)]
     calls = calls_of_a_step()
     result.tables += [
-        _table(f"a step of {NUM_BLOCKS} blocks of width {WIDTH}, {NUM_MICROBATCHES} microbatches, through Pipeline", whole),
+        _table(
+            f"a step of {NUM_BLOCKS} blocks of width {WIDTH}, {NUM_MICROBATCHES} microbatches, through Pipeline", whole
+        ),
         _table("F, R and B of one microbatch, of the stage alone", stages),
         _table("the same of a stage that multiplies once", empty),
         _table_of_calls(calls),
@@ -175,7 +177,9 @@ def _ours(model: nn.Sequential, given: Tensor, gradient: Tensor, *, keep: bool) 
     def run() -> None:
         nonlocal turns
         turns += 1
-        stage.forward(0, StageInput((given,), spec, frozenset({0}), lambda layer: layer_seed(0, 0, turns, layer)), keep=keep)
+        stage.forward(
+            0, StageInput((given,), spec, frozenset({0}), lambda layer: layer_seed(0, 0, turns, layer)), keep=keep
+        )
         if not keep:
             stage.recompute(0)
         stage.backward(0, (gradient,))

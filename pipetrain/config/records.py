@@ -192,6 +192,8 @@ class RecomputeConfig:
     # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
     selective: str | tuple[str, ...] | None = None
+    # Layers whose saved tensors stay from F to B, and that run once, by number (`3`, `2-5`) or kind (`MyLayer`), or a list of such.
+    keep_layers: str | int | tuple[str | int, ...] | None = None
     # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
     # N: one every N steps, in turn.
     verify: str | int = "first"

@@ -34,6 +34,7 @@ _DEEPSPEED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "recompute.sets": ((None, 1), "recomputes a set just before its B; use recompute.sets=1"),
     "recompute.keep": ((None, "none"), "keeps all sets of a stage or none; use recompute.keep=none"),
     "recompute.selective": ((None,), "recomputes a stage as a whole; use recompute.selective=null"),
+    "recompute.keep_layers": ((None,), "recomputes a stage as a whole; use recompute.keep_layers=null"),
     "recompute.stash": ((None,), "holds what 1F1B holds; use recompute.stash=null"),
     "parallel.zero": ((0, 1), "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1"),
     "optim.name": ((ADAMW,), "is run with AdamW; use optim=adamw, or engine=native"),

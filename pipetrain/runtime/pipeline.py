@@ -43,7 +43,7 @@ from pipetrain.runtime.arguments import (
     checked_timeout,
     mistake_in_step,
 )
-from pipetrain.runtime.build import build_stage_layers, check_has_parameters
+from pipetrain.runtime.build import build_stage_layers, check_has_parameters, kept_layers
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join, own_rows
@@ -250,6 +250,7 @@ class Pipeline:
     ) -> dict[int, AnyStage]:
         """The stages of this rank, which have these layers."""
         parts = programs.whole().schedule.policy
+        kept = kept_layers(policy.keep_layers, layers, self.plan)
         return {
             index: make_stage(
                 index,
@@ -261,6 +262,7 @@ class Pipeline:
                 loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
                 name_of=self._name_of,
                 selective=() if policy.mode is Mode.NEVER else policy.selective,
+                keep_layers=kept,
             )
             for index, own in layers.items()
         }

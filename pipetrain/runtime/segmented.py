@@ -12,7 +12,7 @@ microbatch, from seeds to the proof, it does for a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +57,7 @@ class SegmentedStage:
         loss_fn: LossFn | None = None,
         name_of: NameOf = no_names,
         selective: Sequence[Wanted] = (),
+        keep_layers: Collection[int] = (),
     ) -> None:
         assert sum(sizes) == len(layers)
         assert min(sizes) > 0
@@ -78,6 +79,7 @@ class SegmentedStage:
                     name_of=name_of,
                     part=PartOf(number, self.layers),
                     selective=selective,
+                    keep_layers=keep_layers,
                 )
             )
             start += size
@@ -263,6 +265,7 @@ def make_stage(
     loss_fn: LossFn | None = None,
     name_of: NameOf = no_names,
     selective: Sequence[Wanted] = (),
+    keep_layers: Collection[int] = (),
 ) -> AnyStage:
     """A stage in parts of `sizes` layers; where there are fewer than two parts, one as a whole."""
     make = Stage if len(sizes) < 2 else partial(SegmentedStage, sizes=sizes)
@@ -275,6 +278,7 @@ def make_stage(
         loss_fn=loss_fn,
         name_of=name_of,
         selective=selective,
+        keep_layers=keep_layers,
     )
 
 

@@ -95,6 +95,9 @@ class RecomputePolicy:
 
     `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
 
+    `keep_layers`: layers that are not recomputed, by number (3, "2-5") or by the name of their class: their saved tensors stay from F to B.
+    So is a layer that is found to be no function of its input, its parameters, its buffers and its seed.
+
     With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
     between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A place is then one of a part:
     `sets` may be a multiple of 1 / segments, a kept set takes as many places as there are parts, and with less than one set
@@ -115,6 +118,7 @@ class RecomputePolicy:
     stash: PerStage | None = None
     last_stage: LastStage = LastStage.AUTO
     selective: tuple[Outputs, ...] = ()
+    keep_layers: tuple[str, ...] = ()
     segments: int | str = 1
     parts: tuple[tuple[int, ...], ...] = ()
     shares: tuple[tuple[float, ...], ...] = ()
@@ -137,6 +141,7 @@ class RecomputePolicy:
             object.__setattr__(self, "stash", _numbers("recompute.stash", self.stash, reason))
         object.__setattr__(self, "last_stage", _choice("recompute.last_stage", self.last_stage, LastStage))
         object.__setattr__(self, "selective", _outputs(self.selective))
+        object.__setattr__(self, "keep_layers", _layers(self.keep_layers))
         object.__setattr__(self, "verify", _verify(self.verify))
 
     @staticmethod
@@ -248,8 +253,14 @@ class RecomputePolicy:
 
     def check_layers(self, num_layers: int) -> None:
         """Raises:
-        ValueError: `selective` names a layer that a model of so many has not.
+        ValueError: `selective` or `keep_layers` names a layer that a model of so many has not.
         """
+        for text in self.keep_layers:
+            numbers = layer_numbers(text)
+            if numbers is not None and numbers.stop > num_layers:
+                raise ValueError(
+                    f"recompute.keep_layers={text}: the model has the layers 0 to {num_layers - 1}; name some of these"
+                )
         for one in self.selective:
             if one.last is not None and one.last >= num_layers:
                 raise ValueError(
@@ -354,6 +365,29 @@ def _outputs(value: object) -> tuple[Outputs, ...]:
         return ()
     entries = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(one if isinstance(one, Outputs) else Outputs.parse(one) for one in entries)
+
+
+def _layers(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    entries = [str(one) for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    for text in entries:
+        if layer_numbers(text) is None and not text.isidentifier():
+            raise ValueError(
+                f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of such"
+            )
+    return tuple(entries)
+
+
+def layer_numbers(text: str) -> range | None:
+    """The numbers of layers that an entry of `keep_layers` names; None where it names a kind of layer."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        return None
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise ValueError(f"recompute.keep_layers={text}: use {last}-{first}")
+    return range(first, last + 1)
 
 
 def _keep(value: object) -> Keep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -130,7 +130,7 @@ class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
     `part`: the layers are one of the parts in which a stage is recomputed (`runtime/segmented.py`), a stage in the stage.
-    `selective`: which outputs stay from F to B although R runs.
+    `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Stage:
         loss_fn: LossFn | None = None,
         name_of: NameOf = no_names,
         selective: Sequence[Wanted] = (),
+        keep_layers: Collection[int] = (),
         part: PartOf | None = None,
     ) -> None:
         self.index = index
@@ -162,7 +163,10 @@ class Stage:
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._kept: set[int] = set()  # layers whose saved tensors stay from F to B, and are not recomputed
+        own = range(first_layer, first_layer + len(self.layers))
+        self._kept = {
+            number - first_layer for number in keep_layers if number in own
+        }  # layers whose saved tensors stay from F to B, and are not recomputed
         self._free: set[int] = set()  # of these, those that run without hooks: they take gradients inside
         self._told: set[int] = set()  # of these, whom the user was told of
         self._changed_in_place: set[int] = set()  # of these, those whose output the next layer changes
@@ -449,7 +453,7 @@ class Stage:
         if self._casts.is_active():
             call = self._casts.once(number, call, make=True)
         gradients = self._gradients() if look else []
-        inspection = self._inspect(held, given, number, value) if look and number not in self._kept else None
+        inspection = self._inspect(held, given, number, value) if look and number not in self._free else None
         self._seed(number, given)
         try:
             output = self._call(late, number, call, value)

@@ -84,7 +84,8 @@ def test_our_recompute_sleeps_again(slept: list[float], mode: Mode, forwards: in
     runner = Ours(mode=mode, last_stage=LastStage.ALWAYS).start(workload)
     runner.step()
     runner.close()
-    assert slept.count(1.0) == forwards
+    ahead = 1  # a copy of the layer, before the first forward of its kind
+    assert slept.count(1.0) == forwards + ahead
     assert slept.count(2.0) == 4
 
 

@@ -115,3 +115,48 @@ def test_a_layer_of_jit_is_kept() -> None:
 
     (line,) = assert_equal_to_the_loop(layers)
     assert "is compiled by torch.jit" in line
+
+
+# By hand --------------------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Linear):
+    """Tells how often it runs, in an object that nothing else looks at."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(id(self))
+        return super().forward(x)
+
+
+RUNS: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("keep_layers", "kept"),
+    [((), set()), (1, {1}), ("1-2", {1, 2}), (["0", "3"], {0, 3}), ("Marked", {0, 1, 2, 3})],
+    ids=str,
+)
+def test_layers_that_are_named_run_once(keep_layers: Any, kept: set[int]) -> None:
+    RUNS.clear()
+    layers: list[nn.Module] = [Marked() for _ in range(4)]
+    policy = RecomputePolicy(last_stage="always", keep_layers=keep_layers)
+    _, said, _ = step_of([*layers, nn.Linear(4, 4)], policy)
+    assert not said, "who has named it need not be told"
+    assert {number for number, layer in enumerate(layers) if RUNS.count(id(layer)) == 2 * M} == kept
+
+
+@pytest.mark.parametrize(
+    ("keep_layers", "said"),
+    [
+        (7, "recompute.keep_layers=7: the model has the layers 0 to 1; name some of these"),
+        ("3-2", "recompute.keep_layers=3-2: use 2-3"),
+        ("Linaer", "recompute.keep_layers=Linaer: no layer is of that class; did you mean 'Linear'?"),
+        ("0.mlp", "recompute.keep_layers=0.mlp: allowed are numbers of layers"),
+    ],
+)
+def test_what_names_no_layer(keep_layers: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+        step_of([nn.Linear(4, 4), nn.Linear(4, 4)], RecomputePolicy(last_stage="always", keep_layers=keep_layers))
