@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,8 +43,8 @@ from pipetrain.runtime.arguments import (
     checked_timeout,
     mistake_in_step,
 )
-from pipetrain.runtime.build import build_stage_layers
-from pipetrain.runtime.call_programs import GivenSchedule, Programs
+from pipetrain.runtime.build import build_stage_layers, check_has_parameters
+from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
@@ -66,6 +68,8 @@ from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
 from pipetrain.transport.fetch import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
 
+_LOG = logging.getLogger(__name__)
+
 
 class Pipeline:
     """A model cut into stages over the ranks of torch.distributed, trained microbatch by microbatch.
@@ -80,7 +84,8 @@ class Pipeline:
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
+        balance: the number of layers of each stage, or `"auto"`: what makes the simulated step shortest, R counted; by FLOPs where a
+            `ModelSpec` tells them, else each layer takes as long as another.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
@@ -178,6 +183,8 @@ class Pipeline:
                 self._group.names.tell_stages(self.plan.stage_ranks)
                 self._policy = policy = RecomputePolicy.of(recompute)
                 policy.check_layers(self.plan.num_layers)
+                if plan is None and balance == "auto":
+                    self.plan = self._balanced(spec, schedule, policy)
                 ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 self._given_schedule = schedule
@@ -218,6 +225,15 @@ class Pipeline:
                 loss_reduction=own.loss_reduction,
                 checks_loss=checks_loss,
             )
+
+    def _balanced(self, spec: ModelSpec, schedule: GivenSchedule, policy: RecomputePolicy) -> Plan:
+        """The plan whose step is shortest, unless its stages have more in common than those of equal work, or one has no parameters."""
+        plan, told = with_shortest_step(self.plan, schedule, policy, spec.size.flops_per_layer)
+        if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):
+            return self.plan
+        if self._place == 0:
+            _LOG.info(told)
+        return plan
 
     def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
@@ -710,6 +726,18 @@ class Pipeline:
         if error is not None:
             self._group.fail(error)
         self.close()
+
+
+def _num_shared(spec: ModelSpec, plan: Plan) -> float:
+    """How much stages have in common; infinity: more than they may, or one has no parameters."""
+    try:
+        for stage in range(plan.num_stages):
+            known = [spec.modules[number] for number in plan.layers_of(stage) if number in spec.modules]
+            if len(known) == plan.balance[stage]:
+                check_has_parameters(stage, known, plan.layers_of(stage))
+        return len(check_sharing(spec, plan.stage_of)) + len(SharedState(spec.modules, plan.stage_of))
+    except ValueError:
+        return math.inf
 
 
 def _fingerprint(spec: ModelSpec) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ def no_names(_tensor: Tensor) -> str | None:
 
 
 class LeafWatch:
-    """Refuses foreign leaves in the first F of each kind: these shapes, in these modes. Any other F costs a look into a set.
+    """Refuses foreign leaves in an F that it stands around.
 
     `anchor` is the leaf through which what the stage received enters its graph. Parameters of layers `beside` may be used, too.
     """
@@ -57,19 +57,14 @@ class LeafWatch:
         self._first_layer = first_layer
         self._anchor = anchor
         self._name_of = name_of
-        self._seen: set[Hashable] = set()
 
     @contextmanager
-    def over(self, given: Sequence[Any], on_layer: OnLayer | None) -> Iterator[OnLayer | None]:
-        """Around an F with these input leaves: gives what F is to call after each layer, and after the loss.
+    def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
+        """Around an F: gives what F is to call after each layer, and after the loss.
 
         Raises:
             ValueError: (what F calls) the layer, its leaf and what to do.
         """
-        kind = self._kind_of(given)
-        if kind in self._seen:
-            yield on_layer
-            return
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
         walked: set[Node] = set()
@@ -86,11 +81,6 @@ class LeafWatch:
             yield after_layer
         finally:
             walked.clear()  # the graph lives no longer than without this
-        self._seen.add(kind)
-
-    def _kind_of(self, given: Sequence[Any]) -> Hashable:
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given)
-        return shapes, tuple(layer.training for layer in self._layers)
 
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
         """Whether a leaf is more than what this forward has made and only its graph holds."""

@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "a plan's receives ahead are not obeyed",
         "pipetrain/runtime/call_programs.py",
-        "            transport_ahead=plan.transport_ahead,\n",
+        "        transport_ahead=plan.transport_ahead,\n",
         "",
         ("tests/transport/test_pinned.py", "-k", "ahead_reaches"),
     ),

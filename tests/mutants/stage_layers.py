@@ -117,16 +117,16 @@ MUTANTS = (
     ),
     Mutant(
         "every forward is walked",
-        "pipetrain/stage/leaves.py",
-        "        self._seen.add(kind)\n",
-        "",
+        "pipetrain/stage/stage.py",
+        "            look = prove or kind not in self._kinds\n",
+        "            look = True\n",
         ("tests/runtime/test_leaves.py", "-k", "first_forward"),
     ),
     Mutant(
         "a failed forward counts as walked",
-        "pipetrain/stage/leaves.py",
-        "        if kind in self._seen:\n            yield on_layer\n            return\n",
-        "        if kind in self._seen:\n            yield on_layer\n            return\n        self._seen.add(kind)\n",
+        "pipetrain/stage/stage.py",
+        "            look = prove or kind not in self._kinds\n",
+        "            look = prove or kind not in self._kinds\n            self._kinds.add(kind)\n",
         ("tests/runtime/test_leaves.py", "-k", "first_forward"),
     ),
     Mutant(
