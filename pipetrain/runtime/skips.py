@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,7 +32,9 @@ from pipetrain.stage.traces import is_of_the_user
 
 _LOSS = "loss_fn"  # what it is called among the layers
 _NOT_STATE = frozenset({"_parameters", "_buffers", "_modules"})
-Told = tuple[int, str, int]
+Told = tuple[
+    int, str, int
+]  # of something that is shared its name as a number, a place in it, and the stage that leaves tensors there
 _MOST_TOLD = 16
 _MOST_ENTRIES = 1000  # of a container that is looked into
 
@@ -91,11 +93,8 @@ class _Left(NamedTuple):
 
 
 class Skips:
-    """Looks at the first two steps. `layers` are those that this rank knows, by their place in the model.
-
-    `told` is what this rank says to the others: of something that is held there too its name as a number, the place in it, and the stage
-    that leaves tensors there.
-    """
+    """Looks at the first two steps. `layers` are those that this rank knows, by their place in the model; `told` is what this rank says to
+    the others of what is held there too."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         self._roots: dict[int, tuple[int, str, Any]] = {
@@ -103,6 +102,7 @@ class Skips:
             for number, layer in layers.items()
         }
         self._roots[plan.num_layers] = (plan.num_stages - 1, _LOSS, loss_fn)
+        self._plan = plan
         self._knows_all = len(layers) == plan.num_layers
         self._own_stages = frozenset(plan.stages_of(rank))
         found = _shared_by(self._roots.values()) if plan.num_stages > 1 else []
@@ -224,25 +224,31 @@ class Skips:
         """What an error in F of a stage means, where a layer looks for something in what a layer of another stage holds too."""
         if not isinstance(error, (KeyError, IndexError, AttributeError)):
             return None
-        own = [(name, root) for where, name, root in self._roots.values() if where == stage]
-        for name, root in own:
-            for path, thing in paths(root, lambda one: _lacks(one, error)):
-                other = self._who_else_holds(thing, stage)
-                if other:
-                    return ValueError(
-                        f"{name} of stage {stage} finds nothing in {_called(path, name)} ({type(error).__name__}: {error}), which {other} holds "
-                        f"too: what one stage leaves there does not come to the other. {_INSTEAD}"
-                    )
-                if not self._knows_all:
-                    error.add_note(
-                        f"where a layer of another stage is to put it into {_called(path, name)}: on this rank it never comes. {_INSTEAD}"
-                    )
+        scope, names = _scope_of(error)
+        ranks = self._plan.stage_ranks
+        lacking = [
+            (own, self._holder(thing, lambda where: ranks[where] != ranks[stage]))
+            for _, thing in paths(scope, lambda one: _lacks(one, error), names=names)
+            if (own := self._holder(thing, lambda where: where == stage))
+        ]
+        if lacking and all(other for _, other in lacking):
+            own, other = lacking[0]
+            return ValueError(
+                f"stage {stage} finds nothing in {own} ({type(error).__name__}: {error}), which is {other} too: what one rank leaves there does "
+                f"not come to the other. {_INSTEAD}"
+            )
+        if lacking and not self._knows_all:
+            error.add_note(
+                f"if a layer of another stage is to put it into {lacking[0][0]}: on this rank it never comes. {_INSTEAD}"
+            )
         return None
 
-    def _who_else_holds(self, thing: Any, stage: int) -> str:
+    def _holder(self, thing: Any, is_wanted: Callable[[int], bool]) -> str:
+        """What something is called in one of the stages that are wanted; nothing where none has it."""
         for where, name, root in self._roots.values():
-            if where != stage and any(paths(root, lambda one: one is thing)):
-                return f"{name} of stage {where}"
+            found = next(paths(root, lambda one: one is thing), None) if is_wanted(where) else None
+            if found is not None:
+                return f"{_called(found[0], name)} of stage {where}"
         return ""
 
 
@@ -289,6 +295,17 @@ def _can_be_changed(thing: Any) -> bool:
     return isinstance(thing, (dict, list, deque, nn.Module)) or (
         is_of_the_user(type(thing)) and hasattr(thing, "__dict__")
     )
+
+
+def _scope_of(error: Exception) -> tuple[dict[str, Any], Set[str]]:
+    """What the code that raised could name, and all names in it."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    names = set(frame.f_code.co_names)
+    return {**{name: frame.f_globals[name] for name in names & frame.f_globals.keys()}, **frame.f_locals}, names
 
 
 def _lacks(thing: Any, error: Exception) -> bool:

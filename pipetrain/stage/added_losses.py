@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 # Where losses go that are added now, and whether they have to have a gradient; None: no layer of a pipeline runs.
 _IN_FORCE: ContextVar[tuple[list[Tensor], bool] | None] = ContextVar("added losses", default=None)
+# What runs wherever a module is called.
 _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
 
 

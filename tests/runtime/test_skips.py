@@ -187,12 +187,13 @@ def on_two_ranks(name: str, as_callables: bool) -> None:
         pipeline.step(*rows(8)[0])
 
 
-@pytest.mark.parametrize("name", ["a dict", "a list", "an object"])
+@pytest.mark.parametrize("name", list(REFUSED))
 def test_a_skip_between_ranks(name: str) -> None:
     for outcome in run_outcomes(2, on_two_ranks, name, False):
         assert outcome.error is not None
-        assert "layer 1 (Takes) of stage 1 finds nothing in take" in outcome.error
-        assert "layer 0 (Puts) of stage 0 holds too" in outcome.error
+        assert "ValueError: stage 1 finds nothing in take." in outcome.error or outcome.rank == 0
+        assert "of layer 1 (Takes) of stage 1" in outcome.error
+        assert "layer 0 (Puts) of stage 0 too" in outcome.error
         assert "as part of the output (a tuple)" in outcome.error
 
 
@@ -226,4 +227,20 @@ def test_a_skip_between_ranks_of_layers_that_callables_make() -> None:
     error = run_outcomes(2, on_two_ranks, "a dict", True)[1].error
     assert error is not None
     assert "KeyError: 'skip'" in error
-    assert "where a layer of another stage is to put it into take.held of layer 1 (Takes)" in error
+    assert error.count("if a layer of another stage is to put it into take.held of layer 1 (Takes)") == 1
+
+
+def with_mistake() -> list[nn.Module]:
+    """A key that is nowhere, and a dict of both stages that has nothing to do with it."""
+    options = {"scale": 1.0}
+    own: dict[str, float] = {}
+    return [Takes(lambda: options["scale"]), Takes(lambda: options["scale"] * own["bias"])]
+
+
+def test_any_other_error_stays_as_it_is() -> None:
+    with Pipeline(with_mistake(), mean_square, **TWO_STAGES) as pipeline, pytest.raises(KeyError, match="bias"):
+        pipeline.step(*rows(8)[0])
+    error = run_outcomes(2, two_steps, with_mistake)[1].error
+    assert error is not None
+    assert "KeyError: 'bias'" in error
+    assert "as part of the output" not in error

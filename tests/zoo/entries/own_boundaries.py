@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.proof.beside_loop import Batch, Verdict
 from pipetrain.runtime.cut import Whole
+from pipetrain.stage.added_losses import add_loss
 
 # What layers hand on --------------------------------------------------------------------------------------------------
 
@@ -310,6 +311,14 @@ class Routes(nn.Module):
         return x + output
 
 
+class RoutesEvenly(Routes):
+    """Adds to the loss how unevenly rows are routed."""
+
+    def forward(self, x: Tensor) -> Any:
+        add_loss(0.1 * self.gate(x).softmax(1).mean(0).square().sum())
+        return super().forward(x)
+
+
 class DropsRows(nn.Module):
     """Rows packed to as many as are positive, and unpacked again: shapes that depend on the data."""
 
@@ -443,4 +452,5 @@ ENTRIES: tuple[Entry, ...] = (
         on_ranks=False,
     ),
     block("a microbatch that does not count", lambda: nn.BatchNorm1d(WIDTH), batch=_some_count, count_fn=_counts),
+    block("experts with a loss of their own", RoutesEvenly),
 )
