@@ -92,8 +92,8 @@ def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunCo
     config = load([*TYPED, f"run_dir={tmp_path}"])
     (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
     folder.config.write_text(as_yaml(config))
-    # Another order than would be sought: in that of 1F1B stage 0 has less in flight.
-    other = write_csv(prepare(load([*TYPED, "recompute.stash=3"]), 3).schedule)
+    # Another order than would be sought: with less in flight on stage 0.
+    other = write_csv(prepare(load([*TYPED, "recompute.stash=2"]), 3).schedule)
     assert other != write_csv(prepare(config, 3).schedule)
     folder.schedule.write_text(other)
     for resume in ("auto", tmp_path, tmp_path / "snapshots", tmp_path / "snapshots" / "step-00000002"):
