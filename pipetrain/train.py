@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
-from pipetrain.data.phased import PhasedBatches
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.address import is_rank
@@ -44,8 +45,8 @@ from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, make_spec
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.run_report import measured_steps
-from pipetrain.observe.trackers.chosen import check_trackers
+from pipetrain.observe.report import measured_steps
+from pipetrain.observe.trackers.tracker import check_trackers
 from pipetrain.plan.mesh import rank_places
 from pipetrain.plan.world import world_of
 from pipetrain.prepare import PreparedPhase, prepare_phases
@@ -54,7 +55,7 @@ from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 from pipetrain.timeline.stragglers import StragglerWatch
 from pipetrain.transport.carrier import PINNED
 
@@ -90,9 +91,10 @@ def train(config: RunConfig) -> Outcome:
         steps.report(signum)
         steps.finish(folder.weights, group)
         group.largest(0)  # nobody leaves before everything is written
+    told = str(folder.path) if group.rank == 0 else None
     if signum:
-        return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), _told(folder, group))
-    return Outcome(group.rank, Exit.DONE, "", _told(folder, group))
+        return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), told)
+    return Outcome(group.rank, Exit.DONE, "", told)
 
 
 def _join(config: RunConfig) -> Group:
@@ -181,10 +183,8 @@ def _order_before(config: RunConfig, phase: Phase) -> str | None:
     given = config.run_dir if config.resume == AUTO_RESUME else config.resume
     if given is None:
         return None
-    start = Path(given).absolute()
-    for folder in map(
-        RunFolder, (start, start.parent, start.parent.parent)
-    ):  # a run folder, its snapshots, one of them
+    start = Path(given).absolute()  # a run folder, its snapshots, one of them
+    for folder in map(RunFolder, (start, start.parent, start.parent.parent)):
         if folder.config.is_file() and folder.schedule.is_file():
             before = read(folder.config)
             for own in phases_of(before):
@@ -221,14 +221,8 @@ def _steps(
     at, plan = group.coordinates, phases[0].run.plan
     snapshots = Snapshots(config, plan, folder.path, group, data=data[0].fingerprint, replica=at.replica)
     first = snapshots.first_step
-    recorder = Recorder(
-        folder,
-        group.rank,
-        config.observe,
-        num_steps=config.num_steps,
-        keep=measured_steps(first),
-        first_step=first,
-    )
+    of_steps = {"num_steps": config.num_steps, "first_step": first}
+    recorder = Recorder(folder, group.rank, config.observe, keep=measured_steps(first), **of_steps)
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), *((phase.run.plan, phase.run.schedule) for phase in phases))
     ranks = rank_places(plan, group.grid)
@@ -285,17 +279,11 @@ def _phase_steps(
     )
 
 
-def _told(folder: RunFolder, group: Group) -> str | None:
-    """The run folder, which rank 0 tells."""
-    return str(folder.path) if group.rank == 0 else None
-
-
 def _stopped(signum: int, snapshots: Snapshots) -> str:
     """What to type to go on."""
-    name = signal.Signals(signum).name
-    if snapshots.newest is None:
-        return f"stopped by {name}; the report is written, a snapshot could not be"
-    return f"stopped by {name}; the report is written, and resume={snapshots.newest} goes on"
+    newest = snapshots.newest
+    then = "a snapshot could not be" if newest is None else f"and resume={newest} goes on"
+    return f"stopped by {signal.Signals(signum).name}; the report is written, {then}"
 
 
 @contextmanager
@@ -305,18 +293,11 @@ def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def tell(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            *others: object,
-            **named: object,
-        ) -> None:
+        def tell(message: Warning | str, category: type[Warning], filename: str, *others: Any, **named: Any) -> None:
             if Path(filename).is_relative_to(package):
                 print(f"pipetrain: {message}", file=sys.stderr, flush=True)
             else:
-                show(message, category, filename, lineno, *others, **named)  # type: ignore[arg-type]
+                show(message, category, filename, *others, **named)
 
         warnings.showwarning = tell
         yield
@@ -343,9 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         outcome = Outcome(rank, Exit.FAILED, str(error))
     except OSError as error:
-        outcome = Outcome(
-            rank, Exit.FAILED, f"rank {rank}: {error}; resume=auto run_dir=PATH goes on from the last snapshot"
-        )
+        go_on = "resume=auto run_dir=PATH goes on from the last snapshot"
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {error}; {go_on}")
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")

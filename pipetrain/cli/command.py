@@ -1,24 +1,26 @@
-"""What a subcommand is, and the options that several of them have."""
+"""What a subcommand is, the options that several of them have, and how they say what they found."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipetrain.launcher.outcome import Exit
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
+STDOUT = "-"
 _OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its line in the help, its options, and what it does (the exit code is what it returns)."""
+    """A subcommand: its options, and what it does (the exit code is what it returns)."""
 
-    help: str
     add_arguments: Callable[[Parser], None]
     run: Callable[[Arguments], int]
 
@@ -31,7 +33,35 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", metavar="FILE", help="JSON to stdout, and nothing else there; --json=FILE writes it")
 
 
+def add_run(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+
+
+def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], object]) -> None:
+    """What a command found: as text (empty: there is none), unless JSON goes to stdout, and as JSON where that is asked for.
+
+    Raises:
+        ValueError: the file for JSON cannot be written.
+    """
+    if arguments.json is not None:
+        written = json.dumps(values(), indent=2) + "\n"
+        if arguments.json == STDOUT:
+            sys.stdout.write(written)
+            return
+        try:
+            Path(arguments.json).write_text(written)
+        except OSError as error:
+            raise ValueError(f"{arguments.json}: cannot be written ({error.strerror})") from error
+    if words := text():
+        print(words, flush=True)
+
+
+def say(text: str) -> None:
+    """A line for the user, on stderr."""
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
     """Says why in one line on stderr; returns the exit code."""
-    print(f"pipetrain: {message}", file=sys.stderr)
+    say(message)
     return code

@@ -6,24 +6,26 @@ import os
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser
-from pipetrain.launcher.outcome import Exit, Outcome
+from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
+from pipetrain.config.load import read
+from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.group.address import is_rank
+from pipetrain.launcher.launch import launch
+from pipetrain.launcher.outcome import Exit, Outcome, announce, end, tell
+from pipetrain.observe.folder import RunFolder, find_folder
+from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipetrain.config.records import RunConfig
     from pipetrain.loop.generate import Asked
-    from pipetrain.observe.folder import RunFolder
-    from pipetrain.plan.plan import Plan
 
 _PROMPT = "import "
 
 
 def _add_arguments(parser: Parser) -> None:
-    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+    add_run(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -51,22 +53,18 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _generate(arguments: Arguments) -> int:
-    from pipetrain.cli.run_config import config_of_run
-    from pipetrain.group.address import is_rank
-    from pipetrain.observe.folder import find_folder
-
     folder = find_folder(arguments.run)
-    config = config_of_run(folder)
+    config = _config(folder)
     if is_rank():
         _be_a_rank(config, folder, arguments)
     asked = _asked(arguments)
-    _check(asked)
     weights = _weights(folder, arguments.step)
     plan = _plan(folder, arguments.ranks)
     if plan.num_ranks == 1:
-        return _here(config, plan, weights, asked)
-    from pipetrain.launcher.launch import launch
-    from pipetrain.launcher.outcome import tell
+        from pipetrain.loop.generate import generate
+
+        generate(config, plan, weights, asked, _write)
+        return Exit.DONE
 
     outcome = launch(
         "pipetrain.cli",
@@ -77,14 +75,25 @@ def _generate(arguments: Arguments) -> int:
     return tell(outcome)
 
 
+def _config(folder: RunFolder) -> RunConfig:
+    """The run's, but for where a Hugging Face model comes from: the run folder has what is needed of it besides weights.
+
+    Those are not read there: they are the run's own.
+    """
+    config = read(folder.config)
+    if config.model.name != HUGGING_FACE:
+        return config
+    dtype = config.model.dtype or WEIGHTS_IN[config.precision]
+    model = replace(config.model, path=str(folder.model), revision=None, weights="random", dtype=dtype)
+    return replace(config, model=model)
+
+
 def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
     """That of a replica of the run; on another number of ranks one of its own.
 
     Raises:
         ValueError: there is none, or the model does not fill so many ranks.
     """
-    from pipetrain.plan.plan import make_plan, read_plan, whole_number
-
     plan = replace(read_plan(folder.plan), num_replicas=1)
     if num_ranks is None or whole_number("--ranks", num_ranks) == plan.num_ranks:
         return plan
@@ -92,81 +101,16 @@ def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
 
 
 def _asked(arguments: Arguments) -> Asked:
-    from pipetrain.loop.generate import Asked
-
-    return Asked(
-        prompts=tuple(arguments.prompt or [_PROMPT]),
-        num_tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        system=arguments.system,
-        raw=arguments.raw,
-    )
-
-
-def _weights(folder: RunFolder, step: int | None) -> Path:
-    """Where the run left its weights: the folder of those at its end, or a whole snapshot.
-
-    Raises:
-        ValueError: there are none.
-    """
-    from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS, find
-    from pipetrain.snapshot.weights import check_weights, has_weights
-
-    steps = steps_in(folder.path / SNAPSHOTS)
-    if step is not None:
-        if step not in steps:
-            raise ValueError(
-                f"--step={step}: {folder.path} has no such snapshot; there are {', '.join(map(str, steps[::-1])) or 'none'}"
-            )
-        return find(path_of(folder.path / SNAPSHOTS, step), _say)
-    if has_weights(folder.weights) or not steps:
-        check_weights(folder.weights)
-        return folder.weights
-    snapshot = find(folder.path, _say)
-    _say(f"the run has not ended; generating from {snapshot}")
-    return snapshot
-
-
-def _step_of(weights: Path, folder: RunFolder) -> list[str]:
-    """The choice of a snapshot for the ranks: all are to make the same one, while the run may save more."""
-    return [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
-
-
-def _weights_of_rank(folder: RunFolder, step: int | None) -> Path:
-    """What the launcher has chosen, and checked.
-
-    Raises:
-        ValueError: nobody has, and there are snapshots alone.
-    """
-    from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS
-    from pipetrain.snapshot.weights import has_weights
-
-    if step is None and (has_weights(folder.weights) or not steps_in(folder.path / SNAPSHOTS)):
-        return _weights(folder, None)
-    if step is None:
-        raise ValueError(
-            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
-        )
-    return path_of(folder.path / SNAPSHOTS, step)
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
-
-
-def _check(asked: Asked) -> None:
-    """What can be said before a process starts.
+    """What can be said of it before a process starts, is.
 
     Raises:
         ValueError: an empty prompt; numbers out of range.
     """
+    from pipetrain.loop.generate import Asked
     from pipetrain.runtime.sampling import Sampling
 
+    same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}
+    asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.tokens, **same)
     if not all(asked.prompts):
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
     for option, texts in (("--prompt", asked.prompts), ("--system", (asked.system or "",))):
@@ -175,27 +119,54 @@ def _check(asked: Asked) -> None:
     if asked.num_tokens < 1:
         raise ValueError(f"--tokens={asked.num_tokens}: at least 1 is needed")
     Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+    return asked
+
+
+def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> Path:
+    """Where the run left its weights: the folder of those at its end, or a whole snapshot. To a rank its launcher says which, and has
+    checked it.
+
+    Raises:
+        ValueError: there are none; or nobody said which, and there are snapshots alone.
+    """
+    from pipetrain.snapshot.files import path_of, steps_in
+    from pipetrain.snapshot.start import SNAPSHOTS, find
+    from pipetrain.snapshot.weights import check_weights, has_weights
+
+    steps = steps_in(folder.path / SNAPSHOTS)
+    if step is None and (has_weights(folder.weights) or not steps):
+        check_weights(folder.weights)
+        return folder.weights
+    if is_rank and step is None:
+        raise ValueError(
+            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
+        )
+    if step is None:
+        snapshot = find(folder.path, say)
+        say(f"the run has not ended; generating from {snapshot}")
+        return snapshot
+    if is_rank:
+        return path_of(folder.path / SNAPSHOTS, step)
+    if step not in steps:
+        there = ", ".join(map(str, steps[::-1])) or "none"
+        raise ValueError(f"--step={step}: {folder.path} has no such snapshot; there are {there}")
+    return find(path_of(folder.path / SNAPSHOTS, step), say)
+
+
+def _step_of(weights: Path, folder: RunFolder) -> list[str]:
+    """The choice of a snapshot for the ranks: all are to make the same one, while the run may save more."""
+    return [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
 
 
 def _words(arguments: Arguments) -> list[str]:
     """The options again, for the ranks."""
-    given = {
-        name.replace("_", "-"): value for name, value in vars(arguments).items() if name not in ("run", "ranks", "step")
-    }
-    flags = [f"--{name}" for name, value in given.items() if value is True]
-    lists = [
-        (name, value if isinstance(value, list) else [value])
-        for name, value in given.items()
-        if value is not None and not isinstance(value, bool)
-    ]
-    return flags + [f"--{name}={value}" for name, values in lists for value in values]
-
-
-def _here(config: RunConfig, plan: Plan, weights: Path, asked: Asked) -> int:
-    from pipetrain.loop.generate import generate
-
-    generate(config, plan, weights, asked, _write)
-    return Exit.DONE
+    words = []
+    for name, value in vars(arguments).items():
+        if name not in ("run", "ranks", "step") and value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            values = value if isinstance(value, list) else [value]
+            words += [option] if value is True else [f"{option}={one}" for one in values]
+    return words
 
 
 def _write(text: str) -> None:
@@ -204,41 +175,36 @@ def _write(text: str) -> None:
 
 def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
     """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
-    from pipetrain.launcher.outcome import announce, end
-
     rank = int(os.environ["RANK"])
     announce(rank)
-    code = end(_outcome(rank, config, folder, arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _outcome(rank: int, config: RunConfig, folder: RunFolder, arguments: Arguments) -> Outcome:
     import torch
 
     from pipetrain.group.failure import PipelineError
     from pipetrain.group.own_device import set_variables_of_gpus
     from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
+    from pipetrain.loop.generate import generate
 
+    outcome = Outcome(rank, Exit.DONE)
     try:
-        asked = _asked(arguments)
-        _check(asked)
-        weights = _weights_of_rank(folder, arguments.step)
+        asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
+        weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher(), telling_first():
-            _here(config, _plan(folder, int(os.environ["WORLD_SIZE"])), weights, asked)
+            generate(config, plan, weights, asked, _write)
     except ValueError as error:
-        return Outcome(rank, Exit.WRONG_INPUT, str(error))
+        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except PipelineError as error:
-        return Outcome(rank, Exit.FAILED, str(error))
+        outcome = Outcome(rank, Exit.FAILED, str(error))
     except KeyboardInterrupt:
-        return Outcome(rank, Exit.FAILED, "interrupted")
+        outcome = Outcome(rank, Exit.FAILED, "interrupted")
     except Exception as error:
         traceback.print_exc()
-        return Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
-    return Outcome(rank, Exit.DONE)
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    code = end(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-GENERATE = Command("text from a trained model", _add_arguments, _generate)
+COMMAND = Command(_add_arguments, _generate)

@@ -1,40 +1,30 @@
 """The `pipetrain` command: which subcommand is meant, and what is said where it fails.
 
-Each subcommand has a file of its own and imports what it needs when it runs, so that the light ones stay fast.
+Each subcommand has a file of its own, loaded when it is meant, and loads torch when it runs, so that the light ones stay fast.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from pipetrain.cli.bench_command import BENCH_HELP, find_benchmarks, run_benchmarks
-from pipetrain.cli.command import Parser, refuse
-from pipetrain.cli.export_command import EXPORT
-from pipetrain.cli.generate_command import GENERATE
-from pipetrain.cli.profile_command import PROFILE_LAYERS
-from pipetrain.cli.report_command import REPORT
-from pipetrain.cli.show_command import SHOW
-from pipetrain.cli.tokenize_command import TOKENIZE
-from pipetrain.cli.train_command import TRAIN
-from pipetrain.cli.verify_command import VERIFY
+from pipetrain.cli.command import STDOUT, Command, Parser, refuse
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT
 
 COMMANDS = {
-    "train": TRAIN,
-    "show": SHOW,
-    "profile": PROFILE_LAYERS,
-    "report": REPORT,
-    "verify": VERIFY,
-    "generate": GENERATE,
-    "export": EXPORT,
-    "tokenize": TOKENIZE,
+    "train": "train a model over pipeline stages",
+    "show": "draw a schedule and say what it costs",
+    "profile": "measure what each layer takes and holds, and what is worth keeping",
+    "report": "what a run did, and what it was predicted to do; or several runs compared",
+    "verify": "compare every schedule and mode with one process, bit for bit",
+    "generate": "text from a trained model",
+    "export": "a trained Hugging Face model as a folder of transformers",
+    "tokenize": "a corpus as token ids on disk, ahead of training",
 }
-_BENCH = "bench"  # has options of its own
-
-
+_BENCH, _BENCH_HELP = "bench", "comparisons with other systems, measured on this machine"  # has options of its own
 _MANY_OBJECTS = 10_000  # that Python makes before it looks for cycles among the newest, in place of 700
 
 
@@ -53,14 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `pipetrain ARGV` and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(_help())
+        helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
+        lines = [f"  {name:<{max(map(len, helps))}}  {text}" for name, text in helps.items()]
+        print("\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."]))
         return Exit.DONE if words else Exit.WRONG_INPUT
-    if words[0] == _BENCH and (benchmarks := find_benchmarks()) is not None:
-        return run_benchmarks(benchmarks, words[1:])
+    if words[0] == _BENCH and (benchmarks := _find_benchmarks()) is not None:
+        return _run_benchmarks(benchmarks, words[1:])
     if words[0] not in COMMANDS:
         return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
-    command = COMMANDS[words[0]]
-    parser = Parser(prog=f"pipetrain {words[0]}", description=command.help, allow_abbrev=False)
+    command: Command = importlib.import_module(f"pipetrain.cli.{words[0]}_command").COMMAND
+    parser = Parser(prog=f"pipetrain {words[0]}", description=COMMANDS[words[0]], allow_abbrev=False)
     command.add_arguments(parser)
     # `--json` alone must not take the override behind it for its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
@@ -75,10 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.DONE
 
 
-def _help() -> str:
-    helps = {name: command.help for name, command in COMMANDS.items()}
-    if find_benchmarks() is not None:
-        helps[_BENCH] = BENCH_HELP
-    width = max(map(len, helps))
-    lines = [f"  {name:<{width}}  {text}" for name, text in helps.items()]
-    return "\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."])
+def _find_benchmarks() -> Path | None:
+    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    folders = (package / "benchmarks", package.parent / "benchmarks")
+    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
+
+
+def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
+    """`pipetrain bench WORDS`; returns the exit code."""
+    if folder.parent.name == "pipetrain":
+        module = importlib.import_module("pipetrain.benchmarks.command")
+    else:
+        sys.path.insert(0, str(folder.parent))
+        module = importlib.import_module("benchmarks.command")
+    code: int = module.main(words)
+    return code

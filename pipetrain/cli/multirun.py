@@ -1,40 +1,70 @@
-"""`pipetrain train --multirun`: a run for each combination of values, and how each of them ended."""
+"""`pipetrain train --multirun`: several runs by Hydra's multirun, whose task is `pipetrain train` in a run folder of its own.
+
+A launcher of Hydra (basic, submitit_local, submitit_slurm) calls `run_job` once per job, in this process or in one on another
+machine. Each job leaves how it ended in `<sweep folder>/jobs/`, so that a job whose process is gone is missed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from pipetrain.cli.command import Arguments, refuse
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from pipetrain.cli.command import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
+from pipetrain.config.load import conf_dir, load
+from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
+from pipetrain.config.secrets import check_override
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
-from pipetrain.sweep import Job, sweep
+from pipetrain.observe.folder import SWEEP_JOBS, reserve_folder
 from pipetrain.timeline.draw.table import Table
+
+_LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
+_SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"
+# What asks a run to stop, and as what it is passed on. SLURM and submitit send USR1 or USR2 before the time is up.
+_FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    number: int  # from 0
+    overrides: tuple[str, ...]
+    run_dir: str | None = None  # None: not started
+    code: int | None = None  # its exit code; None: it has not said how it ended
 
 
 def run_all(arguments: Arguments, check: Callable[[RunConfig], object]) -> int:
-    """Each job is asked for by `check` before any starts; returns the exit code of the whole."""
+    """A run for each combination of values; each job is asked for by `check` before any starts. Returns the exit code of the whole."""
     folder, jobs = sweep(arguments.overrides, check)
-    if arguments.json is not None:
-        write_json([{**asdict(job), "report": reported(job.run_dir)} for job in jobs], arguments.json)
-    if arguments.json != STDOUT:
-        print(_as_table(jobs))
-        print(f"sweep folder: {folder}", flush=True)
-    return _verdict(folder, jobs)
-
-
-def _as_table(jobs: Sequence[Job]) -> str:
     shared = set.intersection(*(set(job.overrides) for job in jobs))
     swept = [" ".join(text for text in job.overrides if text not in shared) for job in jobs]
     rows = [(str(job.number), words, str(job.code), job.run_dir or "-") for job, words in zip(jobs, swept)]
-    return Table(("job", "overrides", "exit code", "run folder"), rows).as_markdown()
-
-
-def _verdict(folder: Path, jobs: Sequence[Job]) -> int:
-    """Names the jobs that failed; the exit code."""
+    table = Table(("job", "overrides", "exit code", "run folder"), rows).as_markdown()
+    values = [{**asdict(job), "report": reported(job.run_dir)} for job in jobs]
+    present(arguments, lambda: f"{table}\nsweep folder: {folder}", lambda: values)
     bad = [job for job in jobs if job.code not in (Exit.DONE, Exit.STOPPED)]
     for job in bad:
         how = f"ended with exit code {job.code}: see its messages" if job.code else "did not say how it ended"
@@ -43,3 +73,153 @@ def _verdict(folder: Path, jobs: Sequence[Job]) -> int:
     if any(job.run_dir is not None for job in bad) or all(job.run_dir is None for job in jobs):
         return Exit.FAILED
     return Exit.STOPPED if any(job.code != Exit.DONE for job in jobs) else Exit.DONE
+
+
+def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tuple[Path, list[Job]]:
+    """Runs all jobs of `overrides`; returns the sweep folder and how each job ended.
+
+    Raises:
+        ConfigError: a configuration that makes no run (`check` is asked for each job), before any job starts.
+    """
+    ours = [text for text in overrides if not _is_hydras(text)]
+    hydras = [text for text in overrides if _is_hydras(text)]
+    jobs = _expand(ours)
+    experiment = _check_jobs(jobs, check)
+    _check_hydra(hydras)
+    named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
+    folder = Path(named[-1]).resolve() if named else reserve_folder(None, f"{experiment}-sweep").path
+    for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
+        file.unlink()
+    chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
+    # Hydra ends the process where a job's process is gone, and a request to stop ends the sweep: all jobs are told below.
+    words = ["--multirun", *ours, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    before, sys.argv = sys.argv, ["pipetrain", *words]  # where hydra.main reads its arguments
+    try:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_job)()
+    finally:
+        sys.argv = before
+    GlobalHydra.instance().clear()
+    ended = [_file_of(folder, job) for job in jobs]
+    known = [json.loads(file.read_text()) if file.is_file() else {} for file in ended]
+    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
+
+
+def run_job(config: Any) -> int:
+    """The task that Hydra's launchers call: `pipetrain train` with this job's overrides; returns its exit code.
+
+    Raises:
+        KeyboardInterrupt: somebody wants all to stop; the jobs that wait in this process are not started.
+    """
+    runtime = HydraConfig.get()
+    job = Job(
+        number=int(runtime.job.num),
+        overrides=tuple(runtime.overrides.task),
+        run_dir=str(Path(config.run_dir or runtime.runtime.output_dir).resolve()),
+    )
+    folder = Path(runtime.sweep.dir)
+    _write(folder, job)
+    overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
+    command = [sys.executable, "-m", "pipetrain.cli", "train", *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
+    code, asked = _run(command)
+    _write(folder, replace(job, code=code))
+    if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
+        raise KeyboardInterrupt
+    return code
+
+
+def _run(command: Sequence[str]) -> tuple[int, bool]:
+    """Runs `command` with its stdout on our stderr and passes requests to stop on; its exit code, and whether there was one."""
+    asked: list[signal.Signals] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        asked.append(_FORWARDED[signal.Signals(signum)])
+        for process in started:
+            process.send_signal(asked[-1])
+
+    before = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
+    try:
+        started.append(subprocess.Popen(command, stdout=sys.stderr.fileno()))
+        for signum in asked:  # came while it was started
+            started[0].send_signal(signum)
+        code = started[0].wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    return (code if code >= 0 else Exit.FAILED), bool(asked)
+
+
+def _expand(overrides: Sequence[str]) -> list[Job]:
+    """The jobs as Hydra's basic sweeper makes and numbers them, which tells of none before it starts them."""
+    values: dict[str, list[str]] = {}
+    try:
+        for one in OverridesParser.create().parse_overrides(list(overrides)):
+            key, is_swept = one.get_key_element(), one.is_sweep_override()
+            if is_swept and not one.is_discrete_sweep():
+                raise HydraException("an interval is no list of values; write them down, as in seed=1,2,3")
+            texts = one.sweep_string_iterator() if is_swept else [one.get_value_element_as_str()]
+            values[key] = [f"{key}={text}" for text in texts]
+    except HydraException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {str(error).strip().splitlines()[0]}") from error
+    return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
+
+
+def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> str:
+    """Each makes a run, in a folder of its own; returns the name of the experiment."""
+    seen: dict[Path, int] = {}
+    for job in jobs:
+        try:
+            config = load(job.overrides)
+            check(config)
+        except ValueError as error:
+            raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error
+        if config.run_dir is not None and seen.setdefault(Path(config.run_dir).resolve(), job.number) != job.number:
+            raise ConfigError(
+                f"run_dir={config.run_dir}: jobs {seen[Path(config.run_dir).resolve()]} and {job.number} would share it; leave it out, "
+                "or name in it what is swept, as in 'run_dir=runs/mine/${seed}'"
+            )
+    return config.experiment
+
+
+def _check_hydra(overrides: Sequence[str]) -> None:
+    """Hydra's own keys, such as the launcher. What they may name is listed: with others Hydra would run any code."""
+    for text in overrides:
+        check_override(text)
+        key, _, value = text.lstrip("+~").partition("=")
+        if key == _LAUNCHER and value not in _LAUNCHERS:
+            raise ConfigError(f"{text}: allowed is {', '.join(_LAUNCHERS)}")
+        if key not in (_LAUNCHER, _SWEEP_DIR, _SWEEP_SUBDIR) and not key.startswith("hydra.launcher."):
+            raise ConfigError(
+                f"{text}: of Hydra's own keys a sweep takes {_LAUNCHER}, hydra.launcher.NAME, {_SWEEP_DIR} and {_SWEEP_SUBDIR}"
+            )
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+            compose("config", overrides=list(overrides))
+    except HydraException as error:
+        reason = ", ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(
+            f"{' '.join(overrides)}: {reason}; pip install 'pipetrain[sweep]' brings submitit_local and submitit_slurm"
+        ) from error
+
+
+def _is_hydras(override: str) -> bool:
+    return override.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _quoted(text: str) -> str:
+    """As Hydra reads text of any signs."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _file_of(folder: Path, job: Job) -> Path:
+    return folder / SWEEP_JOBS / f"{job.number:04d}.json"
+
+
+def _write(folder: Path, job: Job) -> None:
+    path = _file_of(folder, job)
+    path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
+    draft.replace(path)

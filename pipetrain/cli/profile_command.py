@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.config.load import load
+from pipetrain.config.records import WEIGHTS_IN, RunConfig
+from pipetrain.config.together import check_run
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
-
-if TYPE_CHECKING:
-    from pipetrain.plan.profile import Advice, Profile
+from pipetrain.plan.profile import Advice, Profile, advice_of
+from pipetrain.prepare import conditions_of
+from pipetrain.timeline.draw.table import Table, size
 
 _MOST_ADVICE = 5
 
@@ -27,40 +28,29 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _profile(arguments: Arguments) -> int:
-    from pipetrain.config.load import load
-    from pipetrain.plan.profile import advice_of
-
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
     config = load(arguments.overrides)
     profile = _measured(config, arguments.rounds)
     Path(arguments.out).write_text(profile.as_json())
     advice = advice_of(profile, config.pipeline.num_microbatches)
-    if arguments.json is not None:
-        values = {"layers": [layer.__dict__ for layer in profile.layers], "advice": [one.__dict__ for one in advice]}
-        write_json(_plain(values), arguments.json)
-    if arguments.json != STDOUT:
-        print(_table(profile, advice))
-        print(f"profile: {arguments.out}")
+    present(
+        arguments,
+        lambda: f"{_table(profile, advice)}\nprofile: {arguments.out}",
+        lambda: {"layers": list(map(asdict, profile.layers)), "advice": list(map(asdict, advice))},
+    )
     return Exit.DONE
 
 
-def _measured(config: Any, rounds: int) -> Profile:
-    from dataclasses import replace
-
+def _measured(config: RunConfig, rounds: int) -> Profile:
     import torch
     from torch.utils import _pytree as pytree
 
-    from pipetrain.config.records import WEIGHTS_IN
-    from pipetrain.config.together import check_run
     from pipetrain.data.dataset import make_data
     from pipetrain.engine.precision import precision_of
     from pipetrain.group.own_device import choose_device
     from pipetrain.model.hf.download import bring_model
-    from pipetrain.model.spec import make_spec
-    from pipetrain.model.weights_dtype import with_weights_in
-    from pipetrain.plan.profile import Profile
-    from pipetrain.prepare import conditions_of
+    from pipetrain.model.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 
@@ -93,48 +83,28 @@ def _measured(config: Any, rounds: int) -> Profile:
         rounds=rounds,
         seed=config.seed,
         autocast=lambda: precision.context(device),
-        say=_say,
+        say=say,
     )
     return Profile(conditions=conditions_of(config), layers=layers)
 
 
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
-
-
-def _plain(value: Any) -> Any:
-    import dataclasses
-
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 def _table(profile: Profile, advice: Sequence[Advice]) -> str:
-    from pipetrain.timeline.draw.table import Table, size
-
-    rows = [
-        (
-            _numbers(layer.numbers),
-            layer.kind,
-            *(
-                f"{1e3 * seconds:.3g} ms"
-                for seconds in (layer.forward_seconds, layer.recompute_seconds, layer.backward_seconds)
-            ),
-            *map(size, (layer.saved_bytes, layer.output_bytes, layer.parameter_bytes)),
-            ", ".join(f"{one.op} {size(one.bytes)}" for one in layer.largest[:2]),
+    rows = []
+    for layer in profile.layers:
+        first, last, count = layer.numbers[0], layer.numbers[-1], len(layer.numbers)
+        seconds = (layer.forward_seconds, layer.recompute_seconds, layer.backward_seconds)
+        rows.append(
+            (
+                str(first) if count == 1 else f"{first}-{last} ({count})",
+                layer.kind,
+                *(f"{1e3 * taken:.3g} ms" for taken in seconds),
+                *map(size, (layer.saved_bytes, layer.output_bytes, layer.parameter_bytes)),
+                ", ".join(f"{one.op} {size(one.bytes)}" for one in layer.largest[:2]),
+            )
         )
-        for layer in profile.layers
-    ]
     head = ("layers", "kind", "F", "R", "B", "set", "output", "weights", "largest saved")
     told = [str(one) for one in advice[:_MOST_ADVICE]]
     return "\n".join([Table(head, rows).as_text(), "", *told])
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]} ({len(numbers)})"
-
-
-PROFILE_LAYERS = Command("measure what each layer takes and holds, and what is worth keeping", _add_arguments, _profile)
+COMMAND = Command(_add_arguments, _profile)

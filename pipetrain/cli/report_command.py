@@ -1,18 +1,32 @@
-"""`pipetrain report`: what a run did, and what it was predicted to do; or several runs beside each other."""
+"""`pipetrain report`: what a run did, and what it was predicted to do; or several runs beside each other.
+
+Of several: what differs in their configurations, what came out, and their losses in one plot.
+"""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, refuse
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, refuse
+from pipetrain.config.load import read
+from pipetrain.config.phases import leaves
+from pipetrain.config.problem import shown
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
+from pipetrain.observe.folder import RunFolder, find_folders
+from pipetrain.observe.lines import read_lines
+from pipetrain.observe.report import RunReport, as_markdown, most, read_report
+from pipetrain.timeline.draw.page import framed, heading, page, paragraph
+from pipetrain.timeline.draw.table import Table, number, size
 
-if TYPE_CHECKING:
-    from pipetrain.observe.folder import RunFolder
+_FORMATS = (".svg", ".png", ".html")
+# They say where a run is and how it was watched, not what it did.
+_NOT_COMPARED = ("run_dir", "resume", "experiment", "observe.", "snapshot.", "cost.")
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -29,35 +43,24 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _report(arguments: Arguments) -> int:
-    from dataclasses import asdict
-
-    from pipetrain.observe.folder import find_folders
-    from pipetrain.observe.report import as_markdown, read_report
-
     folders = [folder for run in arguments.runs or ["latest"] for folder in find_folders(run)]
     if len(folders) > 1 or arguments.out is not None:
         return _compare(folders, arguments)
     report = read_report(folders[0].report)
-    if arguments.json is not None:
-        write_json(asdict(report), arguments.json)
-    if arguments.json != STDOUT:
-        print(as_markdown(report), end="")
+    present(arguments, lambda: as_markdown(report).removesuffix("\n"), lambda: asdict(report))
     return Exit.DONE
 
 
 def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     """What can be read is told; a run that cannot is named, and then the exit code is not 0."""
-    from pipetrain.observe.compare import check_format, compare, runs_table, write_plot
-
-    if arguments.out is not None:
-        check_format(Path(arguments.out))
-    runs, problems = compare(folders)
-    if arguments.json is not None:
-        write_json([run.as_json() for run in runs], arguments.json)
-    if runs and arguments.json != STDOUT:
-        print(runs_table(runs).as_markdown())
-    if runs and arguments.out is not None:
-        write_plot(runs, Path(arguments.out))
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None and out.suffix not in _FORMATS:
+        raise ValueError(f"--out={out}: {out.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    runs, problems = _read_runs(folders)
+    table = _table(runs)
+    present(arguments, table.as_markdown if runs else str, lambda: [run.as_json() for run in runs])
+    if runs and out is not None:
+        _write_plot(runs, table, out)
     for problem in problems:
         refuse(problem)
     return Exit.WRONG_INPUT if problems else Exit.DONE
@@ -65,12 +68,101 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
 
 def reported(run_dir: str | None) -> Any:
     """What the run in this folder has reported, as plain values; None: nothing, or there was no run."""
-    if run_dir is None:
-        return None
-    from pipetrain.observe.folder import RunFolder
-
-    report = RunFolder(Path(run_dir)).report
-    return json.loads(report.read_text()) if report.is_file() else None
+    report = None if run_dir is None else RunFolder(Path(run_dir)).report
+    return json.loads(report.read_text()) if report is not None and report.is_file() else None
 
 
-REPORT = Command("what a run did, and what it was predicted to do; or several runs compared", _add_arguments, _report)
+@dataclass(frozen=True)
+class _ComparedRun:
+    """One run that has come to its end."""
+
+    name: str  # short, and different from those beside it
+    folder: RunFolder
+    report: RunReport
+    differs: Mapping[str, Any]  # the keys in which the compared runs are not all alike
+
+    def as_json(self) -> dict[str, Any]:
+        return {"run": str(self.folder.path), "differs": dict(self.differs), **asdict(self.report)}
+
+
+def _read_runs(folders: Sequence[RunFolder]) -> tuple[list[_ComparedRun], list[str]]:
+    """The runs that can be read, and for each of the others a line that says why not."""
+    read_runs, problems = [], []
+    for folder in folders:
+        try:
+            read_runs.append((folder, read_report(folder.report), dict(leaves(asdict(read(folder.config))))))
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    configs = [config for _, _, config in read_runs]
+    keys = [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if not key.startswith(_NOT_COMPARED) and any(config.get(key) != configs[0].get(key) for config in configs)
+    ]
+    paths = [folder.path for folder, _, _ in read_runs]
+    shared = os.path.commonpath([path.parent for path in paths]) if len(paths) > 1 else ""
+    names = [os.path.relpath(path, shared) if shared else path.name for path in paths]
+    runs = [
+        _ComparedRun(name, folder, report, {key: config.get(key) for key in keys})
+        for name, (folder, report, config) in zip(names, read_runs)
+    ]
+    return runs, problems
+
+
+def _table(runs: Sequence[_ComparedRun]) -> Table:
+    """A line per run."""
+    head = (
+        *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
+        *("bubble", "exposed R", "peak activations"),
+    )
+    rows = [
+        (
+            *(run.name, report.experiment, _words(run.differs) or "-", str(report.steps)),
+            *(number(report.loss, "{:.3f}"), number(report.heldout_loss, "{:.3f}")),
+            number(report.tokens_per_second, "{:,.0f}"),
+            number(report.step_seconds_measured, "{:.4f} s"),
+            number(report.bubble_fraction, "{:.1%}"),
+            number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
+            size(most(report.peak_activation_bytes)),
+        )
+        for run, report in ((run, run.report) for run in runs)
+    ]
+    return Table(head, rows, left=frozenset({0, 1, 2}))
+
+
+def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
+    """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above the `table`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--out={path}: drawn with matplotlib; pip install 'pipetrain[train]' brings it") from error
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")  # without pyplot, which would look for a screen
+    axis = figure.subplots()
+    for run in runs:
+        lines = list(read_lines(run.folder.metrics))
+        name = f"{run.name}: {_words(run.differs)}" if run.differs else run.name
+        axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, linewidth=1.2)
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    target, is_png = io.BytesIO(), path.suffix == ".png"
+    metadata = {} if is_png else {"Date": None}  # the same picture, the same file
+    figure.savefig(target, format="png" if is_png else "svg", dpi=120, metadata=metadata)
+    drawn = target.getvalue()
+    if path.suffix == ".html":
+        picture = drawn[drawn.index(b"<svg") :].decode()  # without the head of an XML file
+        title, caption = "Runs compared", paragraph("Loss of each step, in nats per token.")
+        drawn = page(title, heading(title, level=1), caption, picture, framed(table)).encode()
+    try:
+        path.write_bytes(drawn)
+    except OSError as error:
+        raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    lists = {key: f"[{','.join(map(str, value))}]" for key, value in values.items() if isinstance(value, (list, tuple))}
+    return " ".join(f"{key}={lists.get(key) or shown(value)}" for key, value in values.items())
+
+
+COMMAND = Command(_add_arguments, _report)

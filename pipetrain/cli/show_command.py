@@ -1,19 +1,30 @@
-"""`pipetrain show`: a schedule, drawn, and what it costs."""
+"""`pipetrain show`: what a schedule costs, drawn: one, or two of them beside each other."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present
+from pipetrain.config.load import load
+from pipetrain.config.phases import phases_of
+from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.output import STDOUT, write_json
-
-if TYPE_CHECKING:
-    from pipetrain.config.records import RunConfig
-    from pipetrain.timeline.shown import Shown
+from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh, mesh_html, meshes_svg
+from pipetrain.plan.profile import read_profile
+from pipetrain.prepare import predict, predict_mesh
+from pipetrain.schedule.alive import idle_places
+from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
+from pipetrain.timeline.draw.chrome_trace import chrome_trace
+from pipetrain.timeline.draw.page import html, ranks_table, schedules_table
+from pipetrain.timeline.draw.svg import svg
+from pipetrain.timeline.draw.terminal import legend, staircase
+from pipetrain.timeline.shown import Shown
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -35,10 +46,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _show(arguments: Arguments) -> int:
-    from pipetrain.observe.drawing import draw, write_drawing
-    from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh
-    from pipetrain.prepare import predict_mesh
-
     both = [arguments.overrides]
     if arguments.against is not None:
         both.append([*arguments.overrides, *shlex.split(arguments.against)])
@@ -46,23 +53,17 @@ def _show(arguments: Arguments) -> int:
     meshes = []
     if arguments.mesh:
         meshes = [MeshShown(*predict_mesh(config, one.schedule)) for config, one in zip(configs, shown)]
-    if arguments.json is not None:
-        values = [one.as_json() for one in shown]
-        for value, mesh in zip(values, meshes):
-            value["mesh"] = mesh.as_json()
-        write_json(values[0] if len(values) == 1 else values, arguments.json)
     if arguments.out is not None:
         write_drawing(shown, Path(arguments.out), meshes)
-    if arguments.json != STDOUT:
-        print("\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]))
+    present(
+        arguments,
+        lambda: "\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]),
+        lambda: _values(shown, meshes),
+    )
     return Exit.DONE
 
 
 def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
-    from pipetrain.config.load import load
-    from pipetrain.plan.profile import read_profile
-    from pipetrain.prepare import predict
-
     config = load(overrides)
     if config.plan.profile is not None:
         # A schedule for that run has its stages and its microbatches, where nothing else is said.
@@ -71,23 +72,61 @@ def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, 
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
             config = load(overrides)
-    config = _in_phase(config, phase)
+    phases = phases_of(config)
+    if phase is not None and not 0 <= phase < len(phases):
+        there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"
+        raise ValueError(f"--phase={phase}: {there}")
+    config = phases[phase or 0].config
     return config, predict(config)
 
 
-def _in_phase(config: RunConfig, number: int | None) -> RunConfig:
-    """The configuration in force in a phase.
+def draw(shown: Sequence[Shown], width: int | None = None) -> str:
+    """For each schedule its staircase and a line per rank, then all in one table; in colours on a terminal."""
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    colour = sys.stdout.isatty()
+    pictures = []
+    for one in shown:
+        steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
+        sought = None if one.proof is None else f"step {one.proof}"
+        notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
+        parts = (one.title, steps, ranks_table(one.breakdown).as_text(), *notes)
+        pictures.append("\n\n".join(filter(None, parts)))
+    kinds = [event.op.kind for one in shown for event in one.timeline.events]
+    return "\n\n".join([*pictures, legend(kinds, colour=colour), "seconds\n" + schedules_table(shown).as_text()])
+
+
+def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:
+    """The schedules in the format that the name of `path` asks for. With `meshes` a page and JSON have these, too, and a picture is theirs.
 
     Raises:
-        ValueError: there is no such phase.
+        ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
     """
-    from pipetrain.config.phases import phases_of
+    ending = next((ending for ending in _FORMATS if path.name.endswith(ending)), None)
+    if ending is None:
+        raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
+        raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
+    try:
+        path.write_text(_FORMATS[ending](shown, meshes))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
 
-    phases = phases_of(config)
-    if number is not None and not 0 <= number < len(phases):
-        there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"
-        raise ValueError(f"--phase={number}: {there}")
-    return phases[number or 0].config
+
+def _values(shown: Sequence[Shown], meshes: Sequence[MeshShown]) -> Any:
+    """As `--json` and FILE.json have them: a list where there are several."""
+    values = [one.as_json() for one in shown]
+    for value, mesh in zip(values, meshes):
+        value["mesh"] = mesh.as_json()
+    return values[0] if len(values) == 1 else values
 
 
-SHOW = Command("draw a schedule and say what it costs", _add_arguments, _show)
+_FORMATS: dict[str, Callable[[Sequence[Shown], Sequence[MeshShown]], str]] = {
+    ".svg": lambda shown, meshes: meshes_svg(meshes) if meshes else svg(*shown),
+    ".html": lambda shown, meshes: html(*shown, above=list(map(mesh_html, meshes))),
+    ".csv": lambda shown, _: write_csv(shown[0].schedule),
+    ".trace.json": lambda shown, _: chrome_trace(shown[0].timeline),
+    ".json": lambda shown, meshes: json.dumps(_values(shown, meshes), indent=2) + "\n",
+}
+_FORMATS_FOR_SEVERAL = (".svg", ".html")
+
+COMMAND = Command(_add_arguments, _show)

@@ -8,14 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_overrides
+from pipetrain.cli.command import Arguments, Command, Parser, add_overrides, say
+from pipetrain.config.load import load
+from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-
-if TYPE_CHECKING:
-    from pipetrain.config.records import RunConfig
-    from pipetrain.data.token_file import TokenSheet
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -31,16 +28,17 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _tokenize(arguments: Arguments) -> int:
-    from pipetrain.config.load import load
-
     path = Path(arguments.path)
     if not any(override.startswith("data=") for override in arguments.overrides):
-        arguments.overrides.insert(0, f"data={_source_of(path)}")
+        # What reads it, by its name.
+        is_set = path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        has_lines = ".jsonl" in path.suffixes or (path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None)
+        arguments.overrides.insert(0, f"data={'hf' if is_set else 'jsonl' if has_lines else 'text'}")
     config = load(arguments.overrides)
     data = replace(config.data, path=arguments.path)
-    from pipetrain.data.cached_tokens import is_cached, tokenized
     from pipetrain.data.dataset import check_data, make_tokenizer
     from pipetrain.data.token_file import TOKENS_JSON, read_sheet
+    from pipetrain.data.tokenizing import is_cached, tokenized
 
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     check_data(data, config.model.path)
@@ -56,7 +54,13 @@ def _tokenize(arguments: Arguments) -> int:
     with shown_progress("tokenizing", shown=config.observe.progress) as tell:
         folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=tell)
     sheet = read_sheet(folder)
-    print(_told(sheet), file=sys.stderr)
+    train, heldout = sheet.parts["train"], sheet.parts["heldout"]
+    counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
+    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
+    say(
+        f"{train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
+        f"{heldout.tokens:,}{skipped}"
+    )
     print(f"tokens: {folder}")
     return Exit.DONE
 
@@ -67,8 +71,8 @@ def tokenize_ahead(config: RunConfig) -> None:
     Raises:
         ValueError: there are none, or a document is no sample.
     """
-    from pipetrain.data.cached_tokens import is_cached
     from pipetrain.data.dataset import make_data, make_tokenizer
+    from pipetrain.data.tokenizing import is_cached
 
     data, own = config.data, config.model.path
     tokenizer = make_tokenizer(data, own)
@@ -84,7 +88,16 @@ def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None
     if not shown:
         yield None
     elif not sys.stderr.isatty():
-        yield _Lines(what)
+        said_at = time.monotonic()
+
+        def tell(share: float) -> None:
+            """A line every few seconds; none for what takes less."""
+            nonlocal said_at
+            if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
+                said_at = time.monotonic()
+                say(f"{what}: {share:.0%}")
+
+        yield tell
     else:
         from rich.console import Console
         from rich.progress import Progress
@@ -94,35 +107,4 @@ def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None
             yield lambda share: progress.update(task, completed=share, visible=True)
 
 
-class _Lines:
-    """A line every few seconds; none for what takes less."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said_at = time.monotonic()
-
-    def __call__(self, share: float) -> None:
-        if time.monotonic() - self._said_at >= _SECONDS_BETWEEN_LINES:
-            self._said_at = time.monotonic()
-            print(f"pipetrain: {self._what}: {share:.0%}", file=sys.stderr, flush=True)
-
-
-def _source_of(path: Path) -> str:
-    """What reads it, by its name."""
-    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return "hf"
-    folder_has_lines = path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None
-    return "jsonl" if folder_has_lines or ".jsonl" in path.suffixes else "text"
-
-
-def _told(sheet: TokenSheet) -> str:
-    train, heldout = sheet.parts["train"], sheet.parts["heldout"]
-    counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
-    skipped = f"; {sheet.num_skipped:,} were skipped, the first: {sheet.first_problem}" if sheet.num_skipped else ""
-    return (
-        f"pipetrain: {train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
-        f"{heldout.tokens:,}{skipped}"
-    )
-
-
-TOKENIZE = Command("a corpus as token ids on disk, ahead of training", _add_arguments, _tokenize)
+COMMAND = Command(_add_arguments, _tokenize)

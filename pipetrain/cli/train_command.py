@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides
+from pipetrain.cli.command import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.cli.report_command import reported
-from pipetrain.observe.output import STDOUT, write_json
-
-if TYPE_CHECKING:
-    from pipetrain.config.records import RunConfig
-    from pipetrain.launcher.nodes import Nodes
-    from pipetrain.prepare import Run
+from pipetrain.config.load import load
+from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.records import RunConfig
+from pipetrain.engine.available import check_available
+from pipetrain.group.address import is_rank
+from pipetrain.launcher.launch import check_not_a_slurm_task, launch
+from pipetrain.launcher.nodes import Nodes, choose_ranks_per_node, node_rank_in_slurm
+from pipetrain.launcher.outcome import Exit, tell
+from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
+from pipetrain.model.hf.download import bring_model
+from pipetrain.observe.claim import check_unclaimed
+from pipetrain.observe.folder import check_free, choose_folder, reserve_folder
+from pipetrain.observe.trackers.tracker import check_trackers
+from pipetrain.prepare import Run, prepare_phases
+from pipetrain.snapshot.start import AUTO, check_start
+from pipetrain.timeline.shown import proof_of
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -27,9 +36,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _train(arguments: Arguments) -> int:
-    from pipetrain.config.load import load
-    from pipetrain.group.address import is_rank
-
     if arguments.multirun:
         from pipetrain.cli.multirun import run_all
 
@@ -42,12 +48,14 @@ def _train(arguments: Arguments) -> int:
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
-    if becomes_a_job:
-        from pipetrain.cli.slurm_job import check_job, submit_job
-
-        check_job(config.resume)
-        return submit_job(config, arguments, _ranks_per_node(config, check_train(config)))
-    return _start(config, arguments, _ranks_per_node(config, check_train(config)))
+    if becomes_a_job and config.resume not in (None, AUTO):
+        raise ValueError(
+            f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
+            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+        )
+    plan = check_train(config).plan
+    ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
+    return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
 
 
 def check_train(config: RunConfig) -> Run:
@@ -56,15 +64,6 @@ def check_train(config: RunConfig) -> Run:
     Raises:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
-    from pipetrain.config.phases import naming_phase, phases_of
-    from pipetrain.engine.available import check_available
-    from pipetrain.model.hf.download import bring_model
-    from pipetrain.observe.claim import check_unclaimed
-    from pipetrain.observe.folder import check_free
-    from pipetrain.observe.trackers.chosen import check_trackers
-    from pipetrain.prepare import prepare_phases
-    from pipetrain.snapshot.start import AUTO, check_start
-
     bring_model(config.model, timeout_seconds=config.timeout_seconds)
     phases = prepare_phases(config)
     check_trackers(config.observe)
@@ -80,25 +79,15 @@ def check_train(config: RunConfig) -> Run:
             check_text(phase.config.data, config.model.path)
     for prepared in phases:
         if prepared.run.found is not None:
-            from pipetrain.timeline.shown import proof_of
-
             proof = proof_of(prepared.run.found.seconds, prepared.run.found.least_seconds)
             of = f" of phases[{prepared.number}]" if config.phases else ""
-            print(f"pipetrain: the step of pipeline.schedule=auto{of}: {proof} (seconds of its costs)", file=sys.stderr)
+            say(f"the step of pipeline.schedule=auto{of}: {proof} (seconds of its costs)")
     return phases[0].run
-
-
-def _ranks_per_node(config: RunConfig, run: Run) -> int:
-    from pipetrain.launcher.nodes import choose_ranks_per_node
-
-    return choose_ranks_per_node(config.cluster, config.pipeline, run.plan.num_ranks, run.plan.num_replicas)
 
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
     """The ranks of this machine, until they have ended."""
     from pipetrain.cli.tokenize_command import tokenize_ahead
-    from pipetrain.launcher.launch import launch
-    from pipetrain.launcher.outcome import tell
 
     tokenize_ahead(config)
     outcome = launch(
@@ -108,16 +97,13 @@ def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
         threads_per_rank=config.threads_per_rank,
         nodes=_nodes(config),
     )
-    if arguments.json is not None and (report := reported(outcome.run_dir)) is not None:
-        write_json(report, arguments.json)
+    if (report := reported(outcome.run_dir)) is not None:
+        present(arguments, str, lambda: report)
     return tell(outcome, quiet=arguments.json == STDOUT)
 
 
 def _nodes(config: RunConfig) -> Nodes | None:
     """The machines that meet; None: this one alone."""
-    from pipetrain.launcher.launch import check_not_a_slurm_task
-    from pipetrain.launcher.nodes import Nodes, node_rank_in_slurm
-
     cluster = config.cluster
     if cluster.rendezvous is not None:
         node_rank = node_rank_in_slurm(cluster.num_nodes)
@@ -131,4 +117,32 @@ def _nodes(config: RunConfig) -> Nodes | None:
     return None
 
 
-TRAIN = Command("train a model over pipeline stages", _add_arguments, _train)
+def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
+    """`cluster=slurm`: writes the job script and submits it, or prints it (`--dry-run`); returns the exit code."""
+    if not arguments.dry_run:
+        check_commands()
+    run_dir = (choose_folder if arguments.dry_run else reserve_folder)(config.run_dir, config.experiment).path
+    script = job_script(
+        config.cluster,
+        arguments.overrides,
+        run_dir=run_dir,
+        ranks_per_node=ranks_per_node,
+        threads_per_rank=config.threads_per_rank,
+        python=sys.executable,
+        name=config.experiment,
+    )
+    if config.snapshot.every_steps is None:
+        say(
+            "snapshot.every_steps is not set: the job saves when it is told to stop, and a machine that is lost costs "
+            "the whole run; snapshot=regular saves every 100 steps"
+        )
+    if arguments.dry_run:
+        print(script, end="")
+        return Exit.DONE
+    job = submit(script, run_dir)
+    told = f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}"
+    present(arguments, lambda: told, lambda: {"job": job, "run_dir": str(run_dir)})
+    return Exit.DONE
+
+
+COMMAND = Command(_add_arguments, _train)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
-from pipetrain.config.problem import nearest
+from pipetrain.config.problem import nearest, shown
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Limit:
             return None
         if not _is_finite(value):
             _, _, allowed = self.told.partition("allowed is ")
-            return f"{key}={_shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
-        return f"{key}={_shown(value)}{self.told}{nearest(str(value), self.choices)}"
+            return f"{key}={shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
+        return f"{key}={shown(value)}{self.told}{nearest(str(value), self.choices)}"
 
 
 def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
@@ -56,12 +56,8 @@ def within(least: float, most: float) -> Limit:
 
 def each(least: float, most: float, what: str) -> Limit:
     """A number from `least` to `most`, or a list of such numbers."""
-
-    def holds(value: Any) -> bool:
-        entries = value if isinstance(value, tuple) else (value,)
-        return all(least <= entry <= most for entry in entries)
-
-    return Limit(holds, f": allowed is {what} from {least} to {most}, or a list of such numbers")
+    told = f": allowed is {what} from {least} to {most}, or a list of such numbers"
+    return Limit(lambda value: all(least <= entry <= most for entry in _entries(value)), told)
 
 
 def one_of(*words: str) -> Limit:
@@ -81,34 +77,26 @@ def matching(pattern: str, allowed: str) -> Limit:
 
 def only(supported: object, instead: str) -> Limit:
     """A key of which this version supports one value."""
-    told = f": not supported, only {_shown(supported)} is; {instead}"
+    told = f": not supported, only {shown(supported)} is; {instead}"
     return Limit(lambda value: value == supported, told, of_null=True)
 
 
-class Resume(Enum):
-    """What a run that goes on from a snapshot may do with a key, or with all keys of a group."""
+class May(Enum):
+    """Who may change a key, or all keys of a group."""
 
-    MAY_CHANGE = "may change"
-
-
-class Phases(Enum):
-    """What the phases of a run may do with a key, or with all keys of a group."""
-
-    MAY_CHANGE = "may change"
+    RESUME = "a run that goes on from a snapshot"
+    PHASE = "a phase of the run"
 
 
 _T = TypeVar("_T")
-MayChange = Annotated[_T, Resume.MAY_CHANGE]  # a key without it keeps its value: it is part of what the run computes
-PerPhase = Annotated[_T, Phases.MAY_CHANGE]  # a key without it has one value for the whole run
+MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value: it is part of what the run computes
+PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the whole run
 
 
 def _is_finite(value: object) -> bool:
     """Neither inf nor nan, nor a list with one of them; what is no number is."""
-    entries = value if isinstance(value, tuple) else (value,)
-    return all(math.isfinite(entry) for entry in entries if isinstance(entry, float))
+    return all(math.isfinite(entry) for entry in _entries(value) if isinstance(entry, float))
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return str(list(value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

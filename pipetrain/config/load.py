@@ -14,7 +14,6 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -90,32 +89,26 @@ def _from_values(values: Any) -> RunConfig:
 
 def _check_override(text: str) -> None:
     """One override: readable, of a key or group that exists, with one value."""
-    override = _parse(text)
+    groups = choices()
+    if "=" not in text or text.startswith("="):
+        raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *groups])}")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (OverrideParseException, HydraException) as error:
+        key, _, value = text.partition("=")
+        raise ConfigError(
+            f"{text}: cannot be read ({_first_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
+        ) from error
     if override.is_add() or override.is_delete():
         raise ConfigError(f"{text}: keys are neither added nor removed; write key=value, as in steps=50")
     if override.is_sweep_override():
         raise ConfigError(
             f"{text}: a key has one value; write a list as {override.key_or_group}=[...], as in pipeline.balance=[3,3]"
         )
-    groups = choices()
-    if override.key_or_group in groups:
-        allowed = groups[override.key_or_group]
-        if override.value() not in allowed:
-            raise not_a_choice(override.key_or_group, override.value(), allowed)
-    else:
+    if (allowed := groups.get(override.key_or_group)) is None:
         check_key(override.key_or_group)
-
-
-def _parse(text: str) -> Override:
-    if "=" not in text or text.startswith("="):
-        raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *choices()])}")
-    try:
-        return OverridesParser.create().parse_override(text)
-    except (OverrideParseException, HydraException) as error:
-        key, _, value = text.partition("=")
-        raise ConfigError(
-            f"{text}: cannot be read ({_first_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
-        ) from error
+    elif override.value() not in allowed:
+        raise not_a_choice(override.key_or_group, override.value(), allowed)
 
 
 def _first_line(error: Exception) -> str:

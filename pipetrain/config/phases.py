@@ -91,7 +91,7 @@ def batches_before(config: Mapping[str, Any], step: int) -> list[tuple[int, Any,
     sample) for each change. A run that goes on must have the same behind it."""
     data, found = config.get("data", {}), list[tuple[int, Any, Any]]()
     for phase in config.get("phases") or [{FROM: 0}]:
-        given = dict(_leaves(phase))
+        given = dict(leaves(phase))
         size, length = (given.get(f"data.{key}", data.get(key)) for key in ("batch_size", "sequence_length"))
         if phase[FROM] < step and (not found or found[-1][1:] != (size, length)):
             found.append((phase[FROM], size, length))
@@ -102,7 +102,7 @@ def value_in_step(config: Mapping[str, Any], key: str, step: int) -> Any:
     """What a key that phases may change is in a step, from 1, of a configuration as plain values."""
     given: Mapping[str, Any] = next((phase for phase in reversed(config.get("phases") or ()) if phase[FROM] < step), {})
     group, name = key.split(".")
-    return dict(_leaves(given)).get(key, config[group][name])
+    return dict(leaves(given)).get(key, config[group][name])
 
 
 def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:
@@ -112,27 +112,22 @@ def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:
     done = given[FROM]
     if type(done) is not int or done < 0:
         raise ConfigError(f"{key}.from={done}: allowed is a number of steps, 0 or more, {_LIKE}")
-    for path, value in _leaves({name: value for name, value in given.items() if name != FROM}):
+    for path, value in leaves({name: value for name, value in given.items() if name != FROM}):
         check_key(path, f"{key}.")
         if path not in phase_keys():
-            raise ConfigError(f"{key}.{path}: {_why_not(path)}")
+            if path in ("pipeline.balance", "pipeline.num_stages", "pipeline.placement", "pipeline.stages_per_rank"):
+                raise ConfigError(f"{key}.{path}: layers stay where they are over a run; {_MAY}")
+            is_group = any(known.startswith(f"{path}.") for known in phase_keys())
+            raise ConfigError(f"{key}.{path}: {f'this is a group with keys of its own, {_LIKE}' if is_group else _MAY}")
         config = with_value(config, path, value, f"{key}.{path}")
     return Phase(number, done + 1, config)
 
 
-def _why_not(path: str) -> str:
-    if path in ("pipeline.balance", "pipeline.num_stages", "pipeline.placement", "pipeline.stages_per_rank"):
-        return f"layers stay where they are over a run; {_MAY}"
-    if any(key.startswith(f"{path}.") for key in phase_keys()):
-        return f"this is a group with keys of its own, {_LIKE}"
-    return _MAY
-
-
-def _leaves(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value by its dotted key; of a group that is no mapping, the group itself."""
     for name, value in values.items():
         key = f"{path}{name}"
         if isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in keys()):
-            yield from _leaves(value, f"{key}.")
+            yield from leaves(value, f"{key}.")
         else:
             yield key, value

@@ -20,3 +20,10 @@ def not_a_choice(key: str, value: object, choices: Iterable[str]) -> ConfigError
     """The error for a value outside a closed list."""
     allowed = list(choices)
     return ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}{nearest(str(value), allowed)}")
+
+
+def shown(value: object) -> str:
+    """A value as a configuration has it."""
+    if isinstance(value, tuple):
+        return str(list(value))
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -92,9 +92,7 @@ class ModelConfig:
 
     # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
     name: str = "llama"
-    num_blocks: Annotated[int, _size(10_000)] = (
-        4  # transformer blocks; embedding and head are two more layers of the pipeline
-    )
+    num_blocks: Annotated[int, _size(10_000)] = 4  # transformer blocks; embedding and head are two more layers
     hidden_size: Annotated[int, _size(2**20)] = 128  # width of the residual stream
     num_heads: Size = 4  # query heads per block
     num_kv_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
@@ -144,20 +142,15 @@ class DataConfig:
     # What a sample is: `stream` (a piece of one long row of tokens), `packed` (whole documents, side by side) or `padded` (one
     # document); null: packed for chats, stream for all else.
     layout: Annotated[str | None, choice_of(*LAYOUTS)] = None
-    counted: Annotated[str, choice_of(*COUNTED)] = (
-        "answers"  # what of a chat counts in the loss: `answers`, `last` or `all`
-    )
+    counted: Annotated[str, choice_of(*COUNTED)] = "answers"  # of a chat, in the loss: `answers`, `last` or `all`
     template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
     on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
-    cache_dir: MayChange[str | None] = (
-        None  # where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache
-    )
+    # Where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
+    cache_dir: MayChange[str | None] = None
     batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
     sequence_length: PerPhase[Size] = 256  # tokens per sample that are predicted
-    heldout_path: MayChange[str | None] = (
-        None  # what is held out, where it is kept apart; null: heldout_fraction of data.path
-    )
+    heldout_path: MayChange[str | None] = None  # what is held out, if apart; null: heldout_fraction of data.path
     heldout_split: str | None = None  # hf: the split that is held out; null: heldout_fraction of data.split
     heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
     heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
@@ -168,9 +161,7 @@ class PipelineConfig:
     """How the model is cut and in which order the ops run."""
 
     schedule: str = "gpipe"  # name of a schedule family, `auto`, or a CSV file
-    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = (
-        30.0  # auto: the longest search for its order; 0: its rule alone
-    )
+    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = 30.0  # auto: the longest search; 0: its rule alone
     num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
     # Which rank holds which stage: `loop` (round the ranks of a replica), `v` (to the last rank and back), or a list, a rank per
@@ -183,53 +174,27 @@ class PipelineConfig:
     warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
 
 
-_Places = Annotated[
-    int | tuple[int, ...],
-    Limit(
-        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) >= 1,
-        ": allowed is 1 or more, or a list with one such number per stage",
-    ),
-]
-_Sets = Annotated[
-    int | float | tuple[int, ...] | tuple[float, ...] | None,
-    Limit(
-        lambda value: min(value if isinstance(value, tuple) else (value,), default=0) > 0,
-        ": allowed is 1 or more (with recompute.segments=k a multiple of 1/k), or a list with one such number per stage",
-    ),
-]
-_Keep = Annotated[
-    str | int | None,
-    Limit(
-        lambda value: value in ("none", "auto"),
-        ": allowed are none and auto; how many sets a stage may hold is recompute.sets, so that recompute.keep=k of before is "
-        "recompute.sets=k+1",
-        choices=("none", "auto"),
-    ),
-]
-
-
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is recomputed, and when."""
+    """What is recomputed, and when. `RecomputePolicy` has a field per key and checks the values (`check_schedule`)."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
     # Sets of a stage alive at once, kept or recomputed; one number or one per stage. None: one, or with `segments` one part.
-    sets: _Sets = None
-    keep: _Keep = None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
-    stash: _Places | None = (
-        None  # the most microbatches of a stage between F and B, one number or one per stage; None: any
+    sets: int | float | tuple[int, ...] | tuple[float, ...] | None = None
+    keep: str | int | None = (
+        None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
     )
+    # The most microbatches of a stage between F and B, one number or one per stage; None: any.
+    stash: int | tuple[int, ...] | None = None
     last_stage: str = "auto"  # `auto`: the last stage has no R, where a whole set has room; `always`: it has
     # In how many parts a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
-    segments: Annotated[int | str, matching(r"[1-9]\d*|sqrt|layers", "a number of parts, sqrt or layers")] = 1
+    segments: int | str = 1
     # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
     selective: str | tuple[str, ...] | None = None
     # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
     # N: one every N steps, in turn.
-    verify: Annotated[str | int, matching(r"first|every|off|[1-9]\d*", "first, every, off or a number of steps")] = (
-        "first"
-    )
+    verify: str | int = "first"
 
 
 _MORE_STAGES = "use more stages (pipeline.num_stages)"
@@ -268,9 +233,7 @@ class ParallelConfig:
 class TransportConfig:
     """How messages go from stage to stage."""
 
-    ahead: Annotated[int, at_least(0, most=_LARGEST)] = (
-        2  # tensors of an edge received before they are used; 0: just in time
-    )
+    ahead: Amount = 2  # tensors of an edge received before they are used; 0: just in time
     # NCCL's communicators: one for each `edge` of stages and direction, or one for each `pair` of ranks and direction.
     communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
     # What carries them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (memory of the host and gloo, on GPUs without NCCL
@@ -417,9 +380,7 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
-    reduce_seconds: _Seconds = (
-        0.0  # adding up a stage's gradients over the replicas, and those of a parameter that two stages share
-    )
+    reduce_seconds: _Seconds = 0.0  # adding up a stage's gradients over the replicas, or what stages share
     # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
     input_share: _Share | None = None
     # What recompute.selective keeps of a microbatch, in sets, by bytes; None: nothing, or not counted.
@@ -442,9 +403,8 @@ class RunConfig:
     experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
     seed: Amount = 0  # of weights, dropout and data order
     steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
-    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = (
-        None  # steps as times through the training data
-    )
+    # Steps as times through the training data.
+    epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = None
     # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
     # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
     precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"

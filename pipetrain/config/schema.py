@@ -9,8 +9,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, Union
 
-from pipetrain.config.limits import Limit, Phases, Resume
-from pipetrain.config.problem import ConfigError, nearest
+from pipetrain.config.limits import Limit, May
+from pipetrain.config.problem import ConfigError, nearest, shown
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_name
 
@@ -27,65 +27,55 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 @functools.cache
-def keys(record: type[Any] = RunConfig, prefix: str = "") -> dict[str, Any]:
+def _marked(record: Any = RunConfig, above: tuple[Any, ...] = ()) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every key by its dotted path, `model` as well as `model.name`: the type of its value, and the marks beside it and its group."""
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    types_alone = typing.get_type_hints(record)
+    for name, hint in typing.get_type_hints(record, include_extras=True).items():
+        kind, marks = types_alone[name], (*above, *_marks(hint))
+        found[name] = kind, marks
+        if _is_record(kind):
+            found |= {f"{name}.{path}": entry for path, entry in _marked(kind, marks).items()}
+    return found
+
+
+def keys(record: Any = RunConfig) -> dict[str, Any]:
     """Every key by its dotted path, with the type of its value; `model` as well as `model.name`."""
-    found: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(record).items():
-        found[prefix + name] = kind
-        if _is_record(kind):
-            found |= keys(kind, f"{prefix}{name}.")
-    return found
+    return {path: kind for path, (kind, _) in _marked(record).items()}
 
 
-@functools.cache
-def limits(record: type[Any] = RunConfig, prefix: str = "") -> dict[str, Limit]:
+def limits(record: Any = RunConfig) -> dict[str, Limit]:
     """The keys, by their dotted path, that may not have every value of their type."""
-    found: dict[str, Limit] = {}
-    for name, hint in typing.get_type_hints(record, include_extras=True).items():
-        for mark in _marks(hint):
-            if isinstance(mark, Limit):
-                found[prefix + name] = mark
-        kind = _bare(hint)
-        if _is_record(kind):
-            found |= limits(kind, f"{prefix}{name}.")
-    return found
+    return {path: mark for path, (_, marks) in _marked(record).items() for mark in marks if isinstance(mark, Limit)}
 
 
-def guarded_keys(record: type[Any] = RunConfig, prefix: str = "") -> list[str]:
+def guarded_keys(record: Any = RunConfig) -> list[str]:
     """The keys whose value a run that goes on must keep: all but those marked `MayChange`, by themselves or with their group."""
-    found: list[str] = []
-    for name, hint in typing.get_type_hints(record, include_extras=True).items():
-        if Resume.MAY_CHANGE in _marks(hint):
-            continue
-        kind = _bare(hint)
-        found += guarded_keys(kind, f"{prefix}{name}.") if _is_record(kind) else [prefix + name]
-    return found
+    return [path for path, marks in _leaves(record) if May.RESUME not in marks]
 
 
 @functools.cache
-def phase_keys(record: type[Any] = RunConfig, prefix: str = "", *, all_of_them: bool = False) -> tuple[str, ...]:
+def phase_keys(record: Any = RunConfig) -> tuple[str, ...]:
     """The keys whose value a phase may change: those marked `PerPhase`, by themselves or with their group."""
-    found: list[str] = []
-    for name, hint in typing.get_type_hints(record, include_extras=True).items():
-        kind, is_marked = _bare(hint), all_of_them or Phases.MAY_CHANGE in _marks(hint)
-        if _is_record(kind):
-            found += phase_keys(kind, f"{prefix}{name}.", all_of_them=is_marked)
-        elif is_marked:
-            found.append(prefix + name)
-    return tuple(found)
+    return tuple(path for path, marks in _leaves(record) if May.PHASE in marks)
 
 
-def with_value(record: _R, path: str, value: Any, shown: str | None = None) -> _R:
-    """The record with another value of the key `path`, checked against its type; `shown` is what the key is called in a message.
+def _leaves(record: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """The keys that are no groups, with their marks."""
+    return [(path, marks) for path, (kind, marks) in _marked(record).items() if not _is_record(kind)]
+
+
+def with_value(record: _R, path: str, value: Any, called: str | None = None) -> _R:
+    """The record with another value of the key `path`, checked against its type; `called`: what the key is in a message.
 
     Raises:
         ConfigError: a value of the wrong type.
     """
     name, _, rest = path.partition(".")
     if rest:
-        changed = with_value(getattr(record, name), rest, value, shown or path)
+        changed = with_value(getattr(record, name), rest, value, called or path)
     else:
-        changed = _convert(shown or path, value, typing.get_type_hints(type(record))[name])
+        changed = _convert(called or path, value, typing.get_type_hints(type(record))[name])
     return dataclasses.replace(record, **{name: changed})
 
 
@@ -104,7 +94,7 @@ def check_limits(record: Any, prefix: str = "") -> None:
 def _marks(hint: Any) -> tuple[Any, ...]:
     """What `Annotated` adds to a type, or to one of those that a union joins."""
     if typing.get_origin(hint) is Annotated:
-        return (*hint.__metadata__, *_marks(_bare(hint)))
+        return (*hint.__metadata__, *_marks(hint.__origin__))
     if typing.get_origin(hint) in (Union, types.UnionType):
         return tuple(mark for option in typing.get_args(hint) for mark in _marks(option))
     return ()
@@ -112,10 +102,6 @@ def _marks(hint: Any) -> tuple[Any, ...]:
 
 def _is_record(kind: Any) -> bool:
     return dataclasses.is_dataclass(kind)
-
-
-def _bare(hint: Any) -> Any:
-    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def check_key(path: str, prefix: str = "") -> None:
@@ -166,28 +152,26 @@ def _convert(path: str, value: Any, kind: Any) -> Any:
         fits, converted = _fit(value, option)
         if fits:
             return converted
+    given = _NAMES.get(type(value), "a list" if isinstance(value, (list, tuple)) else "a group")
     raise ConfigError(
-        f"{path}={_shown(value)}: this is {_name_of_value(value)}; allowed is {' or '.join(map(_name, allowed))}"
+        f"{path}={shown(value)}: this is {given}; allowed is {' or '.join(map(_name, allowed))}"
         + (f"; for text write {path}=\"'{value}'\"" if str in allowed and isinstance(value, (int, float)) else "")
     )
 
 
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
     if typing.get_origin(kind) is tuple:
-        return _fit_tuple(value, typing.get_args(kind))
+        entries = typing.get_args(kind)
+        if not isinstance(value, (list, tuple)):
+            return False, None
+        kinds = (entries[0],) * len(value) if entries[-1] is ... else entries
+        fitted = [_fit(entry, kind) for entry, kind in zip(value, kinds)]
+        return len(value) == len(kinds) and all(fits for fits, _ in fitted), tuple(entry for _, entry in fitted)
     if typing.get_origin(kind) is Mapping:
         return isinstance(value, Mapping), value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
     return type(value) is kind, value
-
-
-def _fit_tuple(value: Any, entries: tuple[Any, ...]) -> tuple[bool, Any]:
-    if not isinstance(value, (list, tuple)):
-        return False, None
-    kinds = (entries[0],) * len(value) if entries[-1] is ... else entries
-    fitted = [_fit(entry, kind) for entry, kind in zip(value, kinds)]
-    return len(value) == len(kinds) and all(fits for fits, _ in fitted), tuple(entry for _, entry in fitted)
 
 
 def _name(kind: Any) -> str:
@@ -198,11 +182,3 @@ def _name(kind: Any) -> str:
         count = "" if entries[-1] is ... else f"{len(entries)} "
         return f"a list of {count}{_NAMES_OF_MANY.get(entries[0], 'numbers')}"
     return _NAMES[kind]
-
-
-def _name_of_value(value: Any) -> str:
-    return _NAMES.get(type(value), "a list" if isinstance(value, (list, tuple)) else "a group")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,32 +1,48 @@
 """Whether the values of a configuration make a run: each within its range, and keys that must fit each other.
 
-A range stands beside its field in `records.py`. What model, data, plan and schedule need for themselves is checked where
-those are made.
+A range stands beside its field in `records.py`, and those of `recompute` in the policy that is made of it. What model, data, plan and
+schedule need for themselves is checked where those are made.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pipetrain.config.phases import phases_of, steps_of_phases
-from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import (
-    ADAMW,
-    DEEPSPEED,
-    WEIGHTS_IN,
-    GuardConfig,
-    PipelineConfig,
-    RecomputeConfig,
-    RunConfig,
-    SnapshotConfig,
-    TransportConfig,
-)
+from pipetrain.config.problem import ConfigError, shown
+from pipetrain.config.records import ADAMW, DEEPSPEED, HUGGING_FACE, WEIGHTS_IN, RunConfig, TransportConfig
 from pipetrain.config.schema import check_limits
+from pipetrain.schedule.policy import RecomputePolicy
 
-_TRANSPORT = TransportConfig()
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
+# The values of keys that engine=deepspeed takes, and what it does with others.
+_DEEPSPEED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "pipeline.schedule": (("1f1b",), f"runs 1F1B alone; {_COMMAND}"),
+    "pipeline.stages_per_rank": ((1,), "has one stage per rank; use pipeline.stages_per_rank=1"),
+    "pipeline.placement": (("loop",), "holds stage s on rank s; use pipeline.placement=loop"),
+    "pipeline.split_backward": ((False,), "runs each B as a whole; use pipeline.split_backward=false"),
+    "pipeline.warmup": ((None,), "fills the pipeline as 1F1B does; use pipeline.warmup=null"),
+    **{
+        f"transport.{key}": ((value,), "sends messages in its own way; use transport=auto")
+        for key, value in vars(TransportConfig()).items()
+    },
+    "recompute.mode": (("never", "inline"), f"recomputes inline or never; {_COMMAND}"),
+    "recompute.segments": ((1,), "recomputes a stage as a whole; use recompute.segments=1"),
+    "recompute.sets": ((None, 1), "recomputes a set just before its B; use recompute.sets=1"),
+    "recompute.keep": ((None, "none"), "keeps all sets of a stage or none; use recompute.keep=none"),
+    "recompute.selective": ((None,), "recomputes a stage as a whole; use recompute.selective=null"),
+    "recompute.stash": ((None,), "holds what 1F1B holds; use recompute.stash=null"),
+    "parallel.zero": ((0, 1), "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1"),
+    "optim.name": ((ADAMW,), "is run with AdamW; use optim=adamw, or engine=native"),
+    "precision": (
+        ("auto", "fp32", "bf16_autocast"),
+        "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16_autocast or fp32",
+    ),
+    "model.compile": ((False,), "is run with layers as they are; use model.compile=false"),
+}
 
 
 def check_schedule(config: RunConfig) -> None:
@@ -35,11 +51,12 @@ def check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: a value out of range, or one that is not supported.
     """
-    check_limits(config.pipeline, "pipeline.")
-    check_limits(config.recompute, "recompute.")
-    check_limits(config.transport, "transport.")
-    check_limits(config.cluster, "cluster.")
-    check_limits(config.cost, "cost.")
+    for group in ("pipeline", "transport", "cluster", "cost"):
+        check_limits(getattr(config, group), f"{group}.")
+    try:
+        RecomputePolicy(**vars(config.recompute))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if config.pipeline.num_stages and config.pipeline.num_stages % config.pipeline.stages_per_rank:
         raise ConfigError(
             f"pipeline.num_stages={config.pipeline.num_stages} cannot be spread over ranks with "
@@ -85,7 +102,7 @@ def check_run(config: RunConfig) -> None:
         )
     for problem in _of_deepspeed(config) if config.engine.name == DEEPSPEED else _of_native(config):
         raise ConfigError(problem)
-    _check_guard(config.guard, config.snapshot)
+    _check_snapshots(config)
     if config.pipeline.num_microbatches > config.data.batch_size:
         raise ConfigError(
             f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
@@ -149,17 +166,17 @@ def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
     return known
 
 
-def _check_guard(guard: GuardConfig, snapshot: SnapshotConfig) -> None:
-    for key, value in (("guard.not_finite", guard.not_finite), ("guard.spike", guard.spike)):
-        if value == "rollback" and snapshot.every_steps is None:
-            raise ConfigError(
-                f"{key}=rollback: goes back to the newest snapshot, and there would be none; set snapshot.every_steps, as in "
-                "snapshot.every_steps=100"
-            )
-    if snapshot.keep_every is not None and snapshot.every_steps is None:
+def _check_snapshots(config: RunConfig) -> None:
+    """What needs regular snapshots has them."""
+    if config.snapshot.every_steps is not None:
+        return
+    set_it = "set snapshot.every_steps, as in snapshot.every_steps=100"
+    for key, value in (("guard.not_finite", config.guard.not_finite), ("guard.spike", config.guard.spike)):
+        if value == "rollback":
+            raise ConfigError(f"{key}=rollback: goes back to the newest snapshot, and there would be none; {set_it}")
+    if (keep := config.snapshot.keep_every) is not None:
         raise ConfigError(
-            f"snapshot.keep_every={snapshot.keep_every}: keeps some of the regular snapshots, and there are none; set "
-            "snapshot.every_steps, as in snapshot.every_steps=100"
+            f"snapshot.keep_every={keep}: keeps some of the regular snapshots, and there are none; {set_it}"
         )
 
 
@@ -182,25 +199,14 @@ def _of_native(config: RunConfig) -> Iterator[str]:
 
 
 def _of_deepspeed(config: RunConfig) -> Iterator[str]:
-    yield from _schedule_of_deepspeed(config.pipeline)
-    yield from _of_transport(config.transport)
-    yield from _recompute_of_deepspeed(config.recompute)
-    if config.parallel.zero > 1:
-        yield _refused("parallel.zero", config.parallel.zero, "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1")
-    if config.optim.name != ADAMW:
-        yield _refused("optim.name", config.optim.name, "is run with AdamW; use optim=adamw, or engine=native")
-    if config.precision == "bf16":
-        yield _refused(
-            "precision",
-            "bf16",
-            "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16_autocast or fp32",
-        )
-    if config.model.name == "hf":
-        yield _refused("model.name", "hf", "passes one tensor from stage to stage; use engine=native")
+    for key, (taken, instead) in _DEEPSPEED.items():
+        value = functools.reduce(getattr, key.split("."), config)
+        if value not in taken:
+            yield _refused(key, value, instead)
+    if config.model.name == HUGGING_FACE:
+        yield _refused("model.name", HUGGING_FACE, "passes one tensor from stage to stage; use engine=native")
     if config.phases:
         yield _refused("phases", "[...]", "trains the whole run by one plan; use phases=[]")
-    if config.model.compile:
-        yield _refused("model.compile", "true", "is run with layers as they are; use model.compile=false")
     replicas = config.parallel.num_replicas
     yield from _uneven(config, replicas if isinstance(replicas, int) else 1)
 
@@ -214,47 +220,5 @@ def _uneven(config: RunConfig, num_replicas: int) -> Iterator[str]:
         yield _refused("data.batch_size", config.data.batch_size, f"wants microbatches of equal size; {multiple}")
 
 
-def _recompute_of_deepspeed(recompute: RecomputeConfig) -> Iterator[str]:
-    if recompute.mode not in ("never", "inline"):
-        yield _refused("recompute.mode", recompute.mode, f"recomputes inline or never; {_COMMAND}")
-    if recompute.segments != 1:
-        yield _refused(
-            "recompute.segments", recompute.segments, "recomputes a stage as a whole; use recompute.segments=1"
-        )
-    if recompute.sets not in (None, 1):
-        yield _refused("recompute.sets", recompute.sets, "recomputes a set just before its B; use recompute.sets=1")
-    if recompute.keep == "auto":
-        yield _refused("recompute.keep", recompute.keep, "keeps all sets of a stage or none; use recompute.keep=none")
-    if recompute.selective is not None:
-        shown = recompute.selective
-        yield _refused("recompute.selective", shown, "recomputes a stage as a whole; use recompute.selective=null")
-    if recompute.stash is not None:
-        yield _refused("recompute.stash", recompute.stash, "holds what 1F1B holds; use recompute.stash=null")
-
-
-def _schedule_of_deepspeed(pipeline: PipelineConfig) -> Iterator[str]:
-    if pipeline.schedule != "1f1b":
-        yield _refused("pipeline.schedule", pipeline.schedule, f"runs 1F1B alone; {_COMMAND}")
-    if pipeline.stages_per_rank != 1:
-        yield _refused(
-            "pipeline.stages_per_rank",
-            pipeline.stages_per_rank,
-            "has one stage per rank; use pipeline.stages_per_rank=1",
-        )
-    if pipeline.placement != "loop":
-        yield _refused("pipeline.placement", pipeline.placement, "holds stage s on rank s; use pipeline.placement=loop")
-    if pipeline.split_backward:
-        yield _refused("pipeline.split_backward", "true", "runs each B as a whole; use pipeline.split_backward=false")
-    if pipeline.warmup is not None:
-        yield _refused("pipeline.warmup", pipeline.warmup, "fills the pipeline as 1F1B does; use pipeline.warmup=null")
-
-
-def _of_transport(transport: TransportConfig) -> Iterator[str]:
-    for key, value in vars(transport).items():
-        if value != getattr(_TRANSPORT, key):
-            yield _refused(f"transport.{key}", value, "sends messages in its own way; use transport=auto")
-
-
 def _refused(key: str, value: object, instead: str) -> str:
-    shown = list(value) if isinstance(value, tuple) else value
-    return f"{key}={shown}: not supported by engine=deepspeed, which {instead}"
+    return f"{key}={shown(value)}: not supported by engine=deepspeed, which {instead}"

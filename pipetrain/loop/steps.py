@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipetrain.data.batch import Batch
-from pipetrain.data.phased import PhasedBatches
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.guard import Action, Guard, Incident
@@ -25,22 +25,20 @@ from pipetrain.loop.phase_steps import PhaseSteps, phase_of
 from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
+from pipetrain.observe.metrics import TokenFigures, metrics_of
 from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.report import RunReport
-from pipetrain.observe.run_report import (
-    TokenFigures,
+from pipetrain.observe.report import (
+    RunReport,
     make_report,
     measured_and_predicted,
     measured_steps,
-    metrics_of,
     peak_activation_bytes,
 )
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.session import Ranks, Snapshots
 from pipetrain.snapshot.weights import save_weights
-from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.shown import Shown
-from pipetrain.timeline.step_report import StepFigures, StepResult
+from pipetrain.timeline.step_report import RankPlace, StepFigures, StepResult
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 LOCK = "run.lock"
 _MODE = 0o640
@@ -75,15 +75,18 @@ def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[s
                     return
                 if error.errno not in _TAKEN:
                     raise
-                holder = _read(file)
+                host, who = _holder(file)
             else:
                 if only_look or _is_still(path, file):
                     yield file
                     return
                 continue  # the run that had it has just ended
-        if time.monotonic() - started > _patience(holder, again=again):
+        patience = _GLANCE_SECONDS
+        if again:  # the killed run may not be gone yet
+            patience = _DYING_SECONDS if host == socket.gethostname() else _LOST_SECONDS
+        if time.monotonic() - started > patience:
             raise ValueError(
-                f"run_dir={path.parent}: another run is in this folder{_told(holder)}; choose another run_dir, or wait for its "
+                f"run_dir={path.parent}: another run is in this folder{who}; choose another run_dir, or wait for its "
                 "end: resume=auto goes on from its newest snapshot then"
             )
         time.sleep(_PAUSE_SECONDS)
@@ -116,23 +119,10 @@ def _check_without_locks(path: Path, *, again: bool, is_new: bool) -> None:
     print(f"pipetrain: {path.parent}: this file system knows no locks: start no other run there", file=sys.stderr)
 
 
-def _read(file: IO[str]) -> dict[str, Any]:
-    """Who has the folder; empty where that has not been written yet."""
+def _holder(file: IO[str]) -> tuple[str | None, str]:
+    """The host of who has the folder, and what to say of them; nothing where that has not been written yet."""
     try:
         holder = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
-def _patience(holder: dict[str, Any], *, again: bool) -> float:
-    """Seconds to wait for a lock: whoever goes on after a kill waits until the killed run is gone."""
-    if not again:
-        return _GLANCE_SECONDS
-    return _DYING_SECONDS if holder.get("host") == socket.gethostname() else _LOST_SECONDS
-
-
-def _told(holder: dict[str, Any]) -> str:
-    if not {"pid", "host", "since"} <= holder.keys():
-        return ""
-    return f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
+        return holder["host"], f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
+    except (OSError, ValueError, TypeError, KeyError):
+        return None, ""

@@ -16,67 +16,36 @@ SWEEP_JOBS = "jobs"  # in a sweep folder: a file per job that says how it ended
 _MODE = 0o750  # the owner writes, the group reads, others have no business here
 
 
+class _Named:
+    """What has a fixed name in the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths inside one run folder."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def schedule(self) -> Path:
-        return self.path / "schedule.csv"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / PROFILE
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        return self.path / "heldout.jsonl"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def report_text(self) -> Path:
-        return self.path / "report.md"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.html"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def inspect(self) -> Path:
-        return self.path / "inspect"
+    config = _Named("config.yaml")
+    plan = _Named("plan.json")
+    schedule = _Named("schedule.csv")
+    profile = _Named(PROFILE)
+    metrics = _Named("metrics.jsonl")
+    heldout = _Named("heldout.jsonl")
+    wandb = _Named("wandb")
+    tensorboard = _Named("tensorboard")
+    report = _Named("report.json")
+    report_text = _Named("report.md")
+    timeline = _Named("timeline.html")
+    weights = _Named("weights")
+    model = _Named("model")
+    inspect = _Named("inspect")
 
     def phase(self, number: int) -> RunFolder:
         """What there is of a phase by itself, under the same names: its plan, its schedule, and when it is over its report, page and profile."""
@@ -99,7 +68,11 @@ class RunFolder:
         except OSError as error:
             raise ValueError(f"run_dir={self.path}: the folder cannot be made ({error.strerror})") from error
         if self.path.is_relative_to(RUNS.resolve()):
-            _point_latest_to(self.path)
+            # Replaces the link in one step: whoever follows it meanwhile finds the old run or the new one.
+            draft = RUNS / f".{LATEST}-{os.getpid()}"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(os.path.relpath(self.path, RUNS.resolve()), target_is_directory=True)
+            draft.replace(RUNS / LATEST)
 
 
 def sees(path: Path, mark: str, timeout_seconds: float) -> bool:
@@ -169,11 +142,8 @@ def find_folder(run: str) -> RunFolder:
     """
     path = RUNS / LATEST if run == LATEST else Path(run)
     if not (path / "config.yaml").is_file():
-        hint = (
-            "train first, or give the path of a run folder"
-            if run == LATEST
-            else "give the path that `run folder:` named, or `latest`"
-        )
+        other = "give the path that `run folder:` named, or `latest`"
+        hint = "train first, or give the path of a run folder" if run == LATEST else other
         raise ValueError(f"{run}: there is no run ({path}/config.yaml is missing); {hint}")
     return RunFolder(path.resolve())
 
@@ -188,12 +158,3 @@ def find_folders(run: str) -> list[RunFolder]:
     if not jobs:
         return [find_folder(run)]
     return [find_folder(json.loads(job.read_text())["run_dir"]) for job in jobs]
-
-
-def _point_latest_to(path: Path) -> None:
-    """Replaces the link in one step: whoever follows it meanwhile finds the old run or the new one."""
-    link = RUNS / LATEST
-    draft = RUNS / f".{LATEST}-{os.getpid()}"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(os.path.relpath(path, RUNS.resolve()), target_is_directory=True)
-    draft.replace(link)

@@ -1,4 +1,4 @@
-"""The mesh of a run as text, as a picture and as part of a page: who is where, what each rank holds, what goes where.
+"""The mesh of a run, drawn: who is where, what each rank holds, what goes where. A picture and a page have the same drawing.
 
            stage 0         stage 1
 replica 0  rank 0   -->    rank 1      --> and | in a node, ==> and || between two
@@ -15,15 +15,12 @@ from typing import Any
 
 from pipetrain.plan.mesh import MESSAGES, Mesh, MeshRank, Sent
 from pipetrain.timeline.draw.page import framed, heading, paragraph
-from pipetrain.timeline.draw.palette import LOOKS, THEME
+from pipetrain.timeline.draw.palette import THEME
 from pipetrain.timeline.draw.table import Table, number, size
 
 _MOST_REPLICAS = 12  # drawn; of more, the first ones and the last
-_MEANING = (
-    "Across: activations and gradients, microbatch by microbatch. Down: gradients added up. Thick: between nodes."
-)
 _GAP = 3  # between columns of text
-_WIDE, _HIGH, _ACROSS, _DOWN, _LEFT, _TOP = 132, 44, 54, 38, 96, 84  # pixels: a rank, the room around it, the margins
+_CHARACTER, _LINE = 8.5, 19  # pixels of a picture
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ def draw_mesh(shown: MeshShown) -> str:
 
 
 def mesh_table(mesh: Mesh) -> Table:
-    """A line per rank: what it holds, and what it sends in a step."""
-    kinds = [kind for kind in MESSAGES if any(kind in rank.sent for rank in mesh.ranks)]
+    """A line per rank: what it holds, and what it sends in a step, for example `8: 1.05 MB`."""
+    kinds = _kinds_sent(mesh)
     head = ["rank", "node", "replica", "stages", "parameters", "weights", "gradients", "optimizer"]
     rows = [
         [
@@ -62,7 +59,10 @@ def mesh_table(mesh: Mesh) -> Table:
             " ".join(map(str, rank.stages)),
             number(rank.parameters, "{:,}"),
             *map(size, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes)),
-            *(_sent(rank.sent.get(kind)) for kind in kinds),
+            *(
+                f"{number(one.number, '{:,}')}: {size(one.num_bytes)}" if one else "-"
+                for one in map(rank.sent.get, kinds)
+            ),
         ]
         for rank in mesh.ranks
     ]
@@ -72,7 +72,7 @@ def mesh_table(mesh: Mesh) -> Table:
 def mesh_notes(shown: MeshShown) -> list[str]:
     """What the columns mean, what crosses nodes, and what is not known; a paragraph each."""
     mesh = shown.mesh
-    kinds = [kind for kind in MESSAGES if any(kind in rank.sent for rank in mesh.ranks)]
+    kinds = _kinds_sent(mesh)
     meanings = "; ".join(f"{kind}: {MESSAGES[kind]}" for kind in kinds)
     notes = [f"Messages and bytes of a step. {meanings[:1].upper()}{meanings[1:]}."] if kinds else []
     if mesh.num_nodes > 1:
@@ -82,49 +82,42 @@ def mesh_notes(shown: MeshShown) -> list[str]:
     return notes
 
 
+def _kinds_sent(mesh: Mesh) -> list[str]:
+    return [kind for kind in MESSAGES if any(kind in rank.sent for rank in mesh.ranks)]
+
+
 def mesh_html(shown: MeshShown) -> str:
     """Part of a page."""
-    return "\n".join(
-        [
-            heading(shown.title),
-            f'<div class="table">{meshes_svg([shown])}</div>',
-            framed(mesh_table(shown.mesh)),
-            *map(paragraph, mesh_notes(shown)),
-        ]
-    )
+    drawn = f"<pre>{escape(_grid(shown.mesh))}</pre>"
+    notes = map(paragraph, mesh_notes(shown))
+    return "\n".join([heading(shown.title), drawn, framed(mesh_table(shown.mesh)), *notes])
 
 
 def meshes_svg(meshes: Sequence[MeshShown]) -> str:
-    """One picture, of several below each other: a row per replica, a box per rank; what crosses nodes is drawn thick."""
-    pieces: list[str] = []
-    top = width = 0
-    for one in meshes:
-        replicas = _drawn_replicas(one.mesh)
-        pieces += _panel(one, replicas, top)
-        top += _TOP + len(replicas) * (_HIGH + _DOWN)
-        width = max(width, _LEFT + one.mesh.grid.stage * (_WIDE + _ACROSS), 7 * max(len(one.title), len(_MEANING)) + 32)
-    shape = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
-    font = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{font}" font-size="13" role="img">',
-            f"<title>{escape('; '.join(one.title for one in meshes))}</title>",
-            f"<style>{THEME}</style>",
-            *pieces,
-            "</svg>\n",
-        ]
-    )
-
-
-# The grid as text --------------------------------------------------------------------------------------------------
+    """One picture, of several below each other."""
+    lines = [line for one in meshes for line in (one.title, "", *_grid(one.mesh).splitlines(), "")]
+    shape = f'width="{32 + _CHARACTER * max(map(len, lines)):g}" height="{16 + _LINE * len(lines)}"'
+    font = 'font-family="ui-monospace, monospace" font-size="14"'
+    text = [
+        f'<text class="text" x="16" y="{_LINE * number + 28}" xml:space="preserve">{escape(line)}</text>'
+        for number, line in enumerate(lines)
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {shape} {font} role="img">'
+    title = f"<title>{escape('; '.join(one.title for one in meshes))}</title>"
+    return "\n".join([head, title, f"<style>{THEME}</style>", *text, "</svg>\n"])
 
 
 def _grid(mesh: Mesh) -> str:
     """A row per replica, a column per place."""
     places = range(mesh.grid.stage)
-    heads = [_stages(mesh.rank_at(0, place)) for place in places]
-    replicas = _drawn_replicas(mesh)
-    cells = {at: _cell(mesh, at) for at in ((replica, place) for replica in replicas for place in places)}
+    held = [mesh.rank_at(0, place).stages for place in places]
+    heads = [f"stage{'s' if len(stages) > 1 else ''} {' '.join(map(str, stages))}" for stages in held]
+    replicas = list(range(mesh.grid.replica))
+    if len(replicas) > _MOST_REPLICAS:
+        replicas = [*replicas[: _MOST_REPLICAS - 1], replicas[-1]]
+    named = " (node {})" if mesh.num_nodes > 1 else ""
+    ranks = {(replica, place): mesh.rank_at(replica, place) for replica in replicas for place in places}
+    cells = {at: f"rank {rank.rank}" + named.format(rank.node) for at, rank in ranks.items()}
     width = max(map(len, [*heads, *cells.values()]))
     labels = [f"replica {replica}" for replica in replicas]
     margin = max(map(len, labels)) + 2
@@ -135,30 +128,19 @@ def _grid(mesh: Mesh) -> str:
             lines.append(_below(mesh, replicas[row - 1], replica, margin, width))
         pieces = [cells[replica, 0].ljust(width)]
         for place in places[1:]:
-            pieces += [f" {_arrow(mesh, replica, place)} ", cells[replica, place].ljust(width)]
+            pieces += [
+                _arrow(mesh, ranks[replica, place - 1], ranks[replica, place]),
+                cells[replica, place].ljust(width),
+            ]
         lines.append(labels[row].ljust(margin) + "".join(pieces).rstrip())
     return "\n".join(lines)
 
 
-def _drawn_replicas(mesh: Mesh) -> list[int]:
-    replicas = list(range(mesh.grid.replica))
-    return replicas if len(replicas) <= _MOST_REPLICAS else [*replicas[: _MOST_REPLICAS - 1], replicas[-1]]
-
-
-def _cell(mesh: Mesh, at: tuple[int, int]) -> str:
-    rank = mesh.rank_at(*at)
-    return f"rank {rank.rank}" + (f" (node {rank.node})" if mesh.num_nodes > 1 else "")
-
-
-def _stages(rank: MeshRank) -> str:
-    return f"stage{'s' if len(rank.stages) > 1 else ''} {' '.join(map(str, rank.stages))}"
-
-
-def _arrow(mesh: Mesh, replica: int, place: int) -> str:
-    """Between a rank and the one before it in the replica."""
-    one, other = mesh.rank_at(replica, place - 1), mesh.rank_at(replica, place)
-    edges = _edges_between(mesh, one.rank, other.rank)
-    return "   " if not edges else "==>" if one.node != other.node else "-->"
+def _arrow(mesh: Mesh, one: MeshRank, other: MeshRank) -> str:
+    """Between neighbours in a replica."""
+    if not any({edge.sender, edge.receiver} == {one.rank, other.rank} for edge in mesh.edges):
+        return "     "
+    return " ==> " if one.node != other.node else " --> "
 
 
 def _below(mesh: Mesh, before: int, after: int, margin: int, width: int) -> str:
@@ -175,27 +157,15 @@ def _joint(mesh: Mesh, before: int, after: int, place: int) -> str:
     return "||" if mesh.rank_at(before, place).node != mesh.rank_at(after, place).node else "|"
 
 
-def _edges_between(mesh: Mesh, one: int, other: int) -> bool:
-    return any({edge.sender, edge.receiver} == {one, other} for edge in mesh.edges)
-
-
-def _sent(sent: Sent | None) -> str:
-    """For example `8: 1.05 MB`."""
-    if sent is None:
-        return "-"
-    return f"{number(sent.number, '{:,}')}: {size(sent.num_bytes)}"
-
-
 def _crossing(mesh: Mesh) -> str:
     """What is sent over the network in a step."""
     between = [sent for edge in mesh.edges if edge.crosses_nodes for sent in edge.sent.values()]
     groups = [group for group in mesh.groups if group.crosses_nodes]
-    count = _count(sum(one.number or 0 for one in between), "message")
-    messages = f"{count} from stage to stage{_in_all(between)}" if between else "no messages from stage to stage"
-    if not mesh.groups:
-        return messages
+    count = _count(sum(one.number or 0 for one in between), "message") if between else "no messages"
+    messages = f"{count} from stage to stage{_in_all(between)}"
     given = [group.sent for group in groups]
-    return f"{messages}; {len(groups)} of {len(mesh.groups)} groups add up gradients{_in_all(given)}"
+    sums = f"; {len(groups)} of {len(mesh.groups)} groups add up gradients{_in_all(given)}"
+    return messages + sums if mesh.groups else messages
 
 
 def _in_all(sent: Iterable[Sent]) -> str:
@@ -206,72 +176,3 @@ def _in_all(sent: Iterable[Sent]) -> str:
 
 def _count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}{'s' if amount != 1 else ''}"
-
-
-# The grid as a picture ---------------------------------------------------------------------------------------------
-
-
-def _panel(shown: MeshShown, replicas: Sequence[int], top: int) -> list[str]:
-    mesh = shown.mesh
-    pieces = [
-        f'<text class="text" x="16" y="{top + 22}" font-size="15" font-weight="600">{escape(shown.title)}</text>',
-        f'<text class="faint" x="16" y="{top + 42}">{_MEANING}</text>',
-    ]
-    for place in range(mesh.grid.stage):
-        x, _ = _corner(0, place, top)
-        head = _stages(mesh.rank_at(0, place))
-        pieces.append(
-            f'<text class="faint" x="{x + _WIDE / 2:g}" y="{top + _TOP - 12}" text-anchor="middle">{head}</text>'
-        )
-    for row, replica in enumerate(replicas):
-        for place in range(mesh.grid.stage):
-            pieces += _box(mesh, replica, place, _corner(row, place, top))
-            if place and _edges_between(mesh, *(mesh.rank_at(replica, one).rank for one in (place - 1, place))):
-                x, y = _corner(row, place, top)
-                crosses = mesh.rank_at(replica, place - 1).node != mesh.rank_at(replica, place).node
-                pieces.append(_stroke((x - _ACROSS + 4, y + _HIGH / 2), (x - 4, y + _HIGH / 2), crosses, "forward"))
-        _, y = _corner(row, 0, top)
-        pieces.append(f'<text class="text" x="16" y="{y + _HIGH / 2 + 4.5:g}">replica {replica}</text>')
-        if row:
-            pieces += _joints(mesh, replicas[row - 1], replica, row, top)
-    return pieces
-
-
-def _corner(row: int, place: int, top: int) -> tuple[int, int]:
-    return _LEFT + place * (_WIDE + _ACROSS), top + _TOP + row * (_HIGH + _DOWN)
-
-
-def _box(mesh: Mesh, replica: int, place: int, corner: tuple[int, int]) -> list[str]:
-    rank, (x, y) = mesh.rank_at(replica, place), corner
-    held = "" if rank.parameters is None else f", {rank.parameters:,} parameters"
-    state = "" if rank.optimizer_bytes is None else f", optimizer {size(rank.optimizer_bytes)}"
-    words = f"rank {rank.rank}: node {rank.node}, replica {replica}, {_stages(rank)}{held}{state}"
-    node = f"node {rank.node}" if mesh.num_nodes > 1 else ""
-    tone = 0.16 + 0.2 * (rank.node % 2)  # ranks of one node look alike, those of the next another way
-    look = f'width="{_WIDE}" height="{_HIGH}" rx="5" fill="{LOOKS["forward"].fill}" fill-opacity="{tone:g}"'
-    return [
-        f'<rect x="{x}" y="{y}" {look}><title>{escape(words)}</title></rect>',
-        f'<text class="text" x="{x + 10}" y="{y + 19}">rank {rank.rank}</text>',
-        f'<text class="faint" x="{x + 10}" y="{y + 36}" font-size="11">{node}</text>',
-    ]
-
-
-def _joints(mesh: Mesh, before: int, after: int, row: int, top: int) -> list[str]:
-    pieces = []
-    for place in range(mesh.grid.stage):
-        joint = _joint(mesh, before, after, place)
-        x, y = _corner(row, place, top)
-        if joint != " ":
-            begin, end = (x + _WIDE / 2, y - _DOWN + 4), (x + _WIDE / 2, y - 4)
-            pieces.append(_stroke(begin, end, joint == "||", "backward"))
-    if after != before + 1:
-        _, y = _corner(row, 0, top)
-        pieces.append(f'<text class="faint" x="16" y="{y - 12}">... {mesh.grid.replica - _MOST_REPLICAS} more</text>')
-    return pieces
-
-
-def _stroke(begin: tuple[float, float], end: tuple[float, float], is_thick: bool, looks: str) -> str:
-    return (
-        f'<line x1="{begin[0]:g}" y1="{begin[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" stroke="{LOOKS[looks].fill}"'
-        f' stroke-width="{6 if is_thick else 2}"/>'
-    )

@@ -1,10 +1,32 @@
-"""The figures of a step."""
+"""The figures of a step: a line of metrics.jsonl."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipetrain.timeline.breakdown import bubble_fraction
+from pipetrain.timeline.step_report import StepFigures, StepResult
 
 PerRank = tuple[float | None, ...]
+
+# What stands in the figures per rank under the same name: in the breakdown of a rank, and in the report of all.
+_OF_BREAKDOWN = (
+    *("recompute_hidden_seconds", "recompute_exposed_seconds", "wait_activation_seconds", "wait_gradient_seconds"),
+    *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),
+)
+_OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """The tokens of a step, as in `StepMetrics`."""
+
+    tokens: int
+    counted_tokens: int
+    tokens_seen: int
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -38,3 +60,45 @@ class StepMetrics:
     reduce_exposed_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
     phase: int | None = None  # its phase, from 0; None: the run has none
+
+
+def perplexity_of(loss: float | None) -> float | None:
+    """e to a loss in nats per token; None where that is no number."""
+    try:
+        return math.exp(loss) if loss is not None and math.isfinite(loss) else None
+    except OverflowError:
+        return None
+
+
+def metrics_of(
+    step: int,
+    result: StepResult,
+    figures: StepFigures,
+    tokens: TokenFigures,
+    mfu_of_a_token_per_second: float | None = None,
+    phase: int | None = None,
+) -> StepMetrics:
+    """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
+    ops, unknown = figures.ops, (None,) * figures.num_ranks
+
+    def of_breakdown(name: str) -> PerRank:
+        return unknown if ops is None else tuple(getattr(rank, name) for rank in ops.breakdown)
+
+    of_ranks: dict[str, Any] = {name: getattr(ops, name, unknown) for name in _OF_REPORT}
+    of_ranks |= {name: of_breakdown(name) for name in _OF_BREAKDOWN}
+    return StepMetrics(
+        step=step,
+        loss=result.loss if math.isfinite(result.loss) else None,
+        perplexity=perplexity_of(result.loss),
+        lr=result.learning_rate,
+        grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
+        **asdict(tokens),
+        step_seconds=figures.step_seconds,
+        bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
+        mfu=None if mfu_of_a_token_per_second is None else tokens.tokens_per_second * mfu_of_a_token_per_second,
+        unexplained_seconds=of_breakdown("other_seconds"),
+        peak_memory_bytes=figures.peak_memory_bytes,
+        skipped=not result.is_accepted,
+        phase=phase,
+        **of_ranks,
+    )

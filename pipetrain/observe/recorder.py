@@ -1,29 +1,34 @@
-"""Everything that a run writes while it goes on: each rank its events, rank 0 all the rest."""
+"""Everything that a run writes and shows while it goes on: each rank its events, rank 0 all the rest."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from pipetrain.config.records import ObserveConfig
-from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import EventFile
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.progress import make_reporter
 from pipetrain.observe.report import RunReport, as_markdown, read_report, write_report
 from pipetrain.observe.run_page import run_page, slowest_of
-from pipetrain.observe.trackers.chosen import make_trackers
-from pipetrain.observe.trackers.tracker import Ending, Trackers
+from pipetrain.observe.trackers.tracker import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.schedule.csv_file import write_csv
-from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.timeline.draw.table import number
 from pipetrain.timeline.shown import Shown
+
+SECONDS_BETWEEN_LINES = 5.0
 
 
 class Recorder:
@@ -39,6 +44,7 @@ class Recorder:
         self._keep = keep
         self._stack = ExitStack()
         self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
+        self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
         self._reporter = self._stack.enter_context(make_reporter(num_steps, shown=config.progress and self.is_first))
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
@@ -62,10 +68,6 @@ class Recorder:
         self._reporter.say(f"step {step}: phase {number} begins")
         self._keep = keep
         self.timelines = []
-
-    def on_event(self, event: OpEvent) -> None:
-        """The sink for this rank's events."""
-        self._events(event)
 
     def end_step(self, step: int, metrics: StepMetrics | None = None, timelines: Sequence[Timeline] = ()) -> None:
         """Step number `step` is over; rank 0 has its figures, and of each replica what ran when."""
@@ -130,3 +132,77 @@ class Recorder:
 
     def close(self) -> None:
         self._stack.close()
+
+
+# How far the run is, on stderr: a bar on a terminal, lines elsewhere ------------------------------------------------
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """What a training loop tells about itself. This one is silent: on every rank but the first, and for `observe.progress=false`."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step is over."""
+
+    def say(self, text: str) -> None:
+        """A line between steps."""
+
+
+class Lines(Reporter):
+    """For log files: the first step, the last one, and one every few seconds."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._said_at = float("-inf")
+
+    def step(self, metrics: StepMetrics) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= SECONDS_BETWEEN_LINES or metrics.step == self._num_steps:
+            self._said_at = now
+            self.say(f"step {metrics.step}/{self._num_steps}  {_figures(metrics)}")
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Bar(Reporter):
+    """For a terminal."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=num_steps)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._progress.update(self._task, completed=metrics.step, description=_figures(metrics))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+
+def make_reporter(num_steps: int, *, shown: bool) -> Reporter:
+    """The reporter that suits stderr."""
+    if not shown:
+        return Reporter()
+    return Bar(num_steps) if sys.stderr.isatty() else Lines(num_steps)
+
+
+def _figures(metrics: StepMetrics) -> str:
+    loss = number(metrics.loss, "{:.3f}")
+    bubble = "" if metrics.bubble_fraction is None else f"  bubble {metrics.bubble_fraction:.0%}"
+    return f"loss {loss}  {metrics.tokens_per_second:,.0f} tokens/s{bubble}"

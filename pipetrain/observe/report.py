@@ -1,20 +1,26 @@
-"""report.json and report.md: what a run did, and what it was predicted to do."""
+"""report.json and report.md: what a run did, beside what it was predicted to do; how they are made, written and read."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipetrain.observe.metrics import PerRank, StepMetrics, perplexity_of
+from pipetrain.plan.measured import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
+from pipetrain.plan.plan import Plan
+from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.draw.table import Table, number, size
-from pipetrain.timeline.rank_place import RankPlace, name_of, num_replicas_of
+from pipetrain.timeline.shown import Shown, show_schedule
+from pipetrain.timeline.step_report import RankPlace, Report, StepFigures, name_of, num_replicas_of
 from pipetrain.timeline.stragglers import Straggler
 
 FORMAT_VERSION = 1
-PerRank = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,7 @@ class RunReport:
     format_version: int = FORMAT_VERSION
     skipped_steps: int = 0  # steps that did not change the weights, because of their loss or gradient
     rollbacks: int = 0  # times that the run went back to an older snapshot, because of a loss or gradient
-    stragglers: tuple[
-        Straggler, ...
-    ] = ()  # ranks whose ops became slower than they were, or are slower than their like
+    stragglers: tuple[Straggler, ...] = ()  # ranks whose ops became slower, or are slower than their like
     mfu: float | None = None  # median share of what the devices could do (observe.peak_flops_per_second)
     set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
     input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
@@ -53,28 +57,12 @@ class RunReport:
     tokens_seen: int | None = None  # by all steps that changed the weights, those before a resume too; with padding
     counted_tokens_seen: int | None = None  # of these, those that counted in the loss
     ranks: tuple[RankPlace, ...] = ()  # the replica and the stages of each
-    batch_size: int | None = (
-        None  # samples of a step; this and the next two: in the last phase, where there are several
-    )
+    batch_size: int | None = None  # samples of a step; this and the next two: of the last phase
     sequence_length: int | None = None  # tokens of a sample
     num_microbatches: int | None = None
-    first_step: int | None = (
-        None  # the first of the steps that medians and peaks are of; None: an older version wrote it
-    )
+    first_step: int | None = None  # of those that medians and peaks are of; None: an older version wrote it
     phase: int | None = None  # the phase that it is the report of, from 0; None: it is that of the run
-    phases: tuple[
-        RunReport, ...
-    ] = ()  # that of each phase that is over, and of the last one; none: the run has no phases
-
-
-def perplexity_of(loss: float | None) -> float | None:
-    """e to a loss in nats per token; None where that is no number."""
-    if loss is None or not math.isfinite(loss):
-        return None
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return None
+    phases: tuple[RunReport, ...] = ()  # that of each phase that is over, and of the last one
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -116,20 +104,19 @@ def _of_values(values: Mapping[str, Any]) -> RunReport:
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
-    notes = remarks(report)
     steps = f"{report.steps} steps" if report.phase is None else f"phase {report.phase}, {_steps_of(report)}"
-    lines = [
-        f"# {report.experiment}: {steps}{stopped}",
-        "",
-        in_a_line(report),
-        "",
-        totals(report).as_markdown(),
-        "",
-        rank_totals(report).as_markdown(),
-        *(["", of_the_last_phase(report), "", phase_totals(report).as_markdown()] if report.phases else []),
-        *(["", *notes] if notes else []),
-    ]
-    return "\n".join(lines) + "\n"
+    parts = [part if isinstance(part, str) else part.as_markdown() for part in report_parts(report)]
+    notes = ["\n".join(found)] if (found := remarks(report)) else []
+    return "\n\n".join([f"# {report.experiment}: {steps}{stopped}", in_a_line(report), *parts, *notes]) + "\n"
+
+
+def report_parts(report: RunReport) -> list[str | Table]:
+    """What stands below each other in a report: tables, and what to know before one."""
+    parts: list[str | Table] = [_totals(report), _rank_totals(report)]
+    if not report.phases:
+        return parts
+    of_last = f"times and shares above are of the last one, peaks of all since step {report.first_step}."
+    return [*parts, f"The run had {len(report.phases)} phases: {of_last}", _phase_totals(report)]
 
 
 def in_a_line(report: RunReport) -> str:
@@ -147,7 +134,9 @@ def remarks(report: RunReport) -> list[str]:
         found.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
     if report.rollbacks:
         found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
-    for replica in _slow_replicas(report):
+    slow = {one.rank for one in report.stragglers}
+    quick = {where.replica for where in report.ranks if where.rank not in slow}
+    for replica in sorted({where.replica for where in report.ranks} - quick) if quick else ():
         found.append(
             f"Replica {replica} is slow: each of its ranks is, so all others wait for it at the end of a step."
         )
@@ -159,36 +148,29 @@ def remarks(report: RunReport) -> list[str]:
     return found
 
 
-def _slow_replicas(report: RunReport) -> list[int]:
-    """Those of which every rank is slow, where there are others."""
-    slow = {one.rank for one in report.stragglers}
-    quick = {where.replica for where in report.ranks if where.rank not in slow}
-    return sorted({where.replica for where in report.ranks} - quick) if quick else []
-
-
-def totals(report: RunReport) -> Table:
-    """The run in a column of numbers."""
+def _totals(report: RunReport) -> Table:
+    """The run in a column of numbers; of tokens, how many counted where not all did."""
+    is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
+    counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
+    predicted = number(report.step_seconds_predicted, "{:.4f} s")
+    if report.step_seconds_measured is not None and report.step_seconds_predicted is not None:
+        predicted += f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
     rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
         ("held-out loss, nats per token", number(report.heldout_loss, "{:.3f}")),
         ("perplexity of the last step", number(report.perplexity, "{:,.2f}")),
         ("held-out perplexity", number(report.heldout_perplexity, "{:,.2f}")),
-        *_seen(report),
+        *([] if report.tokens_seen is None else [("tokens seen", f"{report.tokens_seen:,}{counted}")]),
         ("tokens per second", number(report.tokens_per_second, "{:,.0f}")),
         ("step, measured (median)", number(report.step_seconds_measured, "{:.4f} s")),
-        ("step, predicted", number(report.step_seconds_predicted, "{:.4f} s") + _difference(report)),
+        ("step, predicted", predicted),
         ("bubble", number(report.bubble_fraction, "{:.1%}")),
         *([] if report.mfu is None else [("model FLOPs of the devices' peak (mfu)", number(report.mfu, "{:.1%}"))]),
     ]
     return Table(("", "run"), rows)
 
 
-def of_the_last_phase(report: RunReport) -> str:
-    """What the numbers above the table of the phases are of."""
-    return f"The run had {len(report.phases)} phases: times and shares above are of the last one, peaks of all since step {report.first_step}."
-
-
-def phase_totals(report: RunReport) -> Table:
+def _phase_totals(report: RunReport) -> Table:
     """A line per phase."""
     header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
     rows = [
@@ -201,8 +183,8 @@ def phase_totals(report: RunReport) -> Table:
             number(one.step_seconds_measured, "{:.4f} s"),
             number(one.step_seconds_predicted, "{:.4f} s"),
             number(one.bubble_fraction, "{:.1%}"),
-            number(_most(one.recompute_exposed_seconds), "{:.4f} s"),
-            size(_most(one.peak_activation_bytes)),
+            number(most(one.recompute_exposed_seconds), "{:.4f} s"),
+            size(most(one.peak_activation_bytes)),
             number(one.loss, "{:.3f}"),
             number(one.heldout_loss, "{:.3f}"),
         )
@@ -211,7 +193,8 @@ def phase_totals(report: RunReport) -> Table:
     return Table((*header, "R exposed, most", "peak activations, most", "loss", "held-out loss"), rows)
 
 
-def _most(of_ranks: PerRank) -> float | None:
+def most(of_ranks: PerRank) -> float | None:
+    """Of the rank that has most; None where it is known of none."""
     return max((value for value in of_ranks if value is not None), default=None)
 
 
@@ -219,7 +202,7 @@ def _steps_of(report: RunReport) -> str:
     return f"steps {report.first_step} to {report.steps}"
 
 
-def rank_totals(report: RunReport) -> Table:
+def _rank_totals(report: RunReport) -> Table:
     """Recomputation and memory, a column per rank."""
     shares = [share or 0.0 for share in report.deferred_share]
     is_replicated = num_replicas_of(report.ranks) > 1
@@ -238,16 +221,99 @@ def rank_totals(report: RunReport) -> Table:
     return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
 
 
-def _seen(report: RunReport) -> list[tuple[str, str]]:
-    """Tokens, and how many of them counted where not all did; nothing where an older version wrote the report."""
-    if report.tokens_seen is None:
-        return []
-    counted = report.counted_tokens_seen
-    rest = "" if counted in (None, report.tokens_seen) else f", {counted:,} counted"
-    return [("tokens seen", f"{report.tokens_seen:,}{rest}")]
+# From what the steps did to the report ----------------------------------------------------------------------------
 
 
-def _difference(report: RunReport) -> str:
-    if report.step_seconds_measured is None or report.step_seconds_predicted is None:
-        return ""
-    return f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
+def measured_steps(first_step: int) -> range:
+    """The steps of a run that begins with `first_step` whose op times the prediction is made from."""
+    return range(first_step - 1 + MEASURED_STEPS.start, first_step - 1 + MEASURED_STEPS.stop)
+
+
+def measured_and_predicted(
+    schedule: Schedule, last: Report | None, early: Sequence[Sequence[Timeline]]
+) -> tuple[tuple[Shown, ...], Shown | None]:
+    """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
+    if last is None:
+        return (), None
+    predicted = show_schedule(schedule, measure_costs(schedule.num_stages, early)) if early else None
+    several = len(last.timelines) > 1
+
+    def shown(number: int, timeline: Timeline) -> Shown:
+        # Its own, not those of other steps: it may have been faster.
+        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
+        return Shown(
+            last.schedule,  # in the last step microbatches that count nothing may have been skipped
+            costs,
+            timeline,
+            # The step itself is an order of its ops: what their medians say of the least time can be no more.
+            min(bound_of(last.schedule, costs), last.step_seconds),
+            last.breakdown_of(number),
+            ranks=last.ranks_of(number) if several else (),
+            span=(last.start, last.start + last.step_seconds) if several else None,
+        )
+
+    return tuple(shown(number, timeline) for number, timeline in enumerate(last.timelines)), predicted
+
+
+def make_report(
+    experiment: str,
+    plan: Plan,
+    schedule: Schedule,
+    metrics: Sequence[StepMetrics],
+    last: StepFigures,
+    *,
+    first_step: int,
+    predicted: Shown | None,
+    heldout_loss: float | None,
+    stopped_by: str | None,
+) -> RunReport:
+    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
+
+    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks. Likewise those of a
+    phase.
+    """
+    compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
+    settled = compared or metrics
+
+    held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in ("set_bytes", "input_bytes", "kept_bytes")}
+
+    def median(name: str) -> float | None:
+        return _median(getattr(step, name) for step in settled)
+
+    def medians(name: str) -> PerRank:
+        return tuple(map(_median, zip(*(getattr(step, name) for step in settled))))
+
+    return RunReport(
+        experiment=experiment,
+        schedule=schedule.family,
+        recompute_mode=schedule.policy.mode.value,
+        balance=plan.balance,
+        steps=metrics[-1].step,
+        loss=metrics[-1].loss,
+        heldout_loss=heldout_loss,
+        perplexity=perplexity_of(metrics[-1].loss),
+        heldout_perplexity=perplexity_of(heldout_loss),
+        tokens_per_second=median("tokens_per_second"),
+        step_seconds_measured=median("step_seconds"),
+        step_seconds_predicted=predicted.step_seconds if predicted and compared else None,
+        bubble_fraction=median("bubble_fraction"),
+        stopped_by=stopped_by,
+        recompute_hidden_seconds=medians("recompute_hidden_seconds"),
+        recompute_exposed_seconds=medians("recompute_exposed_seconds"),
+        peak_activation_bytes=peak_activation_bytes(metrics),
+        peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        mfu=median("mfu"),
+        deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
+        **held,
+    )
+
+
+def peak_activation_bytes(metrics: Sequence[StepMetrics]) -> PerRank:
+    """The most that each rank held in any of these steps."""
+    return tuple(map(most, zip(*(step.peak_activation_bytes for step in metrics))))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -23,7 +23,7 @@ from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 
 Shapes = Sequence[Sequence[int]]
 

@@ -35,6 +35,7 @@ from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
     check_callable,
+    check_loss_is_local,
     check_loss_is_plain,
     check_no_inference_tensors,
     checked_reduction,
@@ -53,6 +54,7 @@ from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
+from pipetrain.runtime.skips import Skips
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
@@ -76,7 +78,8 @@ class Pipeline:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
             called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
             parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. What layers have
+            to add to it they give to `add_loss`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
@@ -200,6 +203,7 @@ class Pipeline:
                 self._name_of, self._loss_fn = name_in(spec), loss_fn
                 layers = self._build(spec, checked=plan is None and balance == "auto")
                 self._stages = self._stages_of(layers, self._programs, policy)
+                check_loss_is_local(loss_fn, {**spec.modules, **self._layers()}, self.plan)
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())
@@ -217,6 +221,7 @@ class Pipeline:
                 policy.verify,
                 self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
+                Skips({**spec.modules, **self._layers()}, loss_fn, self.plan, self._place),
                 loss_reduction=own.loss_reduction,
                 checks_loss=checks_loss,
             )

@@ -63,18 +63,14 @@ def break_down_replicas(schedule: Schedule, replicas: Sequence[Timeline]) -> tup
     """For each replica one record per rank, counted as in its timeline. The step is that of all: none may go on before the last."""
     computed = max(timeline.last_op_end for timeline in replicas)
     step = (min(timeline.start for timeline in replicas), max(timeline.end for timeline in replicas))
-    return tuple(_of_replica(schedule, timeline, step, computed) for timeline in replicas)
-
-
-def _of_replica(schedule: Schedule, timeline: Timeline, step: Interval, computed: float) -> tuple[RankBreakdown, ...]:
-    of_rank: list[list[OpEvent]] = [[] for _ in range(timeline.num_ranks)]
-    for event in timeline.events:
-        of_rank[event.rank].append(event)
-    busy = [merged(_interval(event) for event in events if event.op.kind.computes) for events in of_rank]
-    most = max(map(length, busy), default=0.0)
-    return tuple(
-        _of_rank(schedule, rank, of_rank[rank], busy[rank], step, most, computed) for rank in range(timeline.num_ranks)
-    )
+    found = []
+    for timeline in replicas:
+        ranks = [timeline.of_rank(rank) for rank in range(timeline.num_ranks)]
+        busy = [merged(_interval(event) for event in events if event.op.kind.computes) for events in ranks]
+        most = max(map(length, busy), default=0.0)
+        own = (_of_rank(schedule, rank, ranks[rank], busy[rank], step, most, computed) for rank in range(len(ranks)))
+        found.append(tuple(own))
+    return tuple(found)
 
 
 def bubble_fraction(breakdown: Sequence[RankBreakdown]) -> float:
@@ -101,6 +97,8 @@ def _of_rank(
     rest = 1 - imbalance / waits if waits > 0 else 0.0
     recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
+    backward = sum(event.end - event.start for event in events if event.op.kind in _BACKWARD)
+    late = sum(event.end - event.start for event in events if event.op.kind in FINISHING)
     reduces = merged(_interval(event) for event in events if event.op.kind in REDUCING)
     reducing = length(clipped(reduces, (max(last, computed), step[1])))
     return RankBreakdown(
@@ -115,16 +113,9 @@ def _of_rank(
         recompute_hidden_seconds=recompute - exposed,
         recompute_exposed_seconds=exposed,
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
-        deferred_share=_deferred_share(events),
+        deferred_share=late / backward if backward > 0 else 0.0,
         reduce_exposed_seconds=reducing,
     )
-
-
-def _deferred_share(events: Iterable[OpEvent]) -> float:
-    backward = [event for event in events if event.op.kind in _BACKWARD]
-    seconds = sum(event.end - event.start for event in backward)
-    late = sum(event.end - event.start for event in backward if event.op.kind in FINISHING)
-    return late / seconds if seconds > 0 else 0.0
 
 
 def _waits(

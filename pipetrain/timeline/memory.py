@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, places_freed, places_taken
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
 
-_Count = TypeVar("_Count", int, Fraction)
+_Count = TypeVar("_Count", int, float, Fraction)
 Curve = list[tuple[float, float]]  # (time, held from then on)
 
 
@@ -57,18 +58,10 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
             changes.append((event.start, (whole - kept) * share - stash))
         elif places_freed(schedule, op):
             changes.append((event.end, -whole * schedule.policy.share_of(stage, op.part)))
-    held, curve = 0.0, []
-    for time, change in sorted(changes):
-        held += change
-        curve.append((time, held))
-    return curve
+    return _running(changes)
 
 
 def _running(changes: list[tuple[float, _Count]]) -> list[tuple[float, _Count]]:
     """How many there are after each change, in the order of time; of one moment what goes comes first."""
-    counts = []
-    alive: Any = 0
-    for time, change in sorted(changes):
-        alive += change
-        counts.append((time, alive))
-    return counts
+    in_order = sorted(changes)
+    return list(zip((time for time, _ in in_order), itertools.accumulate(change for _, change in in_order)))

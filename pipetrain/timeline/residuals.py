@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Lane, Op
 
@@ -54,22 +54,16 @@ def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[O
         for event in one.events:
             if event.op.meets_none:
                 whole[event.op] = max(event.start, whole.get(event.op, event.start))
-    return dict(_seconds(timeline.events, by_op, whole))
-
-
-def _seconds(
-    events: Iterable[OpEvent], by_op: Mapping[Op, OpEvent], whole: Mapping[Op, float]
-) -> Iterable[tuple[Op, float]]:
+    seconds: dict[Op, float] = {}
     ended: dict[int, float] = {}  # per rank, the sum before
-    for event in events:
+    for event in timeline.events:
         if event.op.kind.computes:
-            yield event.op, event.end - event.start
+            seconds[event.op] = event.end - event.start
         elif event.op.meets_none:
             begin = max(whole[event.op], ended.get(event.rank, float("-inf")))
             ended[event.rank] = event.end
-            yield event.op, max(event.end - begin, 0.0)
-        elif event.lane in (Lane.RECV, Lane.REDUCE):
-            other = by_op.get(partner_of(event.op))
-            if other is not None:
-                # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
-                yield event.op, max(event.end - max(other.start, event.start), 0.0)
+            seconds[event.op] = max(event.end - begin, 0.0)
+        elif event.lane in (Lane.RECV, Lane.REDUCE) and (other := by_op.get(partner_of(event.op))) is not None:
+            # clocks of two ranks agree to some microseconds only, so a fast hop may seem to end before it began
+            seconds[event.op] = max(event.end - max(other.start, event.start), 0.0)
+    return seconds

@@ -9,7 +9,7 @@ from typing import Any
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT
 from pipetrain.schedule.halves import is_split
 from pipetrain.schedule.placement import spelling_of
@@ -18,7 +18,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 
 _NO_GAP = 1e-9  # a smaller one is rounding
 
@@ -63,6 +63,16 @@ class Shown:
         return bubble_fraction(self.breakdown)
 
     @property
+    def hidden_seconds(self) -> float:
+        """Recomputation that was hidden, of all ranks."""
+        return sum(rank.recompute_hidden_seconds for rank in self.breakdown)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """That which was exposed."""
+        return sum(rank.recompute_exposed_seconds for rank in self.breakdown)
+
+    @property
     def title(self) -> str:
         """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
         replicas, `4 replicas of 2 stages x 8 microbatches`."""
@@ -81,8 +91,8 @@ class Shown:
         """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
         if not self.costs.set_bytes or not self.costs.input_bytes:
             return None
-        ranks = range(self.schedule.num_ranks)
-        curves = [bytes_over_time(self.schedule, self.timeline.of_rank(rank), self.costs) for rank in ranks]
+        events = map(self.timeline.of_rank, range(self.schedule.num_ranks))
+        curves = (bytes_over_time(self.schedule, of_rank, self.costs) for of_rank in events)
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
     def peak_sets_with_inputs(self) -> tuple[float, ...] | None:
@@ -101,9 +111,8 @@ class Shown:
 
     def peak_stash(self) -> list[int]:
         """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
-        ranks = range(self.schedule.num_ranks)
-        curves = [stash_over_time(self.schedule, self.timeline.of_rank(rank)) for rank in ranks]
-        return [max((held for _, held in curve), default=0) for curve in curves]
+        events = map(self.timeline.of_rank, range(self.schedule.num_ranks))
+        return [max((held for _, held in stash_over_time(self.schedule, of_rank)), default=0) for of_rank in events]
 
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
@@ -111,8 +120,7 @@ class Shown:
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists and numbers, under the names that scripts rely on; per rank means a list in rank order."""
-        with_inputs = self.peak_sets_with_inputs()
-        least = self.least_seconds
+        with_inputs, least = self.peak_sets_with_inputs(), self.least_seconds
         return {
             "step_seconds": self.step_seconds,
             "bound_seconds": self.bound_seconds,
@@ -123,35 +131,29 @@ class Shown:
             "peak_sets": [rank.peak_sets for rank in self.breakdown],
             "peak_stash": self.peak_stash(),
             **({} if with_inputs is None else {"peak_sets_with_inputs": list(with_inputs)}),
-            "ops": [
-                {
-                    "rank": event.rank,
-                    "lane": event.lane.value,
-                    "op": str(event.op),
-                    "start": event.start,
-                    "end": event.end,
-                }
-                for event in self.timeline.events
-            ],
+            "ops": [op_record(event) for event in self.timeline.events],
         }
+
+
+def op_record(event: OpEvent) -> dict[str, Any]:
+    """An event as plain values."""
+    times = {"start": event.start, "end": event.end}
+    return {"rank": event.rank, "lane": event.lane.value, "op": str(event.op), **times}
 
 
 def _policy(policy: RecomputePolicy) -> str:
     """The mode, and what differs from the default."""
-    words = [policy.mode.value]
-    words += [f"segments {policy.segments}"] if policy.in_parts else []
-    if policy.mode is not Mode.NEVER:
-        words += (
-            [f"sets {_numbers(policy.sets)}"]
-            if policy.sets not in (None, 1) or (policy.in_parts and policy.sets)
-            else []
-        )
-        words += [f"keep {policy.keep}"] if policy.keep is not None else []
-    if policy.mode is not Mode.NEVER and policy.selective:
-        words += [f"selective {' '.join(map(str, policy.selective))}"]
-    words += [f"stash {_numbers(policy.stash)}"] if policy.stash is not None else []
-    words += ["last stage too"] if policy.last_stage is LastStage.ALWAYS and policy.mode is not Mode.NEVER else []
-    return ", ".join(words)
+    recomputes = policy.mode is not Mode.NEVER
+    words = {
+        policy.mode.value: True,
+        f"segments {policy.segments}": policy.in_parts,
+        f"sets {_numbers(policy.sets)}": recomputes and policy.sets not in ((None,) if policy.in_parts else (None, 1)),
+        f"keep {policy.keep}": recomputes and policy.keep is not None,
+        f"selective {' '.join(map(str, policy.selective))}": recomputes and policy.selective,
+        f"stash {_numbers(policy.stash)}": policy.stash is not None,
+        "last stage too": recomputes and policy.last_stage is LastStage.ALWAYS,
+    }
+    return ", ".join(text for text, is_said in words.items() if is_said)
 
 
 def _numbers(value: Sets | None) -> str:

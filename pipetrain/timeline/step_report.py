@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.breakdown import RankBreakdown, break_down_replicas
-from pipetrain.timeline.rank_place import RankPlace
+
+# What a rank's report has under the name under which that of all has a number per rank.
+_BYTES = (
+    *("peak_activation_bytes", "peak_activation_bytes_never", "peak_memory_bytes", "peak_reserved_bytes"),
+    *("communicator_bytes", "peak_stage_bytes", "set_bytes", "input_bytes", "kept_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """`rank` counts all ranks of the run, `place` those of its replica; `stages` are those that live there."""
+
+    rank: int
+    replica: int = 0
+    place: int = 0
+    stages: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """`rank 5 (replica 1, stages 1 and 3)`, as messages have it."""
+        *most, last = map(str, self.stages)
+        held = f"stages {', '.join(most)} and {last}" if most else f"stage {last}"
+        return f"rank {self.rank} (replica {self.replica}, {held})"
+
+
+def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
+    """`rank 3`; where `ranks`, in their order, are those of several replicas, with its place among them."""
+    return str(ranks[rank]) if num_replicas_of(ranks) > 1 else f"rank {rank}"
+
+
+def num_replicas_of(ranks: Iterable[RankPlace]) -> int:
+    return len({where.replica for where in ranks})
 
 
 @dataclass(frozen=True)
@@ -34,9 +64,7 @@ class RankReport:
     clock_error_seconds: float = 0.0
     peak_reserved_bytes: int | None = None
     communicator_bytes: int | None = None
-    peak_stage_bytes: int = (
-        0  # of `peak_activation_bytes`, without messages on their way: sets, inputs, what waits for W
-    )
+    peak_stage_bytes: int = 0  # of `peak_activation_bytes`, those of stages: without messages on their way
     # Of one microbatch, the most of any stage: its set, and what is held before its R, the stage's input and the outputs kept for R.
     set_bytes: int = 0
     input_bytes: int = 0
@@ -109,42 +137,24 @@ class Report:
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
         """The step of the ranks that these reports are of, all that there are."""
         ranks = sorted(reports, key=lambda report: report.rank)
-        timelines = _timelines(ranks)
+        places = tuple(report.where for report in ranks)
+        replicas: dict[int, dict[int, RankReport]] = {}
+        for report in ranks:
+            replicas.setdefault(report.replica, {})[report.where.place] = report
+        timelines = tuple(
+            Timeline(len(own), tuple(event for place in sorted(own) for event in own[place].events))
+            for _, own in sorted(replicas.items())
+        )
         parts = break_down_replicas(schedule, timelines)
         return Report(
             step=ranks[0].step,
             schedule=schedule,
             timelines=timelines,
-            ranks=tuple(report.where for report in ranks),
-            breakdown=tuple(
-                replace(parts[where.replica][where.place], rank=where.rank)
-                for where in (report.where for report in ranks)
-            ),
-            peak_activation_bytes=tuple(report.peak_activation_bytes for report in ranks),
-            peak_activation_bytes_never=tuple(report.peak_activation_bytes_never for report in ranks),
-            peak_memory_bytes=tuple(report.peak_memory_bytes for report in ranks),
-            peak_reserved_bytes=tuple(report.peak_reserved_bytes for report in ranks),
-            communicator_bytes=tuple(report.communicator_bytes for report in ranks),
+            ranks=places,
+            breakdown=tuple(replace(parts[where.replica][where.place], rank=where.rank) for where in places),
             clock_error_seconds=max(report.clock_error_seconds for report in ranks),
-            peak_stage_bytes=tuple(report.peak_stage_bytes for report in ranks),
-            set_bytes=tuple(report.set_bytes for report in ranks),
-            input_bytes=tuple(report.input_bytes for report in ranks),
-            kept_bytes=tuple(report.kept_bytes for report in ranks),
+            **{name: tuple(getattr(report, name) for report in ranks) for name in _BYTES},
         )
-
-
-def _timelines(reports: Iterable[RankReport]) -> tuple[Timeline, ...]:
-    """One per replica, each with its ranks by their places."""
-    replicas: dict[int, dict[int, RankReport]] = {}
-    for report in reports:
-        replicas.setdefault(report.replica, {})[report.where.place] = report
-    return tuple(
-        Timeline(
-            len(ranks),
-            tuple(event for place in sorted(ranks) for event in ranks[place].events),
-        )
-        for _, ranks in sorted(replicas.items())
-    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.op import Kind
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 
 LIMIT = 1.3  # times as slow: less is noise
 EARLY_STEPS = 8  # the start that later steps are compared with, after the first step, which warms up

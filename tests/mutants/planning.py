@@ -26,7 +26,7 @@ MUTANTS = (
     ),
     Mutant(
         "the bound of the last step is that of the steps before",
-        "pipetrain/observe/run_report.py",
+        "pipetrain/observe/report.py",
         "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
         "        costs = measure_costs(schedule.num_stages, early or [last.timelines])",
         ("tests/observe/test_replicas.py", "-k", "own_bound"),
@@ -48,16 +48,23 @@ MUTANTS = (
     Mutant(
         "nobody waits for a killed run",
         "pipetrain/observe/claim.py",
-        "    if not again:\n        return _GLANCE_SECONDS",
-        "    if True:\n        return _GLANCE_SECONDS",
+        "        if again:  # the killed run may not be gone yet",
+        "        if False:",
         ("tests/observe/test_claim.py", "-k", "goes_on_waits"),
     ),
     Mutant(
         "an events file counts ranks in the replica",
-        "pipetrain/observe/event_file.py",
-        '"rank": rank,',
-        '"rank": event.rank,',
+        "pipetrain/observe/lines.py",
+        '"rank": self._rank}',
+        '"rank": event.rank}',
         ("tests/observe/test_replicas.py", "-k", "events_of_a_file"),
+    ),
+    Mutant(
+        "a run that goes on keeps a step that it repeats",
+        "pipetrain/observe/lines.py",
+        'if line["step"] < first_step)',
+        'if line["step"] <= first_step)',
+        ("tests/observe/test_lines.py", "-k", "goes_on"),
     ),
     Mutant(
         "the name of a folder is chosen, and not taken",
@@ -75,9 +82,9 @@ MUTANTS = (
     ),
     Mutant(
         "pictures of replicas begin with their own first op",
-        "pipetrain/observe/run_report.py",
-        ", span=span)",
-        ")",
+        "pipetrain/observe/report.py",
+        "            span=(last.start, last.start + last.step_seconds) if several else None,\n",
+        "",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),
     ),
     Mutant(

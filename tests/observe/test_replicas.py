@@ -12,12 +12,12 @@ import pytest
 from test_report import REPORT
 
 from pipetrain.config.records import ObserveConfig
-from pipetrain.observe.event_file import EventFile
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import EventFile
+from pipetrain.observe.metrics import TokenFigures, metrics_of
 from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.report import as_markdown, read_report, remarks, write_report
+from pipetrain.observe.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.observe.run_page import run_page
-from pipetrain.observe.run_report import TokenFigures, measured_and_predicted, metrics_of
 from pipetrain.observe.trackers.tracker import figures
 from pipetrain.plan.measured import measure_costs
 from pipetrain.schedule.bound import bound_of
@@ -28,9 +28,8 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down, break_down_replicas
-from pipetrain.timeline.rank_place import RankPlace
 from pipetrain.timeline.residuals import op_seconds, residuals
-from pipetrain.timeline.step_report import RankReport, Report, StepFigures, StepResult
+from pipetrain.timeline.step_report import RankPlace, RankReport, Report, StepFigures, StepResult
 from pipetrain.timeline.stragglers import Straggler
 
 STAGES = 2

@@ -8,7 +8,7 @@ import pytest
 from shows import show
 
 from pipetrain.cli.main import main
-from pipetrain.observe.drawing import draw, write_drawing
+from pipetrain.cli.show_command import draw, write_drawing
 from pipetrain.schedule.op import Op
 from pipetrain.timeline.shown import Shown
 

@@ -16,12 +16,10 @@ from shows import show
 from pipetrain.cli.main import main
 from pipetrain.config.load import load
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import read_lines
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.picture import timeline_png
-from pipetrain.observe.trackers.chosen import make_trackers
-from pipetrain.observe.trackers.jsonl import JsonLines, read_lines
 from pipetrain.observe.trackers.tensorboard import TensorBoardTracker
-from pipetrain.observe.trackers.tracker import Ending, Tracker, Trackers, figures
+from pipetrain.observe.trackers.tracker import Ending, JsonLines, Tracker, Trackers, figures, make_trackers
 
 METRICS = StepMetrics(
     step=3,
@@ -175,43 +173,43 @@ def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
 
 
-def lose_wandb_at_the_end(path: pathlib.Path, over_the_picture: bool) -> None:
-    """Its process ends when it has begun with the picture of the end and has not got it, or when it has been told all."""
+def lose_wandb_at_the_end(path: pathlib.Path, over_the_page: bool) -> None:
+    """Its process ends when it has begun with the page of the end and has not got it, or when it has been told all."""
     import wandb
 
     os.environ["HOME"] = str(path)
-    take = wandb.Image.bind_to_run
-    pictures: list[wandb.Image] = []
+    take = wandb.Html.bind_to_run
+    pages: list[wandb.Html] = []
 
-    def take_and_lose(picture: wandb.Image, *arguments: Any, **options: Any) -> None:
-        take(picture, *arguments, **options)
-        pictures.append(picture)
-        if over_the_picture and len(pictures) == 1:
+    def take_and_lose(page: wandb.Html, *arguments: Any, **options: Any) -> None:
+        take(page, *arguments, **options)
+        pages.append(page)
+        if over_the_page and len(pages) == 1:
             end_cores()
 
-    wandb.Image.bind_to_run = take_and_lose
+    wandb.Html.bind_to_run = take_and_lose
     trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
     trackers.start({})
     for step in range(1, 4):
         trackers.step(at_step(step))
     trackers.finish(Ending(REPORT, [PICTURE], "<html></html>"))
-    if not over_the_picture:
+    if not over_the_page:
         end_cores()
     trackers.close()
-    assert len(pictures) == 2
+    assert len(pages) == 2
 
 
 @pytest.mark.quick("False")
-@pytest.mark.parametrize("over_the_picture", [True, False])
-def test_wandb_gets_the_picture_of_the_end_again_where_its_process_is_ended(
-    over_the_picture: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("over_the_page", [True, False])
+def test_wandb_gets_the_page_of_the_end_again_where_its_process_is_ended(
+    over_the_page: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A picture belongs to the wandb run that it was first given to, so it has to be made again, too."""
-    run_ranks(1, lose_wandb_at_the_end, tmp_path, over_the_picture)
+    """A page belongs to the wandb run that it was first given to, so it has to be made again, too."""
+    run_ranks(1, lose_wandb_at_the_end, tmp_path, over_the_page)
     assert "wandb keeps nothing" not in capfd.readouterr().err
     rows = wandb_log.rows(wandb_log.newest(tmp_path))
     assert [row["loss"] for row in rows if "loss" in row] == [1, 1 / 2, 1 / 3]
-    assert {"timeline", "timeline_page", "heldout_loss"} <= {key.partition("/")[0] for key in rows[-1]}
+    assert {"timeline_page", "heldout_loss"} <= {key.partition("/")[0] for key in rows[-1]}
 
 
 def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:
@@ -231,4 +229,5 @@ def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(
     seen = EventAccumulator(str(folder.tensorboard)).Reload()
     assert [round(1 / event.value) for event in seen.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [(event.step, event.value) for event in seen.Scalars("heldout_loss")] == [(6, 0.5)]
-    assert seen.Images("timeline")[0].encoded_image_string == timeline_png([PICTURE])
+    (drawn,) = seen.Tensors("timeline")
+    assert f"{PICTURE.title}\n\nrank 0 F0" in drawn.tensor_proto.string_val[0].decode()

@@ -227,9 +227,10 @@ def test_it_is_a_picture_of_its_own(tmp_path: pathlib.Path) -> None:
         main(["show", "--mesh", *QUICK, "--against=parallel.order=stage-replica", f"--out={tmp_path / 'm.svg'}"]) == 0
     )
     root = ElementTree.parse(tmp_path / "m.svg").getroot()
-    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert words.count("rank 3") == 2
-    assert sum("parallel.order" in (word or "") for word in words) == 2
+    lines = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sum("rank 3" in line for line in lines) == 2
+    assert sum("parallel.order" in line for line in lines) == 2
+    assert "replica 1  rank 2  --> rank 3" in lines
 
 
 def test_what_the_model_does_not_make_is_drawn_and_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.timeline.breakdown import break_down, bubble_fraction
-from pipetrain.timeline.draw.rank_table import schedules_table
+from pipetrain.timeline.draw.page import schedules_table
 from pipetrain.timeline.memory import bytes_over_time, sets_over_time
 
 

@@ -9,7 +9,7 @@ import pytest
 from random_schedules import split
 from shows import show
 
-from pipetrain.observe.drawing import draw
+from pipetrain.cli.show_command import draw
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.csv_file import pairs_in_csv, size_of_csv, write_csv
 from pipetrain.schedule.families import ComputeLanes, Shape, gpipe

@@ -15,9 +15,8 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.timeline.breakdown import break_down
 from pipetrain.timeline.draw.chrome_trace import chrome_trace
-from pipetrain.timeline.draw.page import html
+from pipetrain.timeline.draw.page import html, ranks_table, schedules_table
 from pipetrain.timeline.draw.palette import LOOKS, drawn_kinds, looks_of
-from pipetrain.timeline.draw.rank_table import ranks_table, schedules_table
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.draw.terminal import legend, staircase
 from pipetrain.timeline.shown import Shown

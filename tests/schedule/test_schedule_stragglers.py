@@ -9,7 +9,7 @@ import pytest
 
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.timeline.rank_place import RankPlace
+from pipetrain.timeline.step_report import RankPlace
 from pipetrain.timeline.stragglers import EARLY_STEPS, LIMIT, WINDOW_STEPS, Straggler, StragglerWatch
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.R: 1.0}

@@ -105,9 +105,7 @@ def test_srun_must_not_start_all_ranks_several_times(
 
 def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pipetrain").mkdir()
-    monkeypatch.setattr(
-        "pipetrain.cli.bench_command.__file__", str(tmp_path / "pipetrain" / "cli" / "bench_command.py")
-    )
+    monkeypatch.setattr("pipetrain.cli.main.__file__", str(tmp_path / "pipetrain" / "cli" / "main.py"))
     assert main(["bench"]) == 2  # there are none
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("")

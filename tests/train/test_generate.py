@@ -120,10 +120,10 @@ def test_ranks_that_nobody_launched_are_told_which_snapshot(
     run = RunFolder(pathlib.Path(shutil.copytree(saved_run, tmp_path / "run")))
     shutil.rmtree(run.weights)
     with pytest.raises(ValueError, match=r"has snapshots alone, .* choose one with --step=N on all ranks"):
-        generate_command._weights_of_rank(run, None)
+        generate_command._weights(run, None, is_rank=True)
     chosen = generate_command._weights(run, None)
     assert generate_command._step_of(chosen, run) == ["--step=3"]
-    assert generate_command._weights_of_rank(run, 3) == chosen == run.path / "snapshots" / "step-00000003"
+    assert generate_command._weights(run, 3, is_rank=True) == chosen == run.path / "snapshots" / "step-00000003"
 
 
 @pytest.mark.slow

@@ -152,12 +152,10 @@ def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Pa
     assert set(told) == {(run_id, "mine", "ours", "small", "tried")}
     seen = EventAccumulator(str(folder / "killed" / "tensorboard"), {"scalars": 0}).Reload()
     assert [event.step for event in seen.Scalars("loss")] == list(range(1, steps + 1))
-    assert "timeline" in seen.Tags()["images"]
+    assert "timeline" in seen.Tags()["tensors"]
     last = rows[-1]
-    assert last["timeline/_type"] == "image-file"
     assert last["timeline_page/_type"] == "html-file"
     media = wandb_log.newest(folder / "killed").parent / "files"
-    assert (media / last["timeline/path"]).read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (media / last["timeline_page/path"]).read_text()
     (config,) = (
         {update.key: update.value_json for update in record.run.config.update}

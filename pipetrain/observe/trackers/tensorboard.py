@@ -9,8 +9,10 @@ from typing import Any
 
 from pipetrain.observe.folder import RunFolder
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.picture import timeline_png
 from pipetrain.observe.trackers.tracker import Ending, Tracker, figures
+from pipetrain.timeline.draw.terminal import staircase
+
+_WIDTH = 120  # columns of the timeline
 
 
 class TensorBoardTracker(Tracker):
@@ -42,13 +44,14 @@ class TensorBoardTracker(Tracker):
         self._write(first_step, session_log=SessionLog(status=SessionLog.START))
 
     def finish(self, ending: Ending) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         report = ending.report
         if report.heldout_loss is not None:
             self._scalars(report.steps, {"heldout_loss": report.heldout_loss})
-        image = Summary.Image(encoded_image_string=timeline_png(ending.pictures), colorspace=3)
-        self._write(report.steps, summary=Summary(value=[Summary.Value(tag="timeline", image=image)]))
+        drawn = [f"{one.title}\n\n{staircase(one.timeline, width=_WIDTH)}" for one in ending.pictures]
+        text = "\n\n".join(["```", *drawn, "```"])  # markdown: as it stands
+        self._write(report.steps, summary=text_pb("timeline", text))
 
     def close(self) -> None:
         if self._writer is not None:

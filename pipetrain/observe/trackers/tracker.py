@@ -1,13 +1,18 @@
-"""What a run tells whoever keeps its figures, and how a keeper that fails is left behind."""
+"""What a run tells whoever keeps its figures: metrics.jsonl, and what is asked for besides. One that fails is left behind."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipetrain.config.records import ObserveConfig
+from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import LineFile
 from pipetrain.observe.metrics import StepMetrics
 from pipetrain.observe.report import RunReport
 from pipetrain.timeline.shown import Shown
@@ -44,7 +49,7 @@ class Tracker:
         """Writes what is still on its way. Called once, whatever happened before."""
 
 
-class Trackers:
+class Trackers(Tracker):
     """Several trackers by name. One that raises is named on stderr, once, and hears nothing more."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -83,6 +88,63 @@ class Trackers:
                 )
                 with contextlib.suppress(Exception):
                     tracker.close()
+
+
+class JsonLines(Tracker):
+    """metrics.jsonl, a line for each step, and heldout.jsonl, a line for each evaluation on the way.
+
+    Whole lines are appended at once: what a killed run has written stays. Lines of steps that are run again are dropped.
+    """
+
+    def __init__(self, folder: RunFolder, first_step: int = 1, *, evaluates: bool = False) -> None:
+        self._metrics = LineFile(folder.metrics, first_step)
+        self._heldout = LineFile(folder.heldout, first_step) if evaluates else None
+        self._files = [self._metrics] if self._heldout is None else [self._metrics, self._heldout]
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._metrics.write([json.dumps(asdict(metrics)) + "\n"])
+
+    def evaluated(self, step: int, heldout_loss: float) -> None:
+        if self._heldout is not None:
+            self._heldout.write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
+
+    def rewind(self, first_step: int) -> None:
+        for file in self._files:
+            file.rewind(first_step)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def check_trackers(config: ObserveConfig) -> None:
+    """Raises:
+    ValueError: a tracker is asked for whose package is not installed.
+    """
+    for key, value, is_off, package in (
+        ("observe.wandb.mode", config.wandb.mode, "disabled", "wandb"),
+        ("observe.tensorboard", str(config.tensorboard).lower(), "false", "tensorboard"),
+    ):
+        if value != is_off and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{key}={value}: the package {package} is not installed; pip install 'pipetrain[train]' brings it, "
+                f"and {key}={is_off} does without"
+            )
+
+
+def make_trackers(config: ObserveConfig, folder: RunFolder, first_step: int) -> dict[str, Tracker]:
+    """By the name that a message gives them. Files of steps that will be repeated lose those lines now."""
+    evaluates = config.evaluate_every_steps is not None
+    trackers: dict[str, Tracker] = {"metrics.jsonl": JsonLines(folder, first_step, evaluates=evaluates)}
+    if config.wandb.mode != "disabled":
+        from pipetrain.observe.trackers.wandb import WandbTracker
+
+        trackers["wandb"] = WandbTracker(folder, config.wandb, first_step)
+    if config.tensorboard:
+        from pipetrain.observe.trackers.tensorboard import TensorBoardTracker
+
+        trackers["tensorboard"] = TensorBoardTracker(folder, first_step)
+    return trackers
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import secrets
 import shutil
@@ -16,9 +15,8 @@ from typing import Any
 
 from pipetrain.config.records import WandbConfig
 from pipetrain.observe.folder import RunFolder
+from pipetrain.observe.lines import read_lines
 from pipetrain.observe.metrics import StepMetrics
-from pipetrain.observe.picture import timeline_png
-from pipetrain.observe.trackers.jsonl import read_lines
 from pipetrain.observe.trackers.tracker import Ending, Tracker, figures, first_line
 
 # A process that is killed loses the rows of so many seconds; wandb's own default is 15.
@@ -51,10 +49,10 @@ class WandbTracker(Tracker):
         self._begin_at(self._first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._log(metrics.step, figures(asdict(metrics)))
+        self._call(lambda run: run.log(figures(asdict(metrics)), step=metrics.step))
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
-        self._log(step, {"heldout_loss": heldout_loss})
+        self._call(lambda run: run.log({"heldout_loss": heldout_loss}, step=step))
 
     def finish(self, ending: Ending) -> None:
         self._exit_code = 0
@@ -73,9 +71,6 @@ class WandbTracker(Tracker):
             with contextlib.suppress(SystemExit):  # it exits with the code of its process
                 wandb.teardown()  # its process ends now, and not when it notices that this one has
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._call(lambda run: run.log(dict(values), step=step))
 
     def _call(self, call: Callable[[Any], None]) -> None:
         """Where wandb's process is gone, a new one gets all that metrics.jsonl has, and then this call: once in a run.
@@ -110,14 +105,15 @@ class WandbTracker(Tracker):
 
     def _begin_at(self, first_step: int) -> None:
         """A wandb run that has the steps before `first_step`."""
-        self._run = self._begin(self._run_id(), self._values)
+        self._run = self._begin()
         known = self._run.starting_step  # the server has the steps before
         heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
         for line in read_lines(self._folder.metrics):
             if known <= line["step"] < first_step:
                 self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
 
-    def _begin(self, run_id: str, config: Mapping[str, Any]) -> Any:
+    def _begin(self) -> Any:
+        run_id = self._run_id()
         # Read when wandb is imported: nothing on the terminal, no question there, no reports of its own errors.
         os.environ["WANDB_SILENT"] = "true"
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -134,7 +130,7 @@ class WandbTracker(Tracker):
                 dir=str(self._folder.path),
                 mode=mode,  # type: ignore[arg-type]
                 resume="allow" if mode == "online" else None,  # offline there is nobody who could know the run
-                config=dict(config),
+                config=dict(self._values),
                 settings=wandb.Settings(
                     silent=True,
                     console="off",
@@ -183,15 +179,11 @@ def _process_is_gone() -> tuple[type[Exception], ...]:
 
 
 def _tell(run: Any, ending: Ending) -> None:
-    """The pictures are made anew for each wandb run: it ties them to itself."""
+    """The page is made anew for each wandb run: it ties it to itself."""
     import wandb
-    from PIL import Image
 
     report = ending.report
-    values: dict[str, Any] = {
-        "timeline": wandb.Image(Image.open(io.BytesIO(timeline_png(ending.pictures)))),
-        "timeline_page": wandb.Html(ending.page, inject=False),
-    }
+    values: dict[str, Any] = {"timeline_page": wandb.Html(ending.page, inject=False)}
     if report.heldout_loss is not None:
         values["heldout_loss"] = report.heldout_loss
     run.log(values, step=report.steps)

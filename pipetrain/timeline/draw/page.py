@@ -1,4 +1,4 @@
-"""Pages that open anywhere: one file each, nothing loaded from elsewhere.
+"""Pages that open anywhere: one file each, with its style and the script by which pictures answer to the pointer.
 
 `page` is their frame; `pictures`, `recomputation` and `rank_numbers` are what a page about steps is made of, and `html` is
 such a page, of schedules before they run.
@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pipetrain.timeline.draw.memory_curves import held_words, memory_curves
-from pipetrain.timeline.draw.page_looks import SCRIPT, STYLE
-from pipetrain.timeline.draw.rank_table import causes, ranks_table, schedules_table
-from pipetrain.timeline.draw.svg import HATCH, svg
+from pipetrain.timeline.breakdown import RankBreakdown
+from pipetrain.timeline.draw.palette import LOOKS, THEME
+from pipetrain.timeline.draw.svg import CHARACTER, FONT, LEFT, RIGHT, SPARE, held_words, memory_curves, svg
 from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
+# Head of a column -> the field of the breakdown below it, and what it counts.
+_CAUSES = {
+    "fill": ("fill_seconds", "before the rank's first op"),
+    "drain": ("drain_seconds", "after its last op"),
+    "reduce": ("reduce_exposed_seconds", "after the last op of any rank, for its gradients to be added up"),
+    "wait F": ("wait_activation_seconds", "for an activation from the stage before"),
+    "wait B": ("wait_gradient_seconds", "for a gradient from the stage after"),
+    "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
+    "unexplained": ("other_seconds", "an op had all that it waits for, and nothing ran"),
+}
 _WIDTH = 1160  # pixels; where there is another width, the script stretches the time axis to it
 
 
@@ -23,9 +32,9 @@ def page(title: str, *parts: str) -> str:
     """The frame: `parts` are HTML, below each other."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
 {chr(10).join(parts)}
-<div id="tip"></div><script>{SCRIPT}</script></body></html>
+<div id="tip"></div><script>{_SCRIPT}</script></body></html>
 """
 
 
@@ -58,48 +67,22 @@ def framed(table: Table) -> str:
 
 def pictures(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """The steps on one time scale, and below them what the ranks held on the same."""
-    longest = max(one.step_seconds for one in shown)
-    return _scrolled(svg(*shown, width=_WIDTH, names=names), *_curves(shown, names, longest))
+    return scrolled(picture(shown, names, max(one.step_seconds for one in shown)))
 
 
-def pictures_of_replicas(above: Sequence[Shown], replicas: Sequence[Shown], names: Sequence[str]) -> str:
-    """As `pictures`, on one time scale: those `above`, and the one of `replicas` that is chosen; `names` of both in turn."""
-    longest = max(one.step_seconds for one in (*above, *replicas))
-    still = [_picture([one], [name], longest) for one, name in zip(above, names)]
-    to_choose = [_picture([one], [name], longest) for one, name in zip(replicas, names[len(above) :], strict=True)]
-    # A pattern in a picture that is hidden is drawn nowhere.
-    patterns = f'<svg width="0" height="0" aria-hidden="true">{HATCH}</svg>'
-    return patterns + _scrolled(*still, *map(of_replica, range(len(replicas)), to_choose))
-
-
-def _picture(shown: Sequence[Shown], names: Sequence[str], longest: float) -> str:
-    return svg(*shown, width=_WIDTH, names=names, seconds=longest) + "\n".join(_curves(shown, names, longest))
-
-
-def _curves(shown: Sequence[Shown], names: Sequence[str], longest: float) -> list[str]:
-    return [
+def picture(shown: Sequence[Shown], names: Sequence[str], longest: float) -> str:
+    """Part of what is `scrolled`; its width stands for `longest` seconds."""
+    curves = [
         heading(f"{name} · {held_words(one)}") + memory_curves(one, width=_WIDTH, longest=longest)
         for one, name in zip(shown, names, strict=True)
     ]
+    return svg(*shown, width=_WIDTH, names=names, seconds=longest) + "\n".join(curves)
 
 
-def _scrolled(*drawn: str) -> str:
+def scrolled(*drawn: str) -> str:
+    """Pictures whose time axis can be stretched, all together."""
     zoom = '<label id="zoom">Stretch the time axis <input type="range" min="0" value="0" step="any"></label>'
     return "\n".join([zoom, '<div class="scroll">', *drawn, "</div>"])
-
-
-def choice_of_replica(words: Sequence[str], chosen: int) -> str:
-    """What lets the reader choose a replica: `words` are what each is called. Without a script all are there, below each other."""
-    options = "".join(
-        f'<option value="{number}"{" selected" if number == chosen else ""}>{escape(text)}</option>'
-        for number, text in enumerate(words)
-    )
-    return f'<label id="choice">Replica <select autocomplete="off">{options}</select></label>'
-
-
-def of_replica(replica: int, *parts: str) -> str:
-    """HTML that is there while this replica is chosen."""
-    return f'<div data-replica="{replica}">' + "\n".join(parts) + "</div>"
 
 
 def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
@@ -110,30 +93,26 @@ def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 def recompute_words(one: Shown) -> str:
     """How much of the recomputation was hidden, how much exposed, and on which rank most; seconds summed over ranks."""
-    exposed = [rank.recompute_exposed_seconds for rank in one.breakdown]
-    hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-    total = hidden + sum(exposed)
-    if total <= 0:
+    hidden, exposed = one.hidden_seconds, one.exposed_seconds
+    if (total := hidden + exposed) <= 0:
         return "Nothing was recomputed."
     words = (
         f"Recomputation took {number(total)} s of all ranks. Hidden: {number(hidden)} s ({hidden / total:.0%}), in which the "
-        f"rank would have waited. Exposed: {number(sum(exposed))} s ({sum(exposed) / total:.0%})"
+        f"rank would have waited. Exposed: {number(exposed)} s ({exposed / total:.0%})"
     )
-    if sum(exposed) <= 0:
+    if exposed <= 0:
         return f"{words}: no op had to wait for it."
-    worst = max(range(len(exposed)), key=exposed.__getitem__)
-    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(worst)}, {number(exposed[worst])} s."
+    most, worst = max((rank.recompute_exposed_seconds, -place) for place, rank in enumerate(one.breakdown))
+    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(-worst)}, {number(most)} s."
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """For each step a table with a line per rank, and what its columns mean."""
-    tables = [
-        heading(f"{name} · seconds per rank") + framed(ranks_table(one.breakdown))
-        for one, name in zip(shown, names, strict=True)
-    ]
+    titles = [heading(f"{name} · seconds per rank") for name in names]
+    tables = [title + framed(ranks_table(one.breakdown)) for one, title in zip(shown, titles, strict=True)]
     meanings = {
         "busy": "the rank computed; all columns up to unexplained add up to the step",
-        **causes([rank for one in shown for rank in one.breakdown]),
+        **{head: words for head, (_, words) in _causes_in([rank for one in shown for rank in one.breakdown]).items()},
         "R hidden": "recomputation that cost no time: the rank would have waited",
         "R exposed": "recomputation for which the next op had to wait",
         "peak sets": "sets of activations alive at once",
@@ -144,3 +123,169 @@ def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
 def _list(meanings: Iterable[tuple[str, str]]) -> str:
     entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in meanings)
     return f"<dl>{entries}</dl>"
+
+
+def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
+    """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets; and where the costs say
+    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes.
+
+    `names`: what to call them, if not by their titles.
+    """
+    head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets"]
+    rows = [
+        [
+            name,
+            number(one.step_seconds),
+            number(one.bound_seconds),
+            number(one.bubble_fraction, "{:.1%}"),
+            number(one.hidden_seconds),
+            number(one.exposed_seconds),
+            number(max(rank.peak_sets for rank in one.breakdown)),
+        ]
+        for name, one in zip(names or [one.title for one in shown], shown)
+    ]
+    for column, held in (
+        ("with inputs", [one.peak_sets_with_inputs() for one in shown]),
+        ("peak bytes", [one.peak_bytes() for one in shown]),
+    ):
+        if any(ranks is not None for ranks in held):
+            head.append(column)
+            for row, ranks in zip(rows, held):
+                row.append(number(None if ranks is None else max(ranks), "{:.3g}"))
+    return Table(head, rows)
+
+
+def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
+    """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
+    causes = _causes_in(breakdown)
+    head = ["rank", "busy", *causes, "R hidden", "R exposed", "peak sets"]
+    rows = [
+        [
+            str(rank.rank),
+            number(rank.busy_seconds),
+            *(number(getattr(rank, field)) for field, _ in causes.values()),
+            number(rank.recompute_hidden_seconds),
+            number(rank.recompute_exposed_seconds),
+            number(rank.peak_sets),
+        ]
+        for rank in breakdown
+    ]
+    return Table(head, rows)
+
+
+def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str]]:
+    """All, but where no step ended with gradients that were added up, not that one."""
+    reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
+    return {head: cause for head, cause in _CAUSES.items() if head != "reduce" or reduces}
+
+
+_STYLE = (
+    """
+  :root { color-scheme: light dark; font: 14px/1.5 $font; --faint: light-dark(#6e7781, #8d96a0); --line: #8c959f40 }
+  body { max-width: 1400px; margin: 24px auto 64px; padding: 0 20px }
+  h1 { font-size: 22px; margin: 0 0 4px } h2 { font-size: 16px; margin: 32px 0 6px } p { margin: 4px 0; max-width: 90ch }
+  .scroll { overflow-x: auto } .scroll > h2, .scroll > p { position: sticky; left: 0 }
+  svg { display: block } .curve { fill: $fill; fill-opacity: .5; stroke: $fill }
+  .op.faded { opacity: .18 } .margin { fill: Canvas }
+  table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
+  td, th { padding: 2px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
+  th { font-weight: 500; color: var(--faint) } .left { text-align: left; padding-left: 0 }
+  dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px } dt { color: var(--faint) }
+  dd { margin: 0; max-width: 90ch }
+  .table { overflow-x: auto } pre { overflow-x: auto }
+  #zoom, #choice { display: none; align-items: center; gap: 8px; color: var(--faint) } #zoom input { width: 240px }
+  #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
+         pointer-events: none; white-space: pre }
+""".replace("$font", FONT).replace("$fill", LOOKS["recompute"].fill)
+    + THEME
+)
+
+# Shows the op under the pointer and fades all that belongs to other microbatches; stretches the time axis; shows the replica that is
+# chosen.
+_SCRIPT = (
+    f"const LEFT = {LEFT}, RIGHT = {RIGHT}, CHARACTER = {CHARACTER}, SPARE = {SPARE};"
+    """
+  const tip = document.getElementById('tip'), ops = [...document.querySelectorAll('.op')];
+  for (const op of ops) {
+    const words = op.querySelector('title').textContent; op.querySelector('title').remove();
+    op.addEventListener('pointerenter', () => {
+      tip.textContent = words; tip.style.display = 'block';
+      for (const one of ops) one.classList.toggle('faded', one.dataset.microbatch !== op.dataset.microbatch);
+    });
+    op.addEventListener('pointermove', move => {
+      tip.style.left = Math.min(move.clientX + 14, innerWidth - tip.offsetWidth - 8) + 'px';
+      tip.style.top = move.clientY + 16 + 'px';
+    });
+    op.addEventListener('pointerleave', () => {
+      tip.style.display = 'none'; for (const one of ops) one.classList.remove('faded');
+    });
+  }
+
+  // One function per element of the time axis: puts it where a stretch of the axis wants it.
+  const at = (x, stretch) => LEFT + (x - LEFT) * stretch, places = [];
+  const number = (element, name) => Number(element.getAttribute(name));
+  for (const name of document.querySelectorAll('.time .name')) name.remove();
+  for (const element of document.querySelectorAll('.time line, .time text')) {
+    for (const name of ['x', 'x1', 'x2'].filter(name => element.hasAttribute(name))) {
+      const x = number(element, name);
+      places.push(stretch => element.setAttribute(name, at(x, stretch)));
+    }
+  }
+  for (const box of document.querySelectorAll('.time rect')) {
+    const x = number(box, 'x'), width = number(box, 'width');
+    places.push(stretch => { box.setAttribute('x', at(x, stretch)); box.setAttribute('width', width * stretch); });
+  }
+  for (const curve of document.querySelectorAll('.time polygon')) {
+    const points = curve.getAttribute('points').split(' ').map(point => point.split(',').map(Number));
+    places.push(stretch => curve.setAttribute('points', points.map(([x, y]) => [at(x, stretch), y]).join(' ')));
+  }
+  for (const op of ops) {  // named as far as there is room: 2F12, F12 or F
+    const text = document.createElementNS('http://www.w3.org/2000/svg', 'text'), long = op.dataset.name;
+    const names = [long, long.replace(/^\\d+/, ''), long.replace(/\\d+/g, '')];
+    const middle = number(op, 'x') + number(op, 'width') / 2, width = number(op, 'width');
+    const looks = { y: number(op, 'y') + number(op, 'height') / 2 + 4.2, fill: op.dataset.ink, 'font-size': 12,
+                    'text-anchor': 'middle', 'pointer-events': 'none' };
+    for (const [name, value] of Object.entries(looks)) text.setAttribute(name, value);
+    op.parentNode.append(text);
+    places.push(stretch => {
+      text.setAttribute('x', at(middle, stretch));
+      text.textContent = names.find(name => CHARACTER * name.length + SPARE <= width * stretch) ?? '';
+    });
+  }
+
+  const scroll = document.querySelector('.scroll'), zoom = document.querySelector('#zoom input');
+  if (scroll && zoom) {
+    const pictures = [...scroll.querySelectorAll('svg')], natural = number(pictures[0], 'width') - LEFT - RIGHT;
+    const still = scroll.querySelectorAll('.still');
+    let stretch = 1;
+    const follow = () => { for (const group of still) group.setAttribute('transform', `translate(${scroll.scrollLeft} 0)`); };
+    const draw = () => {
+      const half = scroll.clientWidth / 2, middle = (scroll.scrollLeft + half - LEFT) / stretch;
+      stretch = Math.max(scroll.clientWidth - LEFT - RIGHT, 200) / natural * 2 ** zoom.value;
+      for (const place of places) place(stretch);
+      for (const picture of pictures) {
+        const width = LEFT + natural * stretch + RIGHT;
+        picture.setAttribute('width', width);
+        picture.setAttribute('viewBox', `0 0 ${width} ${number(picture, 'height')}`);
+      }
+      scroll.scrollLeft = middle * stretch + LEFT - half;
+      follow();
+    };
+    const narrowest = Math.min(...ops.map(op => number(op, 'width')).filter(width => width > 0));
+    zoom.max = Math.min(Math.max(Math.log2(CHARACTER * 4 / narrowest), 0), 6);
+    document.getElementById('zoom').style.display = zoom.max > 0.5 ? 'flex' : 'none';
+    zoom.addEventListener('input', draw); scroll.addEventListener('scroll', follow); addEventListener('resize', draw);
+    draw();
+  }
+
+  const choice = document.querySelector('#choice select');
+  if (choice) {
+    const choose = () => {
+      for (const one of document.querySelectorAll('[data-replica]')) one.hidden = one.dataset.replica !== choice.value;
+    };
+    document.getElementById('choice').style.display = 'flex';
+    choice.addEventListener('change', choose);
+    choose();
+  }
+"""
+)

@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture: a row per rank, a box per op, legible on light and dark pages."""
+"""A timeline as an SVG picture: a row per rank, a box per op, and what each rank holds as a curve; legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from html import escape
 from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Lane
 from pipetrain.timeline.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
-from pipetrain.timeline.draw.table import number
+from pipetrain.timeline.draw.table import number, size
+from pipetrain.timeline.memory import Curve, bytes_over_time, sets_over_time
 from pipetrain.timeline.shown import Shown
 
 _MARGIN = 16
@@ -18,7 +19,8 @@ CHARACTER, SPARE = 6.6, 3.0  # the width of one in a name, and what a box must b
 
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
-_TEXT = """font-family="ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13\""""
+_CURVE, _ROOM = 46, 10  # a rank's curve, with the room above it
+FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
@@ -33,12 +35,12 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: flo
     pieces, top = [], _MARGIN
     for one, name in zip(shown, names or [one.title for one in shown], strict=True):
         pieces.append(_panel(one, name, top, width, longest))
-        top += _panel_height(one) + 18
+        top += _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 42
     height = top + 12
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_TEXT} role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{FONT}" font-size="13" role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
             HATCH,
@@ -47,10 +49,6 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: flo
             "</svg>\n",
         ]
     )
-
-
-def _panel_height(one: Shown) -> int:
-    return _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 24
 
 
 @dataclass(frozen=True)
@@ -103,21 +101,36 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    return [
-        *(_box(event, rows[event.lane], several) for event in events),
-        *(_line(event, foot) for event in reduces),
-        *(_hatch(begin, end, exposed) for begin, end in one.exposed(rank)),
-        *(_name(event, rows[event.lane], several) for event in events),
-    ]
+    pieces = []
+    for event in events:
+        looks, name = looks_of(event.op.kind), _names(event, several)[0]
+        data = f'data-microbatch="{event.op.microbatch}" data-name="{name}" data-ink="{looks.ink}"'
+        filled = f'rx="3" fill="{looks.fill}">{_title(event, row.start)}'
+        pieces.append(_rect(rows[event.lane], event.start, event.end, f'class="op" {data}', filled, inset=0.75))
+    for event in reduces:
+        filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
+        pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
+    hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
+    pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
+    return [*pieces, *(_name(event, rows[event.lane], several) for event in events)]
+
+
+def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset: float = 0.0) -> str:
+    """A box over a span of time, with other attributes `before` and `after` its place."""
+    x, width = row.across(begin, end)
+    inset = min(inset, width / 8)
+    place = f'x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
+    return f"<rect {before} {place} {after}"
 
 
 def _heading(one: Shown, name: str, top: int) -> str:
-    facts = [f"step {number(one.step_seconds)} s", f"bound {number(one.bound_seconds)} s"]
-    facts.append(f"bubble {one.bubble_fraction:.0%}")
-    recompute = sum(rank.recompute_hidden_seconds + rank.recompute_exposed_seconds for rank in one.breakdown)
-    if recompute > 0:
-        hidden = sum(rank.recompute_hidden_seconds for rank in one.breakdown)
-        facts.append(f"recompute hidden {number(hidden)} of {number(recompute)} s")
+    facts = [
+        f"step {number(one.step_seconds)} s",
+        f"bound {number(one.bound_seconds)} s",
+        f"bubble {one.bubble_fraction:.0%}",
+    ]
+    if (recompute := one.hidden_seconds + one.exposed_seconds) > 0:
+        facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
     if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
         facts.append(f"reduce exposed {number(reducing)} s")
     facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
@@ -127,30 +140,11 @@ def _heading(one: Shown, name: str, top: int) -> str:
     )
 
 
-def _box(event: OpEvent, row: _Row, several: bool) -> str:
-    x, width = row.across(event.start, event.end)
-    inset = min(0.75, width / 8)
-    looks = looks_of(event.op.kind)
-    return (
-        f'<rect class="op" data-microbatch="{event.op.microbatch}" data-name="{_names(event, several)[0]}"'
-        f' data-ink="{looks.ink}" x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
-        f' rx="3" fill="{looks.fill}">'
-        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
-    )
-
-
-def _line(event: OpEvent, row: _Row) -> str:
-    x, width = row.across(event.start, event.end)
-    return (
-        f'<rect class="reduce" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" fill="{looks_of(event.op.kind).fill}">'
-        f"<title>{event.op}  {_words(event, row.start)}</title></rect>"
-    )
-
-
-def _words(event: OpEvent, start: float) -> str:
-    """For example `backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
+def _title(event: OpEvent, start: float) -> str:
+    """For example `2B1  backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
     times = f"{number(event.start - start)} to {number(event.end - start)} s"
-    return f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+    taken = f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+    return f"<title>{event.op}  {taken}</title></rect>"
 
 
 def _names(event: OpEvent, several: bool) -> list[str]:
@@ -171,15 +165,6 @@ def _name(event: OpEvent, row: _Row, several: bool) -> str:
     )
 
 
-def _hatch(begin: float, end: float, row: _Row) -> str:
-    """Marks recomputation for which the next op had to wait."""
-    x, width = row.across(begin, end)
-    return (
-        f'<rect class="hatch" x="{x:.2f}" y="{row.y}" width="{width:.2f}" height="{row.height}" rx="3" fill="url(#exposed)"'
-        ' pointer-events="none"/>'
-    )
-
-
 def _axis(one: Shown, y: float, scale: float) -> str:
     marks = []
     for mark in _ticks(one.step_seconds):
@@ -195,12 +180,12 @@ def _ticks(step_seconds: float) -> Sequence[float]:
     """Round numbers from 0 to the step's end, five to ten of them."""
     if step_seconds <= 0:
         return [0.0]
-    size = 10.0
-    while size > step_seconds:
-        size /= 10
-    while size * 10 <= step_seconds:
-        size *= 10
-    step = next(part * size / 10 for part in (1, 2, 5, 10) if step_seconds / (part * size / 10) <= 10)
+    unit = 10.0
+    while unit > step_seconds:
+        unit /= 10
+    while unit * 10 <= step_seconds:
+        unit *= 10
+    step = next(part * unit / 10 for part in (1, 2, 5, 10) if step_seconds / (part * unit / 10) <= 10)
     return [count * step for count in range(int(step_seconds / step + 1e-9) + 1)]
 
 
@@ -219,3 +204,49 @@ def _legend(shown: Sequence[Shown], y: float) -> str:
         pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
         x += 40 + 6.5 * len(words)
     return "".join(pieces)
+
+
+# What each rank holds, as curves on the same time axis --------------------------------------------------------------
+
+
+def held_words(one: Shown) -> str:
+    """What the curves count."""
+    return "sets of activations alive" if one.peak_bytes() is None else "bytes of sets and stashed inputs"
+
+
+def memory_curves(one: Shown, *, width: int, longest: float) -> str:
+    """An SVG with a curve per rank, `longest` seconds wide: bytes where the costs tell their sizes, else sets alive."""
+    in_bytes = one.peak_bytes() is not None
+    curves: list[Curve] = []
+    for rank in range(one.schedule.num_ranks):
+        events = one.timeline.of_rank(rank)
+        held = bytes_over_time(one.schedule, events, one.costs) if in_bytes else sets_over_time(one.schedule, events)
+        curves.append(list(dict(held).items()))  # changes at one moment count as one: where a set takes another's place
+    peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
+    up = (_CURVE - _ROOM) / (max(peaks, default=0.0) or 1.0)
+    across = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
+    in_time, still = [], [margin(0, len(curves) * _CURVE + 1)]
+    for rank, (curve, peak) in enumerate(zip(curves, peaks)):
+        base = (rank + 1) * _CURVE
+        points = _outline(curve, one.start, across, base, up)
+        most = size(peak) if in_bytes else f"{peak:g}"
+        in_time.append(f'<rect class="idle" x="{LEFT}" y="{base}" width="{width - LEFT - RIGHT}" height="1"/>')
+        in_time.append(f'<polygon class="curve" points="{points}"/>')
+        still.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
+        still.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
+    height = len(curves) * _CURVE + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        f' font-size="13"><g class="time">{"".join(in_time)}</g><g class="still">{"".join(still)}</g></svg>'
+    )
+
+
+def _outline(curve: Curve, start: float, across: float, base: float, up: float) -> str:
+    """The points of a polygon: up and down in steps from `base`, and back along it."""
+    points, level = [(float(LEFT), base)], 0.0
+    for time, held in curve:
+        x = LEFT + (time - start) * across
+        points += [(x, base - level * up), (x, base - held * up)]
+        level = held
+    points.append((points[-1][0], base))
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

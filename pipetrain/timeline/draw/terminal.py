@@ -7,6 +7,7 @@ rank 2 ....F0B0==F1B1==F2B2==
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
@@ -33,15 +34,18 @@ def staircase(
     them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R.
     """
     computing = [event for event in timeline.events if event.op.kind.computes]
-    names_stage = (num_stages or 0) > timeline.num_ranks or _several_stages(computing)
+    shared = len({(event.rank, event.op.stage) for event in computing}) > len({event.rank for event in computing})
+    names_stage = (num_stages or 0) > timeline.num_ranks or shared
     labels = [f"rank {rank} " for rank in range(timeline.num_ranks)]
     margin = max((len(label) for label in labels), default=0)
     span = max(timeline.step_seconds, seconds or 0.0)
     columns = _columns(computing, span, max(1, width - margin), names_stage)
     lines = []
     for rank, label in enumerate(labels):
-        events = [event for event in computing if event.rank == rank]
-        for number, row in enumerate(_rows(events)):
+        events = sorted((event for event in computing if event.rank == rank), key=lambda event: event.start)
+        lanes = (Lane.COMPUTE, Lane.RECOMPUTE) if ran_beside(events) else None
+        rows = [[event for event in events if event.lane is lane] for lane in lanes] if lanes else [events]
+        for number, row in enumerate(rows):
             cells = _cells(row, timeline.start, span, columns)
             if number == 0:
                 sums = [event for event in timeline.events if event.rank == rank and event.op.kind in REDUCING]
@@ -57,19 +61,6 @@ def legend(kinds: Iterable[Kind], *, colour: bool = False) -> str:
         for kind, looks in drawn_kinds(kinds).items()
     ]
     return "  ".join([*words, ". idle"])
-
-
-def _several_stages(events: Sequence[OpEvent]) -> bool:
-    return len({(event.rank, event.op.stage) for event in events}) > len({event.rank for event in events})
-
-
-def _rows(events: Sequence[OpEvent]) -> list[list[OpEvent]]:
-    """The events of a rank in one row, or in two if R ran beside the others."""
-    in_order = sorted(events, key=lambda event: event.start)
-    if not ran_beside(in_order):
-        return [in_order]
-    lanes = (Lane.COMPUTE, Lane.RECOMPUTE)
-    return [[event for event in in_order if event.lane is lane] for lane in lanes]
 
 
 def _columns(events: Sequence[OpEvent], step_seconds: float, room: int, names_stage: bool) -> int:
@@ -104,23 +95,17 @@ def _cells(events: Sequence[OpEvent], start: float, step_seconds: float, columns
 
 
 def _drawn(cells: Sequence[OpEvent | None], names_stage: bool, colour: bool) -> str:
-    pieces = []
-    place = 0
-    while place < len(cells):
-        event, stop = cells[place], place
-        while stop < len(cells) and cells[stop] is event:
-            stop += 1
-        pieces.append("." * (stop - place) if event is None else _block(event, stop - place, names_stage, colour))
-        place = stop
-    return "".join(pieces).rstrip() if colour else "".join(pieces)
-
-
-def _block(event: OpEvent, columns: int, names_stage: bool, colour: bool) -> str:
-    kind, name = event.op.kind, _name(event, names_stage)
-    if len(name) > columns and kind.computes:
-        name = kind.value
-    looks = looks_of(kind)
-    return _painted(name.ljust(columns, " " if colour else looks.character), looks, colour)
+    drawn = ""
+    for event, same in itertools.groupby(cells, key=lambda cell: cell):
+        columns = len(list(same))
+        if event is None:
+            drawn += "." * columns
+            continue
+        kind, name, looks = event.op.kind, _name(event, names_stage), looks_of(event.op.kind)
+        if len(name) > columns and kind.computes:
+            name = kind.value
+        drawn += _painted(name.ljust(columns, " " if colour else looks.character), looks, colour)
+    return drawn.rstrip() if colour else drawn
 
 
 def _name(event: OpEvent, names_stage: bool) -> str:
