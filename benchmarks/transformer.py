@@ -1,4 +1,4 @@
-"""The quickstart's transformer as a workload: random tokens, real layers, real arithmetic."""
+"""A small GPT as a workload: random tokens, real layers, real arithmetic."""
 
 from __future__ import annotations
 

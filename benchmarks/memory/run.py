@@ -89,7 +89,7 @@ def _table_of_bytes(rows: Sequence[Row]) -> Table:
     headers = ("", *(f"live MB, rank {rank}" for rank in range(3)), *(f"meter, rank {rank}" for rank in range(3)))
     padded = tuple((*line, *[""] * (len(headers) - len(line))) for line in lines)
     return Table(
-        "the quickstart's transformer, 3 stages, 8 microbatches of 2 x 256 tokens; peak of a step", headers, padded
+        "a GPT of four blocks of 128, 3 stages, 8 microbatches of 2 x 256 tokens; peak of a step", headers, padded
     )
 
 

@@ -54,7 +54,7 @@ def _table(rows: Sequence[Row], workload: TransformerWorkload) -> Table:
         )
         for row in rows
     )
-    title = "the quickstart's GPT, 2 stages, 8 microbatches of 2 x 256 tokens, forward and backward, one thread a rank"
+    title = "a GPT of four blocks of 128, 2 stages, 8 microbatches of 2 x 256 tokens, forward and backward, one thread a rank"
     return Table(title, ("", "tokens/s", "slowest round", "fastest", "step ms", "live MB"), lines)
 
 

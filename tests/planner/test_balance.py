@@ -68,7 +68,7 @@ def test_thousands_of_layers() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_the_quickstart_is_cut_as_before(num_stages: int) -> None:
+def test_a_small_gpt_is_cut_into_equal_numbers(num_stages: int) -> None:
     size = size_of(ModelConfig(), vocabulary_size=256, sequence_length=256)
     assert size.flops_per_layer is not None
     assert balance_by_work(size.flops_per_layer, num_stages) == balance_evenly(6, num_stages)

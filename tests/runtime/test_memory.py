@@ -1,4 +1,4 @@
-"""What a step holds, on the quickstart's layers: recomputation must be worth it, and the meter must be right."""
+"""What a step holds, on the layers of a small GPT: recomputation must be worth it, and the meter must be right."""
 
 from __future__ import annotations
 
