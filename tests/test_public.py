@@ -31,8 +31,8 @@ NAMES = {
 SIGNATURES = {
     "Pipeline": (
         "model loss_fn=None * num_microbatches=8 schedule='gpipe' recompute='overlap' balance='auto' num_stages=None "
-        "stages_per_rank=1 num_replicas=1 plan=None mesh=None group=None device=None seed=0 count_fn=None timeout_seconds=600.0 "
-        "on_event=None"
+        "stages_per_rank=1 num_replicas=1 plan=None mesh=None group=None device=None seed=0 count_fn=None loss_reduction='mean' "
+        "timeout_seconds=600.0 on_event=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
     "Pipeline.change": "self * num_microbatches=None schedule=None recompute=None",
@@ -49,7 +49,7 @@ SIGNATURES = {
     "Pipeline.full_state_dict": "self",
     "Pipeline.gather_report": "self",
     "Pipeline.close": "self",
-    "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None",
+    "reference_step": "model loss_fn inputs targets * num_microbatches seed=0 step=0 count_fn=None loss_reduction='mean'",
     "make_schedule": (
         "family='gpipe' * num_stages num_microbatches num_ranks=None placement='loop' recompute='overlap' warmup=None "
         "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=() num_replicas=1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -235,18 +235,24 @@ def measured_and_predicted(
     """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
         return (), None
-    costs = measure_costs(schedule.num_stages, early or [last.timelines])
-    # In the last step microbatches that count nothing may have been skipped.
-    whole = Shown(last.schedule, costs, last.timeline, bound_of(last.schedule, costs), last.breakdown)
-    predicted = show_schedule(schedule, costs) if early else None
-    if len(last.timelines) == 1:
-        return (whole,), predicted
-    span = last.start, last.start + last.step_seconds
-    replicas = tuple(
-        replace(whole, timeline=timeline, breakdown=last.breakdown_of(number), ranks=last.ranks_of(number), span=span)
-        for number, timeline in enumerate(last.timelines)
-    )
-    return replicas, predicted
+    predicted = show_schedule(schedule, measure_costs(schedule.num_stages, early)) if early else None
+    several = len(last.timelines) > 1
+
+    def shown(number: int, timeline: Timeline) -> Shown:
+        # Its own, not those of other steps: it may have been faster.
+        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
+        return Shown(
+            last.schedule,  # in the last step microbatches that count nothing may have been skipped
+            costs,
+            timeline,
+            # The step itself is an order of its ops: what their medians say of the least time can be no more.
+            min(bound_of(last.schedule, costs), last.step_seconds),
+            last.breakdown_of(number),
+            ranks=last.ranks_of(number) if several else (),
+            span=(last.start, last.start + last.step_seconds) if several else None,
+        )
+
+    return tuple(shown(number, timeline) for number, timeline in enumerate(last.timelines)), predicted
 
 
 def make_report(

@@ -17,8 +17,9 @@ MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is
 FIRST_COMPARED_STEP = 5  # costs are never fitted to the steps that they are compared with
 
 
-def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]]) -> Costs:
-    """The median time of each kind of op per stage, and of a hop per edge and direction, over all microbatches, replicas and steps.
+def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, replica: int | None = None) -> Costs:
+    """The median time of each kind of op per stage, and of a hop per edge and direction, over all microbatches, steps, and
+    replicas (or the ops of one `replica` alone).
 
     Of each step the timelines of its replicas. A stage without R is given its F's time: its schedule has no R to charge it for. A
     backward that was only ever split is charged as its two halves, and one that never was, as half and half. A stage that adds up no
@@ -26,7 +27,7 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]]) -> Costs
     """
     spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for replicas in steps:
-        for timeline in replicas:
+        for timeline in replicas if replica is None else replicas[replica : replica + 1]:
             taken: dict[Op, float] = defaultdict(float)  # of an op in parts, all of them
             for op, seconds in op_seconds(timeline, beside=replicas).items():
                 taken[replace(op, part=None) if op.part is not None else op] += seconds

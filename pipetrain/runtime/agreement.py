@@ -21,6 +21,7 @@ class Introduction:
     plan: str = ""
     schedule: str = ""
     counts: bool = False  # whether it was given a count_fn
+    loss_reduction: str = "mean"
     carrier: str = ""  # of messages between stages
     gpu: str = ""  # its own, where it must have it for itself
     problem: str = ""
@@ -90,7 +91,7 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
             f"messages between stages go over {own.carrier} on rank {rank} and over {first.carrier} on rank 0, as one has a GPU and the "
             "other none: start as many ranks on each machine as it has GPUs, or say device='cpu' on every rank"
         )
-    for key in ("model", "plan", "schedule", "seed"):
+    for key in ("model", "plan", "schedule", "seed", "loss_reduction"):
         mine, theirs = getattr(own, key), getattr(first, key)
         if mine != theirs:
             return f"rank {rank} was given another {key} than rank 0: {mine}, not {theirs}"

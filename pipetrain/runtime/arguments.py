@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
+MEAN, SUM = "mean", "sum"  # of loss_reduction
 _SEEDS = range(-(1 << 63), 1 << 64)  # what torch.manual_seed takes
 
 
@@ -56,6 +57,17 @@ def mistake_in_step(scale: Any) -> str | None:
         return None
     around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
     return f"step was called under {around}(), where no gradients are made: call it outside, or evaluate for the loss alone"
+
+
+def checked_reduction(reduction: Any) -> str:
+    """Raises:
+    ValueError: a loss is no such thing.
+    """
+    if reduction not in (MEAN, SUM):
+        raise ValueError(
+            f"loss_reduction={reduction!r}: allowed are 'mean' (loss_fn is a mean over rows, or over what count_fn counts) and 'sum'"
+        )
+    return str(reduction)
 
 
 def check_loss_is_plain(loss_fn: Any, layers: Iterable[Any]) -> None:

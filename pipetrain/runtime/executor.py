@@ -41,7 +41,8 @@ class Step:
     with_loss: bool
     microbatches: Sequence[Any] = ()  # of stage 0
     targets: Sequence[Any] = ()  # of the last stage
-    weights: Sequence[float] = ()
+    weights: Sequence[float] = ()  # what the loss of each microbatch is multiplied by
+    shares: Sequence[float] = ()  # what of the batch each is
     whole_inputs: Mapping[int, str] = field(
         default_factory=dict
     )  # leaves that are one tensor for all microbatches, and their names

@@ -35,6 +35,7 @@ from pipetrain.runtime.arguments import (
     check_callable,
     check_loss_is_plain,
     check_no_inference_tensors,
+    checked_reduction,
     checked_seed,
     checked_timeout,
     mistake_in_step,
@@ -88,6 +89,8 @@ class Pipeline:
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
         count_fn: what of a microbatch's target counts in the loss, a number; default: its rows. One that counts 0 is not run.
+        loss_reduction: what `loss_fn` is over the rows of a microbatch: `"mean"`, or `"sum"`, whose losses and gradients are added up as they
+            are. The first step of training looks whether it is.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
 
@@ -117,6 +120,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         seed: int = 0,
         count_fn: Callable[[Any], int | float] | None = None,
+        loss_reduction: str = "mean",
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
@@ -124,6 +128,8 @@ class Pipeline:
         replicas = replicas_said(num_replicas, plan)
         spec = spec_of(model).for_loss(loss_fn)
         self._take_batch = spec.take_batch
+        # Whoever made a bundle with a count_fn has said what its loss is a mean over.
+        checks_loss = loss_fn is not None or spec.count_fn is None
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index = 0
@@ -148,6 +154,7 @@ class Pipeline:
             self._clock = align_clocks(self._group.chain, self._group.replicas)
             with introduced(self._group) as own:
                 own.seed = self._seed = checked_seed(seed)
+                own.loss_reduction = checked_reduction(loss_reduction)
                 check_callable("loss_fn", loss_fn, "of an output and its target")
                 check_callable("count_fn", count_fn, "of a microbatch's target")
                 check_callable("on_event", on_event, "of an OpEvent")
@@ -203,6 +210,8 @@ class Pipeline:
                 policy.verify,
                 self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
+                loss_reduction=own.loss_reduction,
+                checks_loss=checks_loss,
             )
 
     def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:

@@ -23,11 +23,13 @@ def reference_step(
     seed: int = 0,
     step: int = 0,
     count_fn: Callable[[Any], int | float] | None = None,
+    loss_reduction: str = "mean",
 ) -> Tensor:
     """Forward and backward of each microbatch in turn; gradients are added to `.grad` of the model's parameters.
 
     Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
     n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 is not run.
+    With `loss_reduction="sum"` each other one weighs 1.
     """
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
@@ -39,6 +41,8 @@ def reference_step(
     if count_fn is not None:
         counts = counts_of(labels, count_fn)
     weights, total = weights_of(counts), None
+    if loss_reduction == "sum":
+        weights = [float(weight > 0) for weight in weights]
     with generators_restored(device):
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
             if weight == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipetrain.model.sharing import SharedState
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
+from pipetrain.runtime.arguments import MEAN, SUM
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
@@ -24,6 +25,7 @@ from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weigh
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken
 from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.loss_check import LossCheck
 from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
 from pipetrain.runtime.segmented import AnyStage
@@ -55,12 +57,26 @@ class CallRunner:
         verify: str | int,
         shared_gradients: SharedGradients,
         copies: Mapping[str, nn.Parameter] | None,
+        *,
+        loss_reduction: str = MEAN,
+        checks_loss: bool = False,
     ) -> None:
         self._group = group
         self._meter = meter
         self._loss_fn = loss_fn
         self._count_fn = count_fn
         self._copies = copies
+        self._loss_reduction = loss_reduction
+        self._loss_check = None
+        if checks_loss and loss_fn is not None and plan.num_stages - 1 in stages:
+            self._loss_check = LossCheck(
+                loss_fn,
+                count_fn,
+                loss_reduction,
+                plan.num_layers - 1,
+                self.fetch,
+                warns=group.coordinates.replica == 0,
+            )
         self._adopt(plan, programs, stages, verify, shared_gradients)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
         before = lanes.device.memory().other_bytes
@@ -232,7 +248,9 @@ class CallRunner:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
             check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets = cut_targets(self._here(targets), call.rows, m)
-            step.weights = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
+            step.shares = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
+            is_sum = self._loss_reduction == SUM
+            step.weights = [float(share > 0) for share in step.shares] if is_sum else step.shares
             step.whole_targets = whole_tensors(targets, "targets")
         if step.with_graph and call.first_backward > last:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
@@ -250,7 +268,8 @@ class CallRunner:
         else:
             program = self._programs.inference(call.num_microbatches, call.skipped)
         self.transport.start_step(self._calls.forms(call), described=call.described)
-        with generators_restored(self._group.device):
+        check = self._loss_check if step.with_graph else None
+        with generators_restored(self._group.device), nullcontext() if check is None else check.over(step):
             self.executor.run(program, step)
         if step.with_graph:
             self._shared_gradients.finish(self.fetch)

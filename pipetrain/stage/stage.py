@@ -490,7 +490,8 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn returned {found}: it must return a 0-dim tensor (a mean or a sum over the microbatch)"
+                f"loss_fn returned {found}: it must return a 0-dim tensor: a mean over the rows of the "
+                'microbatch, or their sum with Pipeline(..., loss_reduction="sum")'
             )
         return loss * given.weight
 

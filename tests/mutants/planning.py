@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the bound of the last step is that of the steps before",
+        "pipetrain/observe/report.py",
+        "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
+        "        costs = measure_costs(schedule.num_stages, early or [last.timelines])",
+        ("tests/observe/test_replicas.py", "-k", "own_bound"),
+    ),
+    Mutant(
         "a folder is nobody's claim",
         "pipetrain/observe/claim.py",
         "                fcntl.lockf(file, (fcntl.LOCK_SH if only_look else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
@@ -55,8 +62,8 @@ MUTANTS = (
     Mutant(
         "pictures of replicas begin with their own first op",
         "pipetrain/observe/report.py",
-        ", span=span)",
-        ")",
+        "span=(last.start, last.start + last.step_seconds) if several else None",
+        "span=None",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),
     ),
     Mutant(

@@ -4,6 +4,27 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a sum of losses passes for their mean",
+        "pipetrain/runtime/loss_check.py",
+        "        if is_mean if self.reduction == MEAN else is_sum:",
+        "        if is_mean or is_sum:",
+        ("tests/runtime/test_loss_check.py", "-k", "a_sum_is_refused"),
+    ),
+    Mutant(
+        "a loss is compared in its own state",
+        "pipetrain/runtime/loss_check.py",
+        "        loss_fn: LossFn = _copy_of(self.loss_fn)",
+        "        loss_fn: LossFn = self.loss_fn",
+        ("tests/runtime/test_loss_check.py", "-k", "state_of_a_loss"),
+    ),
+    Mutant(
+        "a sum weighs microbatches as a mean does",
+        "pipetrain/runtime/runner.py",
+        "            is_sum = self._loss_reduction == SUM",
+        "            is_sum = False",
+        ("tests/runtime/test_loss_check.py", "-k", "of_the_whole_batch"),
+    ),
+    Mutant(
         "a norm is fetched for each gradient",
         "pipetrain/parallel/clipping.py",
         "    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import random
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from pipetrain.observe.report import as_markdown, measured_and_predicted, read_r
 from pipetrain.observe.run_page import run_page
 from pipetrain.observe.trackers.tracker import figures
 from pipetrain.plan.measured import measure_costs
+from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
@@ -216,6 +218,32 @@ def test_a_step_begins_and_ends_with_all_replicas_in_each_picture() -> None:
     assert [one.step_seconds for one in measured] == [measured[0].step_seconds] * 2
     assert [one.start for one in measured] == [0.0, 0.0]
     assert measured[1].timeline.start == 5.0
+
+
+def test_each_step_that_is_shown_has_its_own_bound() -> None:
+    """A last step that took half of what the steps before did has half their bound; of two replicas, each has that of its own ops."""
+    half = Costs.spread(STAGES, forward=0.5, backward=1.0, reduce=[1.5, 1.5])
+    measured, predicted = measured_and_predicted(schedule(), report_of(one_behind(0.0, half)), [one_behind(0.0)])
+    assert predicted is not None
+    assert predicted.bound_seconds == bound_of(schedule(), COSTS)
+    assert [one.bound_seconds for one in measured] == [bound_of(schedule(), half)] * 2
+    uneven = one_behind(0.0, half)[0], one_behind(0.0)[1]
+    measured, _ = measured_and_predicted(schedule(), report_of(uneven), [])
+    assert measured[0].bound_seconds < measured[1].bound_seconds
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_step_is_below_its_bound_however_its_ops_vary(seed: int) -> None:
+    """On one rank that never waits. Medians add up to more than the ops do where most are long."""
+    draw, now, events = random.Random(seed), 0.0, list[OpEvent]()
+    alone = make_schedule("gpipe", num_stages=1, num_microbatches=7, recompute="never")
+    for op in alone.lane(0, Lane.COMPUTE):
+        events.append(OpEvent(0, Lane.COMPUTE, op, now, now + draw.choice((0.1, 1.0, 1.1))))
+        now = events[-1].end
+    report = Report.of([RankReport(0, 9, tuple(events), 0, 0, None)], alone)
+    ((shown,), _) = measured_and_predicted(alone, report, [])
+    assert shown.step_seconds == now
+    assert shown.bound_seconds <= now
 
 
 def test_one_replica_has_the_page_it_had() -> None:

@@ -233,7 +233,7 @@ def test_any_number_will_do() -> None:
 
 
 def test_a_share_of_nothing_counts_as_nothing() -> None:
-    loss = [counted_loss, {"stages_per_rank": 2, "count_fn": lambda target: 5e-324 if not counted(target) else 1e300}]
+    loss = [counted_loss, {"stages_per_rank": 2, "count_fn": lambda target: counted(target) * 1e300 or 5e-324}]
     run_cases(lambda: [Case("shares", layers, SETS, *loss)])
 
 
