@@ -31,11 +31,10 @@ import numpy as np
 import torch
 
 from pipetrain.config.records import DataConfig
-from pipetrain.data.cached_tokens import tokenized
 from pipetrain.data.corpus import find_files
 from pipetrain.data.dataset import make_data, make_tokenizer
 from pipetrain.data.hf_tokenizer import HfTokenizer
-from pipetrain.data.tokenizing import BATCH_DOCUMENTS
+from pipetrain.data.tokenizing import BATCH_DOCUMENTS, tokenized
 
 LINES_PER_DOCUMENT = 40
 NUM_STEPS = 200

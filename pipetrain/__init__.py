@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipetrain.schedule.policy import RecomputePolicy
     from pipetrain.schedule.schedule import Schedule
     from pipetrain.schedule.simulate import simulate
+    from pipetrain.stage.added_losses import add_loss
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOME = {
     "simulate": "pipetrain.schedule.simulate",
     "bound": "pipetrain.schedule.bound",
     "reference_step": "pipetrain.runtime.reference",
+    "add_loss": "pipetrain.stage.added_losses",
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "RecomputePolicy",
     "Schedule",
     "Whole",
+    "add_loss",
     "bound",
     "check",
     "make_plan",

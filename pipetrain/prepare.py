@@ -8,7 +8,7 @@ Without torch: the command line refuses a run that cannot be before a process st
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
 from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
-from pipetrain.plan.balance import cut_by_work
+from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
 from pipetrain.plan.climb import Effort
 from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
 from pipetrain.plan.order_cache import cache_folder
@@ -58,6 +58,7 @@ class Run:
     schedule: Schedule
     size: ModelSize
     found: FoundSchedule | None = None  # where pipeline.schedule=auto was sought
+    note: str = ""  # why pipeline.balance=auto shares out no equal work
 
 
 def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
@@ -92,6 +93,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         communicators=config.transport.communicators,
         edges=config.transport.edges,
     )
+    plan, note = _balanced(config, plan, size)
     tied, found = plan.tied_stages(size.tied), None
     check_ties(config, tied)
     _policy(config).check_layers(plan.num_layers)
@@ -99,10 +101,29 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     policy = _in_parts(config, plan.balance, size)
     spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
     if order is None and pipeline.schedule == AUTO:
-        found = _sought(spec, _costs(config, plan.num_stages), config)
+        found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
-    return Run(plan, schedule, size, found)
+    return Run(plan, schedule, size, found, note)
+
+
+def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str]:
+    """With pipeline.balance=auto the plan whose step is shortest, R counted, and a line that says so; else the plan as it is."""
+    if config.pipeline.balance != "auto" or config.engine.name != NATIVE or not _tells_of_layers(config):
+        return plan, ""
+    policy = _in_parts(config, plan.balance, size)
+    spec = replace(_spec(config, plan.stage_ranks, policy), num_replicas=plan.num_replicas)
+    costs_of = _costs(config, plan.num_stages, size.flops_per_layer)
+    balance = balance_by_step(plan.balance, spec, costs_of)
+    return replace(plan, balance=balance), balance_told(balance, plan.balance, spec.policy)
+
+
+def _tells_of_layers(config: RunConfig) -> bool:
+    """Whether something says what a layer costs: a run's profile and lists of `cost.*` are of stages."""
+    given = config.plan.profile
+    if given is not None:
+        return bool(read_profile(given).layers)
+    return not any(isinstance(value, tuple) for value in vars(config.cost).values())
 
 
 @dataclass(frozen=True)
@@ -153,8 +174,7 @@ def predict(config: RunConfig) -> Shown:
         stages_per_rank=pipeline.stages_per_rank,
     )
     config = _with_replicas(config, world.num_replicas)
-    costs = _costs(config, len(stage_ranks))
-    policy = _policy_shown(config, len(stage_ranks))
+    costs, policy = _costs_shown(config, stage_ranks)
     spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
@@ -199,6 +219,7 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
         work=size_of(config.model, sequence_length=length).flops_per_layer,
         placement=schedule.stage_ranks,
     )
+    plan, _ = _balanced(config, plan, size_of(config.model, sequence_length=length))
     check_samples(config, num_replicas)
     vocabulary = _BYTES if config.data.tokenizer == "byte" else None
     size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
@@ -236,17 +257,23 @@ def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, num_replicas=num_replicas))
 
 
-def _policy_shown(config: RunConfig, num_stages: int) -> RecomputePolicy:
-    """With the layers of each part, where their number depends on the layers of stages or a profile knows them."""
+def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
+    """With the layers of each stage, where a profile knows them or the number of parts depends on them."""
     policy, given = _policy(config), config.plan.profile
-    if not policy.in_parts:
-        return policy
-    profile = None if given is None else read_profile(given)
-    if not isinstance(policy.segments, str) and (profile is None or not profile.layers):
-        return policy
+    costs_of, alike = _costs(config, len(stage_ranks)), (1,) * len(stage_ranks)
+    knows_layers = given is not None and bool(read_profile(given).layers)
+    if not knows_layers and not (policy.in_parts and isinstance(policy.segments, str)):
+        return costs_of(alike), policy
     size = size_of(config.model, sequence_length=config.data.sequence_length)
-    plan = make_plan(size.num_layers, num_stages=num_stages, num_ranks=num_stages, balance=config.pipeline.balance)
-    return _in_parts(config, plan.balance, size)
+    plan = make_plan(
+        size.num_layers,
+        num_microbatches=config.pipeline.num_microbatches,
+        balance=config.pipeline.balance,
+        work=size.flops_per_layer,
+        placement=stage_ranks,
+    )
+    balance = _balanced(config, plan, size)[0].balance
+    return costs_of(balance if knows_layers else alike), _in_parts(config, balance, size)
 
 
 def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> RecomputePolicy:
@@ -263,22 +290,20 @@ def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> R
     return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
 
 
-def _costs(config: RunConfig, num_stages: int) -> Costs:
-    """Those of the run, or of the layers, that `plan.profile` names, else those of `cost.*`."""
+def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = None) -> Callable[[Sequence[int]], Costs]:
+    """What stages of a balance cost: those of the run, or of the layers, that `plan.profile` names, else shares of `cost.*` by `work`."""
     cost, given = config.cost, config.plan.profile
     if given is not None:
         profile = read_profile(given)
         check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
-        if profile.costs is not None:
-            return profile.costs
+        if (measured := profile.costs) is not None:
+            return lambda _: measured
         check_conditions(given, profile, conditions_of(config))
-        plan = make_plan(
-            profile.num_layers, num_stages=num_stages, num_ranks=num_stages, balance=config.pipeline.balance
-        )
         policy = _policy(config)
         policy.check_layers(profile.num_layers)
-        return costs_of_layers(profile, plan.balance, () if policy.mode is Mode.NEVER else policy.selective)
-    return Costs.spread(
+        selective = () if policy.mode is Mode.NEVER else policy.selective
+        return lambda balance: costs_of_layers(profile, balance, selective)
+    mean = Costs.spread(
         num_stages,
         forward=cost.forward_seconds,
         backward=cost.backward_seconds,
@@ -290,6 +315,7 @@ def _costs(config: RunConfig, num_stages: int) -> Costs:
         kept_share=cost.kept_share,
         reduce=cost.reduce_seconds,
     )
+    return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
 
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
@@ -327,11 +353,14 @@ def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
 
 
 def _refuse_profile_without_layers(config: RunConfig) -> None:
-    given, segments = config.plan.profile, config.recompute.segments
+    given = config.plan.profile
     if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
+        segments = config.recompute.segments
+        cut = f"holds, by which recompute.segments={segments} cuts a stage"
+        what = "takes, by which pipeline.balance=auto shares layers out" if segments == 1 else cut
         raise ValueError(
-            f"plan.profile={given}: a run's ops do not say what each layer holds, by which recompute.segments={segments} cuts a stage; "
-            "measure the layers with `pipetrain profile`, or leave plan.profile out"
+            f"plan.profile={given}: a run's ops do not say what each layer {what}; measure the layers with `pipetrain profile`, or leave "
+            "plan.profile out"
         )
 
 

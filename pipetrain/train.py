@@ -24,8 +24,8 @@ from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
-from pipetrain.data.phased import PhasedBatches
 from pipetrain.engine.available import check_available
 from pipetrain.engine.which import make_engine
 from pipetrain.group.address import is_rank
@@ -75,6 +75,8 @@ def train(config: RunConfig) -> Outcome:
         with ending_with_the_launcher():
             group = stack.enter_context(_join(config))
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
+        if phases[0].run.note and group.rank == 0:
+            print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
         data = _data(config, group)
         check_all_read_the_same(data[0].fingerprint, group)
         spec = _spec(config, data)

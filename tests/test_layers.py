@@ -37,8 +37,6 @@ TORCH_FREE = {"config", "schedule", "timeline", "plan", "observe", "launcher", "
 TORCH_FREE_FILES = {
     "model/size.py",
     "model/arithmetic.py",
-    "model/style.py",
-    "model/registry.py",
     "model/hf/hf_size.py",
     "model/hf/source.py",
     "model/hf/download.py",

@@ -19,6 +19,7 @@ NAMES = {
     "RecomputePolicy",
     "Schedule",
     "Whole",
+    "add_loss",
     "bound",
     "check",
     "make_plan",
@@ -61,6 +62,7 @@ SIGNATURES = {
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",
     "Whole": "value",
+    "add_loss": "loss",
 }
 
 

@@ -46,8 +46,8 @@ def _tensors(folder: RunFolder) -> Mapping[str, Any]:
     if has_weights(folder.weights):
         return read_weights(folder.weights)
     from pipetrain.snapshot.export import in_files
-    from pipetrain.snapshot.find import find
     from pipetrain.snapshot.reader import Snapshot
+    from pipetrain.snapshot.start import find
     from pipetrain.snapshot.state import Part
 
     snapshot = find(folder.path, say)

@@ -130,7 +130,7 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
         ValueError: there are none; or nobody said which, and there are snapshots alone.
     """
     from pipetrain.snapshot.files import path_of, steps_in
-    from pipetrain.snapshot.find import SNAPSHOTS, find
+    from pipetrain.snapshot.start import SNAPSHOTS, find
     from pipetrain.snapshot.weights import check_weights, has_weights
 
     steps = steps_in(folder.path / SNAPSHOTS)

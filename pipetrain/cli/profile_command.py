@@ -50,8 +50,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     from pipetrain.engine.precision import precision_of
     from pipetrain.group.own_device import choose_device
     from pipetrain.model.hf.download import bring_model
-    from pipetrain.model.spec import make_spec
-    from pipetrain.model.weights_dtype import with_weights_in
+    from pipetrain.model.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 

@@ -36,9 +36,9 @@ def _tokenize(arguments: Arguments) -> int:
         arguments.overrides.insert(0, f"data={'hf' if is_set else 'jsonl' if has_lines else 'text'}")
     config = load(arguments.overrides)
     data = replace(config.data, path=arguments.path)
-    from pipetrain.data.cached_tokens import is_cached, tokenized
     from pipetrain.data.dataset import check_data, make_tokenizer
     from pipetrain.data.token_file import TOKENS_JSON, read_sheet
+    from pipetrain.data.tokenizing import is_cached, tokenized
 
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     check_data(data, config.model.path)
@@ -71,8 +71,8 @@ def tokenize_ahead(config: RunConfig) -> None:
     Raises:
         ValueError: there are none, or a document is no sample.
     """
-    from pipetrain.data.cached_tokens import is_cached
     from pipetrain.data.dataset import make_data, make_tokenizer
+    from pipetrain.data.tokenizing import is_cached
 
     data, own = config.data, config.model.path
     tokenizer = make_tokenizer(data, own)

@@ -14,8 +14,7 @@ from pipetrain.group.address import is_rank
 from pipetrain.launcher.launch import check_not_a_slurm_task, launch
 from pipetrain.launcher.nodes import Nodes, choose_ranks_per_node, node_rank_in_slurm
 from pipetrain.launcher.outcome import Exit, tell
-from pipetrain.launcher.slurm.script import job_script
-from pipetrain.launcher.slurm.submit import check_commands, how_to_go_on, submit
+from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
 from pipetrain.model.hf.download import bring_model
 from pipetrain.observe.claim import check_unclaimed
 from pipetrain.observe.folder import check_free, choose_folder, reserve_folder

@@ -73,10 +73,12 @@ def check_run(config: RunConfig) -> None:
     """
     check_schedule(config)
     in_parts = config.recompute.segments != 1  # which layers make a part depends on their bytes
-    if config.plan.profile is not None and config.pipeline.schedule != "auto" and not in_parts:
+    by_profile = "auto" in (config.pipeline.schedule, config.pipeline.balance) or in_parts
+    if config.plan.profile is not None and not by_profile:
         raise ConfigError(
-            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take; use "
-            "pipeline.schedule=auto, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
+            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take, and "
+            "pipeline.balance its layers; use `auto` for one of them, or leave plan.profile out (`pipetrain show` draws any schedule "
+            "with it)"
         )
     if config.pipeline.schedule == "auto" and config.pipeline.search_seconds >= config.timeout_seconds:
         raise ConfigError(

@@ -1,7 +1,15 @@
-"""What a step trains on."""
+"""What a step trains on, and which samples of it a replica takes: a function of the batch's size alone, so nobody has to say who reads what.
+
+    a batch of 11 samples, 2 replicas of 2 microbatches      torch.tensor_split(batch, 2 x 2)
+    a b c | d e f | g h i | j k                              replica r: slices 2r and 2r + 1
+    replica 0       replica 1
+
+Cut again into microbatches, the samples of a replica are its slices: the larger slices come first.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -15,3 +23,24 @@ class Batch(NamedTuple):
 
     inputs: Any  # what the first layer gets
     targets: Any  # what the loss is taken against
+
+
+@dataclass(frozen=True)
+class Share:
+    """What replica `replica` of `num_replicas` takes, where each cuts its share into `num_microbatches`."""
+
+    replica: int
+    num_replicas: int
+    num_microbatches: int
+
+    def rows_of(self, batch_size: int) -> slice:
+        """The samples of a batch that are this replica's."""
+        start, stop = (
+            self._start_of(number * self.num_microbatches, batch_size) for number in (self.replica, self.replica + 1)
+        )
+        return slice(start, stop)
+
+    def _start_of(self, number: int, batch_size: int) -> int:
+        """Where slice `number` of `torch.tensor_split(batch, slices)` begins; of the first that is none, where the last ends."""
+        size, larger = divmod(batch_size, self.num_replicas * self.num_microbatches)
+        return number * size + min(number, larger)

@@ -1,18 +1,24 @@
-"""Which files a corpus is made of: found, not yet read."""
+"""The files of a corpus: found, known by digests (of large ones kept for as long as they stay as they are), and split into what is trained on and held out."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import difflib
 import glob
 import gzip
+import hashlib
+import json
 import os
 import pathlib
 import sysconfig
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from pipetrain.config.records import DataConfig
 
@@ -138,3 +144,182 @@ def _neighbour(key: str, path: pathlib.Path) -> str:
     names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {key}={path.with_name(near[0])}?" if near else "; give a file or folder that exists"
+
+
+_BLOCK = 2**20
+_SMALL_BYTES = 2**26  # files that together are smaller are read each time: a tenth of a second
+_SETTLED_SECONDS = 2.0  # a file changed so lately may change again within the tick of its file system's clock
+
+
+class Scanned(NamedTuple):
+    """A file, the SHA-256 of what it holds (unpacked), and how many bytes that is."""
+
+    path: Path
+    digest: bytes
+    size: int
+
+
+def scan(files: Sequence[Path], memory: Path) -> list[Scanned]:
+    """The digest and size of each file; of many bytes they are kept in the folder `memory`.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    found = remembered(files, memory, "digests", lambda: [_scanned(file) for file in files])
+    return [Scanned(file, bytes.fromhex(digest), size) for file, (digest, size) in zip(files, found, strict=True)]
+
+
+def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[], Any]) -> Any:
+    """What `find` says of the files, as JSON has it. Of many bytes it is kept in the folder `memory`, under their names, sizes and times."""
+    stats = [stat_of(file) for file in files]
+    is_settled = time.time() - max((stat.st_mtime for stat in stats), default=0.0) > _SETTLED_SECONDS
+    if sum(stat.st_size for stat in stats) < _SMALL_BYTES or not is_settled:
+        return find()
+    looks = [(str(file.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for file, s in zip(files, stats, strict=True)]
+    kept = memory / f"{what}-{hashlib.sha256(json.dumps(looks).encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(kept.read_text())
+    found = find()
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(found))
+        draft.replace(kept)
+    return found
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Raises:
+    ValueError: the file is gone, or may not be looked at.
+    """
+    try:
+        return file.stat()
+    except OSError as error:
+        raise unreadable(file, error.strerror) from None
+
+
+def digest_of(found: Sequence[Scanned]) -> str:
+    """One SHA-256 of several files, in their order."""
+    return hashlib.sha256(b"".join(one.digest for one in found)).hexdigest()
+
+
+def _scanned(path: Path) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with opened(path) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return digest.hexdigest(), size
+
+
+_LONGEST_LINE = 2**20
+
+
+class Piece(NamedTuple):
+    """Bytes `first` to `last - 1` of what a file holds."""
+
+    path: Path
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The pieces of what is trained on and what is held out, in the order in which they are read: no file, nor a copy of one, is in both.
+
+    But for a single file, which is cut in two.
+    """
+
+    train: tuple[Piece, ...]
+    heldout: tuple[Piece, ...]
+
+
+def split_files(files: Sequence[Scanned], heldout_fraction: float) -> Split:
+    """Holds out `heldout_fraction` of the bytes of `files` (0: nothing), file by file.
+
+    Files are taken in the order of the SHA-256 of their content: it depends on nothing but the content, scatters neighbours, and makes
+    copies of a file one (a copy is read once). A file is held out where the wanted bytes are not passed by it; if every
+    file would pass them, the smallest is. A single file is cut: its last bytes are held out.
+    """
+    pieces = in_order(files)
+    wanted = int(heldout_fraction * sum(piece.last for piece in pieces))
+    if wanted == 0:
+        return Split(pieces, ())
+    if len(pieces) == 1:
+        path, _, size = pieces[0]
+        return Split((Piece(path, 0, size - wanted),), (Piece(path, size - wanted, size),))
+    held, taken = set(), 0
+    for piece in pieces:
+        if taken + piece.last <= wanted:
+            held.add(piece)
+            taken += piece.last
+    if not held:
+        held = {min(pieces, key=lambda piece: piece.last)}
+    return Split(
+        tuple(piece for piece in pieces if piece not in held), tuple(piece for piece in pieces if piece in held)
+    )
+
+
+def in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
+    """The files that are not empty, whole, by the digest of their content; of copies the first."""
+    distinct: dict[bytes, Piece] = {}
+    for file in files:
+        if file.size:
+            distinct.setdefault(file.digest, Piece(file.path, 0, file.size))
+    return tuple(distinct[digest] for digest in sorted(distinct))
+
+
+def cut_at_a_line(split: Split) -> Split:
+    """Where a single file was cut in two, the first part ends with a line (or a character, in a very long one): for tokenizers of text."""
+    if not (split.train and split.heldout and split.train[-1].path == split.heldout[0].path):
+        return split
+    path, first, last = split.train[-1]
+    with opened(path) as file:
+        file.seek(max(first, last - _LONGEST_LINE))
+        before = file.read(last - max(first, last - _LONGEST_LINE))
+    end = before.rfind(b"\n") + 1
+    cut = last - (len(before) - end) if end else last - _in_character(before)
+    if cut == first:
+        return split
+    return Split((Piece(path, first, cut),), (Piece(path, cut, split.heldout[0].last),))
+
+
+def read_pieces(pieces: Sequence[Piece]) -> bytes:
+    """All their bytes.
+
+    Raises:
+        ValueError: a file cannot be read, or is not what it was.
+    """
+    return b"".join(map(_read, pieces))
+
+
+def fingerprint_of(train: bytes, heldout: bytes) -> str:
+    """The SHA-256 of all bytes, in the order in which they are read; where the two parts meet counts too."""
+    digest = hashlib.sha256(len(train).to_bytes(8, "little"))
+    digest.update(train)
+    digest.update(heldout)
+    return digest.hexdigest()
+
+
+def changed(path: Path) -> ValueError:
+    """The error for a file that is no longer what it was a moment ago."""
+    return ValueError(f"{path} has changed while it was read; start again when it is whole")
+
+
+def _in_character(text: bytes) -> int:
+    """How many bytes at the end of `text` are of a character of UTF-8 that is not whole."""
+    for count in range(1, min(4, len(text)) + 1):
+        byte = text[-count]
+        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how many it has
+            whole = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if count < whole else 0
+    return 0
+
+
+def _read(piece: Piece) -> bytes:
+    with opened(piece.path) as file:
+        file.seek(piece.first)
+        content = file.read(piece.last - piece.first)
+    if len(content) != piece.last - piece.first:
+        raise changed(piece.path)
+    return content

@@ -19,16 +19,22 @@ import numpy as np
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.cached_tokens import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
-from pipetrain.data.corpus import files_at, find_files
-from pipetrain.data.hf_dataset import check_datasets_installed
+from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
+from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
-from pipetrain.data.layouts import SampleSets, folder_samples, stream_samples, too_short
-from pipetrain.data.split import Split, fingerprint_of, read_pieces
+from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_cache import Tell
-from pipetrain.data.token_file import TOKENS_JSON, Ids, TokenSheet, read_sheet
-from pipetrain.data.token_ids import check_id_file, fingerprint_of_ids, read_id_file
+from pipetrain.data.token_file import (
+    TOKENS_JSON,
+    Ids,
+    TokenSheet,
+    check_id_file,
+    fingerprint_of_ids,
+    read_id_file,
+    read_sheet,
+)
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+from pipetrain.data.tokenizing import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
@@ -180,15 +186,11 @@ def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, t
     if is_bytes(config, tokenizer):
         split = split_of(config)
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
-            return _of_bytes(split)
+            train, heldout = read_pieces(split.train), read_pieces(split.heldout)
+            rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
+            return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
     folder = tokenized(config, tokenizer, timeout_seconds=timeout_seconds, tell=tell)
     return partial(folder_samples, folder=folder, sheet=read_sheet(folder))
-
-
-def _of_bytes(split: Split) -> _LayOut:
-    train, heldout = read_pieces(split.train), read_pieces(split.heldout)
-    rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
-    return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
 
 
 def _of_rows(rows: tuple[Ids, Ids], unit: str, vocabulary_size: int, fingerprint: str) -> _LayOut:

@@ -14,17 +14,23 @@ filling follows from lengths: a token that also ends texts may fill.
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from pipetrain.config.records import PACKED, PADDED, STREAM, DataConfig
 from pipetrain.data.batch import Batch
-from pipetrain.data.packing import Packed
-from pipetrain.data.token_file import Ids, TokenPart
+from pipetrain.data.corpus import key_of_text
+from pipetrain.data.token_file import HELDOUT, PARTS, TRAIN, Ids, TokenPart, TokenSheet, read_part
+from pipetrain.data.tokenizing import place_named, refusal_of
 
 IGNORED = -100  # the target of a position that does not count
 
@@ -127,3 +133,190 @@ class Documents:
 
     def _range(self, document: int) -> tuple[int, int]:
         return int(self._part.ends[document - 1]) if document else 0, int(self._part.ends[document])
+
+
+class Packed(NamedTuple):
+    """Sample i has the documents `order[ends[i - 1]]` to `order[ends[i] - 1]`."""
+
+    order: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def pack_documents(lengths: NDArray[Any], room: int) -> Packed:
+    """Samples of at most `room` tokens from documents of so many each, all from 1 to `room`. The same for the same lengths.
+
+    Best-fit decreasing puts each document into the fullest sample that still has room for it; it needs at most 11/9 of the least number of
+    samples (Johnson et al. 1974). Documents of one length are put at once, so it takes as long as there are lengths, however many documents.
+    """
+    assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= room), "every document fits"
+    sample_of = np.empty(len(lengths), np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
+    samples = _Samples()
+    for group in np.split(by_length, starts[1:]):
+        if len(group):
+            sample_of[group] = samples.put(len(group), int(lengths[group[0]]), room)
+    return Packed(np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=0)))
+
+
+class _Samples:
+    """Samples by the room that they have left."""
+
+    def __init__(self) -> None:
+        self._rooms: list[int] = []  # in which there is a sample, ascending
+        self._with_room: dict[int, list[NDArray[np.int64]]] = {}
+        self._count = 0
+
+    def put(self, count: int, length: int, room: int) -> NDArray[np.int64]:
+        """The samples that `count` documents of one `length` go to."""
+        given: list[NDArray[np.int64]] = []
+        while count and (at := bisect.bisect_left(self._rooms, length)) < len(self._rooms):
+            left = self._rooms[at]
+            samples = self._take(left, count)
+            self._add(left - length, samples)
+            given.append(samples)
+            count -= len(samples)
+        if count:
+            each = room // length  # a new sample is the fullest with room for the next one, until it is full
+            new = self._count + np.arange(-(-count // each), dtype=np.int64)
+            self._count += len(new)
+            given.append(np.repeat(new, each)[:count])
+            in_last = count - each * (len(new) - 1)
+            self._add(room - each * length, new[:-1])
+            self._add(room - in_last * length, new[-1:])
+        return np.concatenate(given)
+
+    def _take(self, room: int, most: int) -> NDArray[np.int64]:
+        found = np.concatenate(self._with_room.pop(room))
+        if len(found) > most:
+            self._with_room[room] = [found[most:]]
+        else:
+            self._rooms.remove(room)
+        return found[:most]
+
+    def _add(self, room: int, samples: NDArray[np.int64]) -> None:
+        if not len(samples) or not room:
+            return
+        if room not in self._with_room:
+            bisect.insort(self._rooms, room)
+            self._with_room[room] = []
+        self._with_room[room].append(samples)
+
+
+@dataclass(frozen=True)
+class SampleSets:
+    """The samples of both parts; `heldout` is empty where nothing is held out. `fingerprint`: equal for the same samples."""
+
+    train: Samples
+    heldout: Samples
+    vocabulary_size: int
+    fingerprint: str
+    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
+    first_skipped: str | None = None  # why the first of them is none
+
+
+def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> tuple[Windows, Windows]:
+    """Windows of two long rows of tokens, which are called `unit` in messages.
+
+    Raises:
+        ValueError: one is too short for a sample.
+    """
+    if len(train) <= config.sequence_length:
+        raise too_short("the training part of the text", len(train), config, unit)
+    if _holds_out(config) and len(heldout) <= config.sequence_length:
+        raise too_short("the held-out part of the text", len(heldout), config, unit)
+    return Windows(train, config.sequence_length), Windows(heldout, config.sequence_length)
+
+
+def folder_samples(config: DataConfig, folder: Path, sheet: TokenSheet) -> SampleSets:
+    """The samples of a folder of tokens.
+
+    Raises:
+        ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
+    """
+    if sheet.num_skipped and config.on_error == "stop":
+        raise ValueError(refusal_of(str(sheet.first_problem)))
+    layout = config.layout or (PACKED if sheet.is_chat else STREAM)
+    parts = {name: read_part(folder, sheet, name) for name in PARTS}
+    if layout != STREAM:
+        return _whole_documents(config, sheet, parts, layout)
+    if sheet.is_chat:
+        raise ValueError(
+            f"data.layout=stream: {key_of_text(config)} holds chats, of which a piece is no sample; use data.layout=packed or padded"
+        )
+    train, heldout = stream_samples(config, parts[TRAIN].tokens, parts[HELDOUT].tokens, "tokens")
+    return SampleSets(train, heldout, sheet.vocabulary_size, sheet.fingerprint, sheet.num_skipped, sheet.first_problem)
+
+
+def too_short(what: str, size: int, config: DataConfig, unit: str) -> ValueError:
+    """The error for text that does not make one sample."""
+    where = key_of_text(config)
+    need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
+    if size < 2:
+        return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or data.heldout_fraction=0")
+    return ValueError(
+        f"{where}: {what} has {size} {unit} and {need}; give more text, or data.sequence_length={size - 1}"
+    )
+
+
+def _holds_out(config: DataConfig) -> bool:
+    return bool(config.heldout_fraction or config.heldout_path or config.heldout_split)
+
+
+def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, TokenPart], layout: str) -> SampleSets:
+    chosen = {name: _choose(config, sheet, part) for name, part in parts.items()}
+    samples = {name: _laid_out(config, sheet, part, chosen[name].documents, layout) for name, part in parts.items()}
+    for name in PARTS if _holds_out(config) else [TRAIN]:
+        if not len(samples[name]):
+            raise ValueError(
+                f"{key_of_text(config)}: the part {name} has no document that is a sample; give more, or data.heldout_fraction=0"
+            )
+    digest = hashlib.sha256(f"{sheet.fingerprint} {layout}".encode())
+    for one in chosen.values():
+        digest.update(one.documents.tobytes())
+    return SampleSets(
+        train=samples[TRAIN],
+        heldout=samples[HELDOUT],
+        vocabulary_size=sheet.vocabulary_size,
+        fingerprint=digest.hexdigest(),
+        num_skipped=sheet.num_skipped + sum(one.num_left_out for one in chosen.values()),
+        first_skipped=sheet.first_problem or next((one.problem for one in chosen.values() if one.problem), None),
+    )
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The documents of a part that are samples, by number; what is wrong with the first that is none."""
+
+    documents: NDArray[np.int64]
+    num_left_out: int
+    problem: str | None
+
+
+def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> _Choice:
+    """Those that are not too long, and have a token to predict.
+
+    Raises:
+        ValueError: one is not, and data.on_error=stop.
+    """
+    lengths = part.lengths
+    fits = (lengths <= config.sequence_length) & (lengths > 1)
+    if fits.all():
+        return _Choice(np.arange(len(lengths)), 0, None)
+    number = int(np.flatnonzero(~fits)[0])
+    source, line = map(int, part.places[number])
+    problem = f"{place_named(sheet.sources, source, line)}: it has {lengths[number]} tokens, " + (
+        f"more than data.sequence_length={config.sequence_length}; data.sequence_length={lengths.max()} takes all"
+        if lengths[number] > 1
+        else "and none of them is predicted"
+    )
+    if config.on_error == "stop":
+        raise ValueError(refusal_of(problem))
+    return _Choice(np.flatnonzero(fits), int((~fits).sum()), problem)
+
+
+def _laid_out(
+    config: DataConfig, sheet: TokenSheet, part: TokenPart, documents: NDArray[np.int64], layout: str
+) -> Documents:
+    packed = None if layout == PADDED else pack_documents(part.lengths[documents], config.sequence_length)
+    return Documents(part, documents, packed, room=config.sequence_length, pad=sheet.pad_token)

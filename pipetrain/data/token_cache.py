@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from pipetrain.data.token_file import TOKENS_JSON
 
@@ -25,7 +25,6 @@ Tell = Callable[[float], None]
 
 _PAUSE_SECONDS = 0.1
 _TOLD_SECONDS = 0.5  # between two words of how far it is
-_TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -91,7 +90,7 @@ def _runs(pid: int) -> bool:
 class _Told:
     """Writes how far it is into the lock's file, for those who wait, and passes it on."""
 
-    def __init__(self, lock: IO[str], tell: Tell | None) -> None:
+    def __init__(self, lock: Path, tell: Tell | None) -> None:
         self._lock = lock
         self._tell = tell
         self._at = float("-inf")
@@ -100,46 +99,41 @@ class _Told:
         now = time.monotonic()
         if now - self._at >= _TOLD_SECONDS:
             self._at = now
-            self._lock.seek(0)
-            self._lock.truncate()
-            json.dump(
-                {"pid": os.getpid(), "host": socket.gethostname(), "done": round(share, 6), "at": now}, self._lock
-            )
-            self._lock.flush()
+            word = {"pid": os.getpid(), "host": socket.gethostname(), "done": round(share, 6), "at": now}
+            self._lock.write_text(json.dumps(word))
         if self._tell is not None:
             self._tell(share)
 
 
 @contextlib.contextmanager
-def _turn(folder: Path, timeout_seconds: float) -> Iterator[IO[str]]:
-    """The file with its lock; while another has it, as long as that one comes on."""
+def _turn(folder: Path, timeout_seconds: float) -> Iterator[Path]:
+    """The lock, by its file; while another has it, as long as that one comes on."""
     path = folder.with_name(f"{folder.name}.lock")
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o640), "r+") as file:
-        word, since = "", time.monotonic()
-        while not _locked(file):
-            if _is_whole(folder):
-                break
-            said = path.read_text()
-            if said != word:
-                word, since = said, time.monotonic()
-            if time.monotonic() - since > timeout_seconds:
-                raise ValueError(
-                    f"{folder} is being made by {_maker(word)}, which has not come on for {timeout_seconds:.0f} s "
-                    "(timeout_seconds); end it, or choose another data.cache_dir"
-                )
-            time.sleep(_PAUSE_SECONDS)
-        yield file
+    word, since = "", time.monotonic()
 
+    def made_meanwhile() -> bool:
+        nonlocal word, since
+        if (said := path.read_text()) != word:
+            word, since = said, time.monotonic()
+        if time.monotonic() - since > timeout_seconds:
+            raise ValueError(
+                f"{folder} is being made by {_maker(word)}, which has not come on for {timeout_seconds:.0f} s "
+                "(timeout_seconds); end it, or choose another data.cache_dir"
+            )
+        return _is_whole(folder)
 
-def _locked(file: IO[str]) -> bool:
+    lock = FileLock(path, mode=0o640, fallback_to_soft=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.acquire(poll_interval=_PAUSE_SECONDS, cancel_check=made_meanwhile)
+    except Timeout:
+        assert _is_whole(folder), "nothing else ends the wait"
     except OSError as error:
-        if error.errno in _TAKEN:
-            return False
         if error.errno not in _NO_LOCKS:
             raise
-    return True
+    try:
+        yield path
+    finally:
+        lock.release()
 
 
 def _maker(word: str) -> str:

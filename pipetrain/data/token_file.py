@@ -7,6 +7,8 @@ FOLDER/
   train/places.bin         int64 [documents, 2]: in which source it stands, and on which line
   train/counted.bin        uint8 per token, of chats: whether it counts in the loss
   heldout/                 the same
+
+And token ids that somebody else has written: a .bin file as nanoGPT has it, all ids of a corpus one after the other.
 """
 
 from __future__ import annotations
@@ -14,15 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.data.corpus import remembered
 from pipetrain.data.documents import Document
 
 TOKENS_JSON = "tokens.json"
@@ -135,73 +136,109 @@ def write_sheet(folder: Path, sheet: TokenSheet) -> None:
 
 
 class PartWriter:
-    """Appends documents to the files of one part."""
+    """Appends documents to the files of one part, and hashes what they hold."""
 
     def __init__(self, folder: Path, kind: np.dtype[Any], *, is_chat: bool) -> None:
         self._kind = kind
-        self._stack = ExitStack()
-        self._tokens, self._ends, self._places = (
-            _File(folder / f"{name}.bin") for name in ("tokens", "ends", "places")
-        )
-        self._counted = _File(folder / "counted.bin") if is_chat else None
         folder.mkdir()
+        names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        self._hashes = {name: hashlib.sha256() for name in names}
         self._num_tokens = self._num_documents = self._num_counted = 0
         self._largest = -1
 
     def __enter__(self) -> Self:
-        for file in filter(None, (self._tokens, self._ends, self._places, self._counted)):
-            self._stack.enter_context(file)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def add(self, ids: Ids, counted: NDArray[np.bool_] | None, lengths: Ids, documents: Sequence[Document]) -> None:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
         ends = np.array([document.ends for document in documents])
-        self._tokens.add(ids.astype(self._kind))
-        self._ends.add((np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
-        self._places.add(np.array([document.place for document in documents if document.ends], np.int64))
-        if self._counted is not None:
+        self._append("tokens", ids.astype(self._kind))
+        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
+        self._append("places", np.array([document.place for document in documents if document.ends], np.int64))
+        if "counted" in self._files:
             assert counted is not None, "a chat says what counts"
-            self._counted.add(counted.astype(np.uint8))
+            self._append("counted", counted.astype(np.uint8))
         self._num_tokens += len(ids)
         self._num_documents += int(ends.sum())
         self._num_counted += len(ids) if counted is None else int(counted.sum())
         if len(ids):
             self._largest = max(self._largest, int(ids.max()))
 
+    def _append(self, name: str, values: NDArray[Any]) -> None:
+        raw = values.tobytes()
+        self._hashes[name].update(raw)
+        self._files[name].write(raw)
+
     @property
     def numbers(self) -> PartNumbers:
-        files = filter(None, (self._tokens, self._ends, self._counted))
-        digest = hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest()
+        digests = [one.hexdigest() for name, one in self._hashes.items() if name != "places"]
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
         return PartNumbers(self._num_tokens, self._num_documents, self._num_counted, self._largest, digest)
 
 
-class _File:
-    """A file that grows, and the SHA-256 of what it holds."""
+_BLOCK_ITEMS = 2**22
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._hash = hashlib.sha256()
-        self._file: IO[bytes]
 
-    def __enter__(self) -> Self:
-        self._file = self._path.open("wb")
-        return self
+@dataclass(frozen=True)
+class IdFile:
+    """A mapped file of ids. `digest` is the SHA-256 of its bytes."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+    ids: Ids
+    digest: str
+    largest: int
 
-    def add(self, values: NDArray[Any]) -> None:
-        raw = values.tobytes()
-        self._hash.update(raw)
-        self._file.write(raw)
 
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+def check_id_file(key: str, path: Path, item_type: str) -> int:
+    """How many ids are in the file.
+
+    Raises:
+        ValueError: there is no such file, it is empty, or it does not hold a whole number of ids.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{key}={path} is no file (seen from {Path.cwd()}): data=memmap reads a .bin file of token ids, or a folder that "
+            "`pipetrain tokenize --out=FOLDER` made"
+        )
+    size, each = path.stat().st_size, np.dtype(item_type).itemsize
+    if size % each:
+        raise ValueError(
+            f"{key}={path} has {size} bytes, no multiple of the {each} that a token id of data.item_type={item_type} has; set "
+            "data.item_type to the type that it was written with, or write it again"
+        )
+    if not size:
+        raise ValueError(f"{key}={path} is empty: give a file with token ids")
+    return size // each
+
+
+def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
+    """The file, read once as a whole to know what it holds; of a large one that is kept in the folder `memory`.
+
+    Raises:
+        ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
+    """
+    check_id_file(key, path, item_type)
+    ids = np.asarray(np.memmap(path, item_type, "r"))
+    digest, least, largest = remembered([path], memory, f"ids-{item_type}", lambda: _looked_at(ids))
+    if least < 0:
+        raise ValueError(f"{key}={path} holds {least}, which is no token id: is it of data.item_type={item_type}?")
+    return IdFile(ids, digest, largest)
+
+
+def fingerprint_of_ids(train: str, heldout: str | None, item_type: str, num_heldout: int) -> str:
+    """Equal for the same ids, cut in the same place."""
+    return hashlib.sha256(f"{train} {heldout} {item_type} {num_heldout}".encode()).hexdigest()
+
+
+def _looked_at(ids: Ids) -> tuple[str, int, int]:
+    """The digest of the bytes, the least and the largest id."""
+    digest, least, largest = hashlib.sha256(), 0, 0
+    for first in range(0, len(ids), _BLOCK_ITEMS):
+        block = ids[first : first + _BLOCK_ITEMS]
+        digest.update(block.tobytes())
+        least, largest = min(least, int(block.min())), max(largest, int(block.max()))
+    return digest.hexdigest(), least, largest

@@ -1,11 +1,13 @@
-"""From documents to a folder of tokens: read, encode and write beside each other, in batches.
+"""From documents to a folder of tokens, in the cache or ahead by `pipetrain tokenize`: read, encode and write beside each other, in batches.
 
 A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,8 +16,20 @@ from pathlib import Path
 
 import numpy as np
 
-from pipetrain.data.documents import Corpus, Document, Row
-from pipetrain.data.token_cache import Tell
+from pipetrain.config.records import STREAM, DataConfig
+from pipetrain.data.corpus import (
+    Scanned,
+    Split,
+    cut_at_a_line,
+    digest_of,
+    files_at,
+    find_files,
+    in_order,
+    scan,
+    split_files,
+)
+from pipetrain.data.documents import Corpus, Document, JsonCorpus, TextCorpus, hf_corpus
+from pipetrain.data.token_cache import Tell, cache_root, made_once
 from pipetrain.data.token_file import (
     FORMAT,
     HELDOUT,
@@ -26,7 +40,89 @@ from pipetrain.data.token_file import (
     smallest_type,
     write_sheet,
 )
-from pipetrain.data.tokenizer import Encoded, Tokenizer
+from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
+
+WAIT_SECONDS = 600.0  # for a process that tokenizes and does not come on
+
+
+def tokenized(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    out: Path | None = None,
+    timeout_seconds: float = WAIT_SECONDS,
+    tell: Tell | None = None,
+) -> Path:
+    """The folder with the tokens of what `config` names: `out`, or one in the cache, where it is made once.
+
+    Raises:
+        ValueError: a document is no sample, or the folder cannot be written.
+    """
+    corpus = corpus_of(config, tokenizer)
+
+    def make(draft: Path, tell: Tell) -> None:
+        write_tokens(corpus, tokenizer, draft, skips=config.on_error == "skip", tell=tell)
+
+    folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
+    return made_once(folder, make, timeout_seconds=timeout_seconds, tell=tell)
+
+
+def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """The documents that `config` names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    memory = memory_of(config)
+    if config.name == "hf":
+        return hf_corpus(config, memory)
+    if config.name == "jsonl":
+        train, heldout = _files_of(config)
+        return JsonCorpus(train, heldout, config.heldout_fraction, config.text_field)
+    split = split_of(config)
+    if not isinstance(tokenizer, ByteTokenizer):
+        split = cut_at_a_line(split)
+    train, heldout = _files_of(config)
+    return TextCorpus(split, digest_of([*train, *heldout]))
+
+
+def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+    """Whether its tokens are kept: all but bytes of files, and what is tokens already."""
+    return config.name != "memmap" and tokenizer is not None and not is_bytes(config, tokenizer)
+
+
+def _name_of(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """Of a folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
+    held = (config.heldout_path is not None, config.heldout_split is not None, config.heldout_fraction)
+    chat = (config.text_field, config.counted, config.template_date)
+    depends = (FORMAT, config.name, corpus.digest, tokenizer.digest, held, chat)
+    return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:32]
+
+
+def is_bytes(config: DataConfig, tokenizer: Tokenizer) -> bool:
+    return (
+        config.name in ("stdlib", "text") and isinstance(tokenizer, ByteTokenizer) and config.layout in (None, STREAM)
+    )
+
+
+def memory_of(config: DataConfig) -> Path:
+    return cache_root(config.cache_dir) / "files"
+
+
+def _files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
+    """The files that are read, and those that are held out as a whole; of these no copy is trained on."""
+    train = scan(find_files(config), memory_of(config))
+    if config.heldout_path is None:
+        return train, []
+    heldout = scan(files_at("data.heldout_path", config.heldout_path, config.pattern), memory_of(config))
+    held = {file.digest for file in heldout}
+    return [file for file in train if file.digest not in held], heldout
+
+
+def split_of(config: DataConfig) -> Split:
+    train, heldout = _files_of(config)
+    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.heldout_fraction)
+
 
 _BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 4096
@@ -108,16 +204,12 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
             problems.add(document, document.problem)
             continue
         batch.append(document)
-        size += _size_of(document.content)
+        size += len(document.content) if isinstance(document.content, (bytes, str)) else 0
         if size >= _BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _size_of(content: bytes | str | Row) -> int:
-    return len(content) if isinstance(content, (bytes, str)) else 0
 
 
 def _ahead(

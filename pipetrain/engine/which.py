@@ -12,10 +12,8 @@ from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
 from pipetrain.group.coordinates import Grid
-from pipetrain.model.compile_layers import with_compiled_layers
 from pipetrain.model.sharing import ties_of
-from pipetrain.model.spec import ModelSpec
-from pipetrain.model.weights_dtype import with_weights_in
+from pipetrain.model.spec import ModelSpec, with_compiled_layers, with_weights_in
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule

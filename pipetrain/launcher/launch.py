@@ -18,11 +18,13 @@ from pathlib import Path
 from pipetrain.group.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
-from pipetrain.launcher.remains import end_at_once, remains_ended
 from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
+# From the first failure that a rank has left until the others are killed: what they get to write their own message.
+REMAINS_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 _LOOPBACK = "lo"
 _SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 
@@ -53,8 +55,9 @@ def launch(
     check_a_port_is_free()
     folder = Path(tempfile.mkdtemp(prefix="pipetrain-"))
     _prepare_environment(folder, threads_per_rank)
-    if nodes is None:
-        _stay_on_this_machine()
+    if nodes is None and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        # ranks of one machine need no other interface; torchrun's own store listens on all whatever is set
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_second_signal_ends(folder))
@@ -82,12 +85,6 @@ def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _stay_on_this_machine() -> None:
-    """Ranks of one machine need no other interface than the loopback; torchrun's own store listens on all whatever is set."""
-    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-
-
 def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
     """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
 
@@ -100,7 +97,9 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    _silence("torch.distributed.elastic")
+    for name in logging.root.manager.loggerDict:  # of torchrun's modules, each of which has set a level of its own
+        if name.startswith("torch.distributed.elastic"):  # ranks say what happened, and not in long tables
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     where = ["--standalone", "--local-addr=127.0.0.1", _SIGNALS] if nodes is None else nodes.torchrun_options()
     options = [*where, f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
     try:
@@ -115,13 +114,6 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
             raise
         raise NotMet(nodes.did_not_meet(error)) from error
     return 0
-
-
-def _silence(package: str) -> None:
-    """torchrun tells of signals and exit codes in long tables; ranks say what happened in their outcome."""
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(package):  # each of its modules has set a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
@@ -166,3 +158,31 @@ def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> 
     if not outcomes:
         return Outcome(0, Exit.FAILED, "the ranks were ended before they could write a report", run_dir)
     return Outcome(outcomes[0].rank, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)
+
+
+@contextlib.contextmanager
+def remains_ended(folder: Path) -> Iterator[None]:
+    """While it is open, a failed outcome in `folder` ends every rank that has announced itself there: torchrun would give a stopped process 30 seconds."""
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, over), name="remains", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_at_once(folder: Path) -> None:
+    """Kill all ranks that have announced themselves in `folder`; a stopped process cannot hold this up."""
+    for process in processes(folder):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
+
+
+def _watch(folder: Path, over: threading.Event) -> None:
+    while not over.wait(_LOOK_SECONDS):
+        if any(outcome.code not in (Exit.DONE, Exit.STOPPED) for outcome in collect(folder)):
+            if not over.wait(REMAINS_SECONDS):
+                end_at_once(folder)
+            return

@@ -13,7 +13,7 @@ from pipetrain.data.dataset import make_tokenizer
 from pipetrain.data.hf_tokenizer import HfTokenizer
 from pipetrain.data.tokenizer import Tokenizer
 from pipetrain.model.hf.source import GENERATION_CONFIG, find_source
-from pipetrain.model.registry import family_of, load_function
+from pipetrain.model.size import family_of, load_function
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pipetrain.data.share import Share
+from pipetrain.data.batch import Share
 from pipetrain.group.chain import Chain
 from pipetrain.group.coordinates import Coordinates
 from pipetrain.loop.tokens import Tokens

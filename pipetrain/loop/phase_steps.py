@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipetrain.config.records import RunConfig
-from pipetrain.data.batch import Batch
-from pipetrain.data.share import Share
+from pipetrain.data.batch import Batch, Share
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.step_report import StepFigures

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipetrain.data.batch import Batch
-from pipetrain.data.phased import PhasedBatches
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.guard import Action, Guard, Incident

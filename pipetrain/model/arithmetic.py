@@ -1,14 +1,21 @@
-"""Sizes, parameters and floating-point operations of the transformer, from its config alone. Without torch."""
+"""The transformer's config: what it must satisfy, and the sizes, parameters and floating-point operations that follow from it. Without torch."""
 
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.size import ModelSize
-from pipetrain.model.style import Style
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class Style(StrEnum):
+    """The kinds of transformer block."""
+
+    LLAMA = "llama"
+    GPT2 = "gpt2"
 
 
 def num_kv_heads(config: ModelConfig) -> int:
@@ -64,23 +71,62 @@ def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:
     return [words + positions, *[block] * config.num_blocks, norm + words]
 
 
-def count_parameters(config: ModelConfig, vocabulary_size: int) -> int:
-    """Parameters of the whole model."""
-    return sum(parameters_per_layer(config, vocabulary_size))
-
-
 def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
     """Floating-point operations of one token's forward in each layer, in order, in a sample of `sequence_length` tokens.
 
     Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two
     products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
     """
-    block = 2.0 * _matrices_of_block(config) + 4.0 * config.hidden_size * sequence_length
-    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * config.hidden_size]
-
-
-def _matrices_of_block(config: ModelConfig) -> int:
     hidden = config.hidden_size
     kv_size = hidden // config.num_heads * num_kv_heads(config)
     attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    return attention + (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)
+    mlp = (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)
+    block = 2.0 * (attention + mlp) + 4.0 * hidden * sequence_length
+    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * hidden]
+
+
+def longest_sample(config: ModelConfig) -> int:
+    """Tokens of the longest sample that a model of these keys takes."""
+    return config.max_sequence_length
+
+
+def check_heads(config: ModelConfig) -> None:
+    """Raise ValueError, with the key and what to type next, where the heads of a transformer do not fit its width.
+
+    Keys of model=hf are refused too: nothing would read them.
+    """
+    for key, value in (
+        ("path", config.path),
+        ("revision", config.revision),
+        ("attention", config.attention),
+        ("lora.rank", config.lora.rank),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"model.{key}={value}: is of model=hf, and model.name={config.name} is built from the keys of `model` (model=llama, "
+                f"model=gpt2): type model.{key}=null, or model=hf"
+            )
+    hidden, heads = config.hidden_size, config.num_heads
+    if hidden % heads:
+        raise ValueError(
+            f"model.num_heads={heads} does not divide model.hidden_size={hidden}: "
+            f"set model.num_heads={_nearest_divisor(hidden, heads)}, or hidden_size to a multiple of {heads}"
+        )
+    if config.num_kv_heads is not None and heads % config.num_kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={heads}: "
+            f"set model.num_kv_heads={_nearest_divisor(heads, config.num_kv_heads)}, or leave it out"
+        )
+    if config.name == Style.GPT2 and config.num_kv_heads not in (None, heads):
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads}: gpt2 blocks have no grouped queries; leave it out, or set model.name=llama"
+        )
+    if config.name == Style.LLAMA and (hidden // heads) % 2:
+        raise ValueError(
+            f"model.hidden_size={hidden} over model.num_heads={heads} makes heads of {hidden // heads}: rotary positions "
+            f"turn pairs and need an even size; set model.hidden_size={2 * heads * max(1, hidden // heads // 2)}"
+        )
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))

@@ -189,6 +189,9 @@ class SharedState:
                 if said := _across(type(module).__name__, where, here, stage_of):
                     self._modules.append((said, module))
 
+    def __len__(self) -> int:
+        return len(self._buffers) + len(self._modules)
+
     @contextmanager
     def unchanged(self, *, is_training: bool) -> Iterator[None]:
         """Around the ops of a call.

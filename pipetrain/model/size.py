@@ -1,12 +1,94 @@
-"""How large a model is, as far as its config tells. Without torch, for whoever plans a run before any process starts."""
+"""The families of `model.name`, and what a model's config must satisfy and how large it is. Without torch: known before any process starts."""
 
 from __future__ import annotations
 
+import difflib
+import pkgutil
 from dataclasses import dataclass
+from typing import Any
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.registry import family_of, load_function
-from pipetrain.model.style import check_model
+from pipetrain.config.schema import check_limits
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Where a family's functions are, each as `module:function`: a login node plans and has no torch, so each is loaded when it is used.
+
+    check: `(ModelConfig) -> None` raises ValueError where the config describes no model of the family; without torch.
+    size: `(ModelConfig, vocabulary_size or None, sequence_length) -> ModelSize`; without torch, of a config that was checked.
+    spec: `(ModelConfig, vocabulary_size) -> ModelSpec`.
+    longest: `(ModelConfig) -> tokens of the longest sample`, or None where it is not known; without torch, of a config that was checked.
+    """
+
+    check: str
+    size: str
+    spec: str
+    longest: str = "pipetrain.model.arithmetic:longest_sample"
+
+
+_TRANSFORMER = ModelFamily(
+    check="pipetrain.model.arithmetic:check_heads",
+    size="pipetrain.model.arithmetic:transformer_size",
+    spec="pipetrain.model.transformer:transformer_spec",
+)
+_HUGGING_FACE = ModelFamily(
+    check="pipetrain.model.hf.hf_size:check_hf",
+    size="pipetrain.model.hf.hf_size:hf_size",
+    spec="pipetrain.model.hf.hf_spec:hf_spec",
+    longest="pipetrain.model.hf.hf_size:longest_hf_sample",
+)
+MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FACE}
+
+
+def family_of(config: ModelConfig) -> ModelFamily:
+    """The row of `model.name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config.name not in MODEL_FAMILIES:
+        (nearest,) = difflib.get_close_matches(config.name, MODEL_FAMILIES, n=1, cutoff=0.0)
+        raise ValueError(
+            f"model.name={config.name!r}: allowed are {', '.join(MODEL_FAMILIES)}; did you mean {nearest!r}?"
+        )
+    return MODEL_FAMILIES[config.name]
+
+
+def load_function(place: str) -> Any:
+    """The function at `module:function`."""
+    return pkgutil.resolve_name(place)
+
+
+def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequence_length: int | None = None) -> None:
+    """Raise ValueError, with the key and what to type next, where `config` describes no model.
+
+    `vocabulary_size` is the tokenizer's, `sequence_length` the data's; None: not compared.
+    """
+    family = family_of(config)
+    check_limits(config, "model.")
+    load_function(family.check)(config)
+    longest: int | None = load_function(family.longest)(config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        raise ValueError(_too_long(config, sequence_length, longest))
+    size = config.vocabulary_size
+    if size is not None and vocabulary_size is not None and size < vocabulary_size:
+        raise ValueError(
+            f"model.vocabulary_size={size} is smaller than the tokenizer's {vocabulary_size}: "
+            f"leave it out, or set model.vocabulary_size={vocabulary_size} or more"
+        )
+
+
+def _too_long(config: ModelConfig, sequence_length: int, longest: int) -> str:
+    if config.path is not None:
+        return (
+            f"data.sequence_length={sequence_length} is longer than the {longest} positions that model.path={config.path} was made for: set "
+            f"data.sequence_length={longest} or less"
+        )
+    return (
+        f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
+        f"{longest}: set model.max_sequence_length={sequence_length}, or shorter samples"
+    )
 
 
 @dataclass(frozen=True)

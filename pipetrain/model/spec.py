@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.registry import family_of, load_function
 from pipetrain.model.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
-from pipetrain.model.size import ModelSize
+from pipetrain.model.size import ModelSize, family_of, load_function
 from pipetrain.stage.seeding import generators_restored, weight_seed
 from pipetrain.stage.stage import LossFn
 
@@ -136,7 +135,8 @@ def spec_of(model: Any) -> ModelSpec:
     """
     if isinstance(model, ModelSpec):
         return model
-    if _is_of_transformers(model):
+    library = sys.modules.get("transformers.modeling_utils")  # not imported: where there is such a model, it is there
+    if library is not None and isinstance(model, library.PreTrainedModel):
         spec: ModelSpec = load_function("pipetrain.model.hf.hf_spec:spec_of_hf")(model)
         return spec
     layers = _layers_of(model)
@@ -148,12 +148,6 @@ def spec_of(model: Any) -> ModelSpec:
         modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
-
-
-def _is_of_transformers(model: Any) -> bool:
-    """Without an import of transformers: where there is such a model, it is there."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
@@ -202,7 +196,10 @@ def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Call
         ValueError: with the names of the parameter in both stages.
     """
     said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
-    for tie in check_sharing(built_as(spec, layers), stage_of):
+    built = replace(
+        spec, modules=layers, tied=tied_parameters(layers)
+    )  # two callables may return layers that share something
+    for tie in check_sharing(built, stage_of):
         if (tie.name, tie.copy) not in said:
             low, high = tie.stages
             raise ValueError(
@@ -224,11 +221,6 @@ def _layers_of(model: Any) -> list[Layer]:
     )
 
 
-def built_as(spec: ModelSpec, layers: Mapping[int, nn.Module]) -> ModelSpec:
-    """The model as far as these layers of it show it: two callables may have returned layers that share something."""
-    return replace(spec, modules=layers, tied=tied_parameters(layers))
-
-
 def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
     """Finds what a parameter or buffer is called, in a model whose layers are there already."""
 
@@ -241,3 +233,27 @@ def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
         return next((name for name, tensor in named if tensor is wanted), None)
 
     return name_of
+
+
+def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpec:
+    """The model with each layer compiled when it first runs; names and weights stay.
+
+    Layers of one kind run one code, with their weights as its inputs, so a kind is compiled once for all of a rank's layers: once for
+    training, once for evaluation. A whole stage in one piece would be compiled anew for each split, and could not be seeded layer by layer.
+    A layer of which only parts can be compiled has a `compile` of its own, in place of that of nn.Module.
+    """
+    return spec.with_each_layer(lambda layer: layer.compile(backend=backend))
+
+
+def with_weights_in(spec: ModelSpec, dtype: torch.dtype) -> ModelSpec:
+    """The model with its floating-point weights in `dtype`, which are the same whatever the split: each is rounded after it is made.
+
+    Buffers stay: a layer knows what its statistics and tables need, and tables of positions need float32.
+    """
+
+    def cast(layer: nn.Module) -> None:
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+    return spec.with_each_layer(cast)

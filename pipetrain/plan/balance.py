@@ -1,15 +1,37 @@
-"""How many layers each stage gets."""
+"""How many layers each stage gets: equal numbers, equal work, or what makes the step of a schedule shortest.
+
+A stage that recomputes runs F, R and B, the last one as a rule F and B, so equal stages keep it waiting. From equal ones on layers are
+moved, one or two at a time, as long as the simulated step gets shorter. No clock is read: all ranks and a resumed run find the same.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from pipetrain.schedule.policy import CutStage
+from pipetrain.schedule.bound import bound
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.families import AUTO
+from pipetrain.schedule.make import make
+from pipetrain.schedule.policy import CutStage, Keep, Mode, RecomputePolicy
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.simulate import simulate
+
+Balance = tuple[int, ...]  # layers per stage
+_Move = tuple[int, int]  # a layer leaves the first stage, the second gets one, and the stages between pass one on
 
 _HALVINGS = 50
 _ROUNDING = 1 + 1e-9
+_WORTH = 0.995  # of the step: what costs of layers do not tell apart moves no layer
+_MOST_TRIED = 2**16  # stages x microbatches of all steps that are simulated: some two seconds
+_MOST_AT_ONCE = 2**12  # stages x microbatches of one step
+_MAKING = 24  # steps that are simulated while a schedule by the rule of `auto` is made
+_FAR_STAGES = 8  # with so many a layer may go to any stage, and two at once; with more to the next alone
 
 
 def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -61,6 +83,135 @@ def cut_by_work(work: Sequence[float], balance: Sequence[int]) -> CutStage:
         return balance_by_work(work[starts[stage] : starts[stage + 1]], num_parts)
 
     return cut
+
+
+def costs_by_work(balance: Sequence[int], work: Sequence[float] | None, mean: Costs) -> Costs:
+    """What stages of `balance` layers cost, each by its share of the `work` of all layers (None: of their number); `mean` is what all stages
+    would cost with equal shares. Hops and shares of bytes stay as they are.
+    """
+    work = work if work is not None and sum(work) > 0 else (1.0,) * sum(balance)
+    sums = list(itertools.accumulate(work, initial=0.0))
+    starts = list(itertools.accumulate(balance, initial=0))
+    shares = [(sums[end] - sums[start]) * len(balance) / sums[-1] for start, end in itertools.pairwise(starts)]
+    timed = ("forward", "backward", "recompute", "input_gradient", "weight_gradient", "reduce")
+    return replace(mean, **{name: tuple(map(operator.mul, getattr(mean, name), shares)) for name in timed})
+
+
+def balance_by_step(
+    start: Sequence[int], spec: ScheduleSpec, costs_of: Callable[[Balance], Costs], given: Schedule | None = None
+) -> Balance:
+    """The layers per stage with the shortest simulated step that moves of layers find from `start`, or `start` itself.
+
+    `spec` is what the schedule is made from, without its `costs`, with parts of any stages; `given` is it, where there is one already.
+    `costs_of` says what stages of a balance cost. Moves are tried one by one and in pairs, those first whose step `bound` lets be shortest;
+    where thousands of microbatches of stages make one step, or one rank has all stages and waits for nobody, none.
+    """
+    start = tuple(start)
+    if len(set(spec.stage_ranks)) < 2 or spec.num_stages * spec.num_microbatches > _MOST_AT_ONCE:
+        return start
+    steps = _Steps(spec, costs_of, given)
+    with suppress(ValueError):  # the schedule cannot be made: the same is said where it is made to run
+        best, seconds = start, steps.seconds(start)
+        enough = seconds * _WORTH
+        while (better := _improved(best, seconds, steps)) is not None:
+            best, seconds = better
+        return best if seconds <= enough else start
+    return start
+
+
+def balance_told(balance: Sequence[int], start: Sequence[int], policy: RecomputePolicy) -> str:
+    """One line that says why layers are not shared out as in `start`; empty where they are."""
+    if tuple(balance) == tuple(start):
+        return ""
+    last = len(balance) - 1
+    equal = f"shorter simulated step than {', '.join(map(str, start))}"
+    lean = policy.mode is not Mode.NEVER and policy.keeps_at_once(last)
+    why = f"the last stage does not recompute ({equal})" if lean else equal
+    return f"balance {', '.join(map(str, balance))} layers: {why}"
+
+
+@dataclass
+class _Steps:
+    """Simulated steps of one schedule with its layers shared out in one way or another, as many as `left` allows."""
+
+    spec: ScheduleSpec
+    costs_of: Callable[[Balance], Costs]
+    given: Schedule | None
+    left: int = _MOST_TRIED
+
+    def __post_init__(self) -> None:
+        self._known: dict[Balance, float] = {}
+        self._remade = self.given is None and (self.spec.family == AUTO or self.spec.policy.in_parts)
+        made_for_any = self.given is not None or self._remade
+        self._schedule = self.given if made_for_any else make(self.spec)
+        policy = self.spec.policy if self.given is None else self.given.policy
+        self._loose = replace(policy, keep=Keep.AUTO) if self.spec.family == AUTO else policy
+
+    def seconds(self, balance: Balance) -> float:
+        """Raises:
+        ValueError: there is no such schedule for stages of so many layers.
+        """
+        if balance not in self._known:
+            self.left -= self.spec.num_stages * self.spec.num_microbatches * (_MAKING if self._remade else 1)
+            costs = self.costs_of(balance)
+            self._known[balance] = simulate(self._of(balance, costs), costs).step_seconds
+        return self._known[balance]
+
+    def least_seconds(self, balance: Balance) -> float:
+        """No more than the step takes, for most schedules."""
+        spec, policy = self.spec, self._loose.of_layers(balance)
+        return bound(
+            self.costs_of(balance),
+            spec.num_microbatches,
+            policy=policy,
+            placement=spec.stage_ranks,
+            first_backward=spec.first_backward if self.given is None else self.given.first_backward,
+            split_backward=spec.split_backward,
+        )
+
+    def _of(self, balance: Balance, costs: Costs) -> Schedule:
+        if self._schedule is None:
+            policy = self.spec.policy.of_layers(balance)
+            return make(replace(self.spec, policy=policy, costs=costs if self.spec.family == AUTO else None))
+        if not self._schedule.policy.in_parts:
+            return self._schedule
+        return replace(self._schedule, policy=self._schedule.policy.of_layers(balance))
+
+
+def _improved(best: Balance, seconds: float, steps: _Steps) -> tuple[Balance, float] | None:
+    """The best of one move, and where none is better of two; None: no better one is found."""
+    far = len(best) <= _FAR_STAGES
+    stages = range(len(best))
+    moves = [(i, j) for i in stages for j in stages if i != j and (far or abs(i - j) == 1)]
+    for count in (1, 2) if far else (1,):
+        found, options = None, []
+        for balance in _moved(best, itertools.combinations_with_replacement(moves, count)):
+            with suppress(ValueError):  # a stage would have fewer layers than parts
+                options.append((steps.least_seconds(balance), balance))
+        for least, balance in sorted(options):
+            if least * _ROUNDING >= seconds or steps.left <= 0:
+                break
+            with suppress(ValueError):
+                taken = steps.seconds(balance)
+                if taken * _ROUNDING < seconds:
+                    found, seconds = balance, taken
+        if found is not None:
+            return found, seconds
+    return None
+
+
+def _moved(balance: Balance, moves: Iterator[tuple[_Move, ...]]) -> Iterator[Balance]:
+    """What the moves make of `balance`, each once, where every stage has a layer left."""
+    seen = {balance}
+    for some in moves:
+        counts = list(balance)
+        for giver, taker in some:
+            counts[giver] -= 1
+            counts[taker] += 1
+        found = tuple(counts)
+        if min(found) >= 1 and found not in seen:
+            seen.add(found)
+            yield found
 
 
 def _least_maximum(work: Sequence[float], sums: Sequence[float], num_stages: int) -> float:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipetrain.plan.plan import Plan
+from pipetrain.stage.leaves import first_named
+
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
 MEAN, SUM = "mean", "sum"  # of loss_reduction
 _SEEDS = range(-(1 << 63), 1 << 64)  # what torch.manual_seed takes
@@ -88,6 +91,34 @@ def check_loss_is_plain(loss_fn: Any, layers: Iterable[Any]) -> None:
         raise ValueError(
             f"loss_fn has parameters of its own to train ({', '.join(own[:2])}{rest}), which the pipeline would neither clip, "
             "update nor save: make what has them the last layer, or freeze them with requires_grad_(False)"
+        )
+
+
+def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Plan) -> None:
+    """Refuse a loss that names layers of another rank than its own: what their forward leaves in them stays there. `layers` are those that
+    this rank knows: all of them, or only its own where layers are made by callables.
+
+    Raises:
+        ValueError: with the name of one.
+    """
+    rank_of = {number: plan.stage_ranks[plan.stage_of(number)] for number in layers}
+    near: set[nn.Module] = set()
+    far: dict[nn.Module, int] = {}
+    for number, layer in layers.items():
+        for module in layer.modules():
+            if rank_of[number] == plan.stage_ranks[-1]:
+                near.add(module)
+            else:
+                far.setdefault(module, number)
+    far = {module: number for module, number in far.items() if module not in near}
+    found = first_named(loss_fn, lambda thing: isinstance(thing, nn.Module) and thing in far, near) if far else None
+    if found is not None:
+        path, module = found
+        number = far[module]
+        raise ValueError(
+            f"loss_fn reads {path}, and layer {number} ({type(layers[number]).__name__}) is of stage {plan.stage_of(number)} on another rank, "
+            "where what its forward leaves in it stays: call pipetrain.add_loss(...) in that forward, or return the value as part of its output. "
+            "Where loss_fn needs layers of the last stage, let it name those alone"
         )
 
 

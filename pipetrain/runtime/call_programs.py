@@ -9,13 +9,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pipetrain.plan.balance import cut_by_work
+from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import pairs_in_csv
-from pipetrain.schedule.families import Generator
+from pipetrain.schedule.families import AUTO, Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Lane
@@ -65,17 +66,9 @@ class Programs:
             _check_fits(given, plan)
             in_parts = dataclasses.replace(given, policy=given.policy.of_layers(plan.balance, cut, work))
             self._given = with_reduces(in_parts, tied, plan.num_replicas)
-        self._spec = ScheduleSpec(
-            family="gpipe" if isinstance(given, Schedule) else given,
-            stage_ranks=plan.stage_ranks,
-            num_microbatches=plan.num_microbatches,
-            policy=policy.for_replicas(plan.num_replicas).of_layers(plan.balance, cut, work),
-            split_backward=not isinstance(given, Schedule) and plan.split_backward,
-            warmup=None if isinstance(given, Schedule) else plan.warmup,
-            transport_ahead=plan.transport_ahead,
-            tied=tied,
-            num_replicas=plan.num_replicas,
-        )
+        spec = _spec_of(given, policy, plan, work)
+        costs = costs_by_work(plan.balance, work, Costs.spread(plan.num_stages)) if spec.family == AUTO else None
+        self._spec = dataclasses.replace(spec, costs=costs, tied=tied)
         self._cache: dict[_Key, Program] = {}
         self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         whole = self.whole().schedule
@@ -134,6 +127,36 @@ class Programs:
             schedule = for_device(schedule)
             check(schedule)
         return Program.of(schedule, self._rank)
+
+
+def with_shortest_step(
+    plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
+) -> tuple[Plan, str]:
+    """The plan with its layers shared out such that the simulated step of the schedule is shortest, and a line that says so where they
+    move; B takes two F, R one, and a hop no time. `work` has an entry per layer; None: each takes as long.
+    """
+    fixed = given if isinstance(given, Schedule) else None
+    if fixed is not None:
+        _check_fits(fixed, plan)
+    spec, mean = _spec_of(given, policy, plan, work), Costs.spread(plan.num_stages)
+    balance = balance_by_step(plan.balance, spec, lambda balance: costs_by_work(balance, work, mean), fixed)
+    told = balance_told(balance, plan.balance, spec.policy if fixed is None else fixed.policy)
+    return dataclasses.replace(plan, balance=balance), told
+
+
+def _spec_of(given: GivenSchedule, policy: RecomputePolicy, plan: Plan, work: Sequence[float] | None) -> ScheduleSpec:
+    """What schedules of the plan are made from, but for what its stages share."""
+    cut = None if work is None else cut_by_work(work, plan.balance)
+    return ScheduleSpec(
+        family="gpipe" if isinstance(given, Schedule) else given,
+        stage_ranks=plan.stage_ranks,
+        num_microbatches=plan.num_microbatches,
+        policy=policy.for_replicas(plan.num_replicas).of_layers(plan.balance, cut, work),
+        split_backward=not isinstance(given, Schedule) and plan.split_backward,
+        warmup=None if isinstance(given, Schedule) else plan.warmup,
+        transport_ahead=plan.transport_ahead,
+        num_replicas=plan.num_replicas,
+    )
 
 
 def _check_fits(schedule: Schedule, plan: Plan) -> None:

@@ -44,6 +44,7 @@ class Call:
     described: tuple[bool, bool]
     skipped: frozenset[int] = frozenset()
     weights: list[float] | None = None
+    left: tuple[tuple[int, str, int], ...] = ()  # what ranks say of `runtime/skips.py`
 
 
 class Calls:
@@ -95,6 +96,7 @@ class Calls:
         is_training: bool,
         count: Callable[[], Counted] | None = None,
         mistake: str | None = None,
+        left: Sequence[tuple[int, str, int]] = (),
     ) -> Call:
         """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
         targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
@@ -119,6 +121,8 @@ class Calls:
             header |= asked
             header["first_backward"] = min(header["first_backward"], first_backward)
             header["changes"] += self._num_changes
+            if left:
+                header["left"] = [*header.get("left", ()), *left]
             for name, copy in self._copies.items():
                 trained = header.setdefault("trained", {}).setdefault(name, copy.requires_grad)
                 if trained != copy.requires_grad:
@@ -189,6 +193,7 @@ class Calls:
             described=(before.tell(changes[0], m, skipped), after.tell(changes[1], m, skipped)),
             skipped=skipped,
             weights=weights,
+            left=tuple(map(tuple, header.get("left", ()))),
         )
 
 

@@ -51,6 +51,8 @@ class Step:
     scale: float = 1.0
     past: Past | None = None  # the tokens before, where text is made: stages go on from them
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
+    on_op: Callable[[Op], None] | None = None  # called ahead of each op
+    explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
 
@@ -177,11 +179,16 @@ class Executor:
             with self._lanes.on(lane, waits, op):
                 if self.before_op is not None and step.with_graph:
                     self.before_op(op, step.index)
+                if step.on_op is not None:
+                    step.on_op(op)
                 _TABLE[op.kind](self, turn)
         except PipelineError:
             raise
         except BaseException as error:
-            self._report(error, turn)
+            meant = step.explain(error, op.stage) if step.explain and isinstance(error, Exception) else None
+            self._report(meant or error, turn)
+            if meant is not None:
+                raise meant from error
             raise
 
     def _describe(self, op: Op, awaited: Op) -> str:

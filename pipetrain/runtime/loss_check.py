@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from pipetrain.runtime.arguments import MEAN
 from pipetrain.runtime.counting import CountFn, counts_of
 from pipetrain.runtime.cut import weights_of
 from pipetrain.runtime.executor import Step
+from pipetrain.stage.added_losses import WithLosses
 from pipetrain.stage.stage import LossFn
 from pipetrain.transport.fetch import Fetch
 
@@ -97,11 +98,14 @@ class LossCheck:
             yield
             return
         kept, specs, room = dict[int, list[Any]](), list[pytree.TreeSpec](), _MOST_BYTES
+        added: dict[int, Tensor] = {}  # by the layers, to what loss_fn gave
 
         def keep(microbatch: int, layer: int, output: Any) -> None:
             nonlocal room
             if layer != self.last_layer:
                 return
+            if isinstance(output, WithLosses):
+                added[microbatch], output = output.losses.detach(), output.output
             leaves, spec = pytree.tree_flatten(output)
             room -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             if room >= 0 or not kept:
@@ -112,7 +116,7 @@ class LossCheck:
         yield
         step.on_layer = None
         try:
-            values = self._evaluate(step, kept, specs)
+            values = self._evaluate(step, kept, specs, added)
         except Exception as error:
             self.is_done = True
             _LOG.debug(
@@ -124,7 +128,11 @@ class LossCheck:
             self._judge(len(step.shares), *values)
 
     def _evaluate(
-        self, step: Step, kept: dict[int, list[Any]], specs: Sequence[pytree.TreeSpec]
+        self,
+        step: Step,
+        kept: dict[int, list[Any]],
+        specs: Sequence[pytree.TreeSpec],
+        added: Mapping[int, Tensor],
     ) -> tuple[float, float, float, float]:
         """The loss of all that was kept, the mean of the losses of its parts, their sum, and how far rounding may take two of them apart."""
         if any(spec != specs[0] for spec in specs):
@@ -135,7 +143,7 @@ class LossCheck:
                 [leaf.back() if isinstance(leaf, _Kept) else leaf for leaf in leaves],
                 pytree.tree_leaves(step.targets[number]),
                 step.shares[number],
-                step.outputs[number] / step.weights[number],
+                step.outputs[number] / step.weights[number] - added.get(number, 0),
             )
             for number, leaves in sorted(kept.items())
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +35,7 @@ from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
     check_callable,
+    check_loss_is_local,
     check_loss_is_plain,
     check_no_inference_tensors,
     checked_reduction,
@@ -40,8 +43,8 @@ from pipetrain.runtime.arguments import (
     checked_timeout,
     mistake_in_step,
 )
-from pipetrain.runtime.build import build_stage_layers
-from pipetrain.runtime.call_programs import GivenSchedule, Programs
+from pipetrain.runtime.build import build_stage_layers, check_has_parameters
+from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
@@ -51,6 +54,7 @@ from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
+from pipetrain.runtime.skips import Skips
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
@@ -64,6 +68,8 @@ from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
 from pipetrain.transport.fetch import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
 
+_LOG = logging.getLogger(__name__)
+
 
 class Pipeline:
     """A model cut into stages over the ranks of torch.distributed, trained microbatch by microbatch.
@@ -72,12 +78,14 @@ class Pipeline:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
             called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
             parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. What layers have
+            to add to it they give to `add_loss`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: the number of layers of each stage, or `"auto"`: by FLOPs where a `ModelSpec` tells them, else equal numbers.
+        balance: the number of layers of each stage, or `"auto"`: what makes the simulated step shortest, R counted; by FLOPs where a
+            `ModelSpec` tells them, else each layer takes as long as another.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
@@ -175,6 +183,8 @@ class Pipeline:
                 self._group.names.tell_stages(self.plan.stage_ranks)
                 self._policy = policy = RecomputePolicy.of(recompute)
                 policy.check_layers(self.plan.num_layers)
+                if plan is None and balance == "auto":
+                    self.plan = self._balanced(spec, schedule, policy)
                 ties = check_sharing(spec, self.plan.stage_of)
                 self._shared = SharedState(spec.modules, self.plan.stage_of)
                 self._given_schedule = schedule
@@ -193,6 +203,7 @@ class Pipeline:
                 self._name_of, self._loss_fn = name_in(spec), loss_fn
                 layers = self._build(spec, checked=plan is None and balance == "auto")
                 self._stages = self._stages_of(layers, self._programs, policy)
+                check_loss_is_local(loss_fn, {**spec.modules, **self._layers()}, self.plan)
                 check_no_inference_tensors(self._layers())
                 check_built(spec, self._layers(), self.plan.stage_of)
                 self._copies = Copies(ties, self._layers())
@@ -210,9 +221,19 @@ class Pipeline:
                 policy.verify,
                 self._shared_gradients(self._stages, self._programs),
                 self._copies.apart if ties else None,
+                Skips({**spec.modules, **self._layers()}, loss_fn, self.plan, self._place),
                 loss_reduction=own.loss_reduction,
                 checks_loss=checks_loss,
             )
+
+    def _balanced(self, spec: ModelSpec, schedule: GivenSchedule, policy: RecomputePolicy) -> Plan:
+        """The plan whose step is shortest, unless its stages have more in common than those of equal work, or one has no parameters."""
+        plan, told = with_shortest_step(self.plan, schedule, policy, spec.size.flops_per_layer)
+        if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):
+            return self.plan
+        if self._place == 0:
+            _LOG.info(told)
+        return plan
 
     def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
@@ -705,6 +726,18 @@ class Pipeline:
         if error is not None:
             self._group.fail(error)
         self.close()
+
+
+def _num_shared(spec: ModelSpec, plan: Plan) -> float:
+    """How much stages have in common; infinity: more than they may, or one has no parameters."""
+    try:
+        for stage in range(plan.num_stages):
+            known = [spec.modules[number] for number in plan.layers_of(stage) if number in spec.modules]
+            if len(known) == plan.balance[stage]:
+                check_has_parameters(stage, known, plan.layers_of(stage))
+        return len(check_sharing(spec, plan.stage_of)) + len(SharedState(spec.modules, plan.stage_of))
+    except ValueError:
+        return math.inf
 
 
 def _fingerprint(spec: ModelSpec) -> str:

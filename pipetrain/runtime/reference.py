@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.counting import counts_of
 from pipetrain.runtime.cut import cut, num_rows, weights_of
+from pipetrain.stage.added_losses import collecting
 from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
 
 
@@ -29,7 +30,13 @@ def reference_step(
 
     Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
     n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 is not run.
-    With `loss_reduction="sum"` each other one weighs 1.
+    With `loss_reduction="sum"` each other one weighs 1. What layers give to `add_loss` is added to `loss_fn(out_i, target_i)`:
+
+        class Experts(nn.Module):                                       # one layer of the pipeline
+            def forward(self, x):
+                share = self.gate(x).softmax(-1)
+                add_loss(0.01 * (share.mean(0) ** 2).sum())             # in the place of self.aux = ..., read by loss_fn
+                return sum(share[:, [n]] * expert(x) for n, expert in enumerate(self.experts))
     """
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
@@ -47,11 +54,13 @@ def reference_step(
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
             if weight == 0:
                 continue
-            for number, layer in enumerate(layers):
-                seed_generators(layer_seed(seed, step, index, number), device)
-                value = layer(value)
-            seed_generators(layer_seed(seed, step, index, len(layers)), device)
-            loss = loss_fn(value, label) * weight
+            with collecting() as added:
+                for number, layer in enumerate(layers):
+                    seed_generators(layer_seed(seed, step, index, number), device)
+                    value = layer(value)
+                seed_generators(layer_seed(seed, step, index, len(layers)), device)
+                loss = loss_fn(value, label)
+            loss = (loss + sum(added[1:], added[0]) if added else loss) * weight
             torch.autograd.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
     assert total is not None  # weights_of refuses a batch in which nothing counts

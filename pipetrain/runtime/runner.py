@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from pipetrain.runtime.loss_check import LossCheck
 from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
 from pipetrain.runtime.segmented import AnyStage
+from pipetrain.runtime.skips import Skips
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.stage import LossFn
@@ -57,6 +58,7 @@ class CallRunner:
         verify: str | int,
         shared_gradients: SharedGradients,
         copies: Mapping[str, nn.Parameter] | None,
+        skips: Skips,
         *,
         loss_reduction: str = MEAN,
         checks_loss: bool = False,
@@ -67,6 +69,7 @@ class CallRunner:
         self._count_fn = count_fn
         self._copies = copies
         self._loss_reduction = loss_reduction
+        self._skips = skips
         self._loss_check = None
         if checks_loss and loss_fn is not None and plan.num_stages - 1 in stages:
             self._loss_check = LossCheck(
@@ -169,7 +172,10 @@ class CallRunner:
             # As they are given, before they are on the device: there a count would wait for all that it still has to do.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
-        call = self._calls.agree(kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake)
+        left = self._skips.told
+        call = self._calls.agree(
+            kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=left
+        )
         without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
         with self.failing_together(
             f"{kind} was given no targets on {self._group.monitor.name}, which holds the last stage"
@@ -268,8 +274,14 @@ class CallRunner:
         else:
             program = self._programs.inference(call.num_microbatches, call.skipped)
         self.transport.start_step(self._calls.forms(call), described=call.described)
-        check = self._loss_check if step.with_graph else None
-        with generators_restored(self._group.device), nullcontext() if check is None else check.over(step):
+        step.explain = self._skips.explain
+        with ExitStack() as around:
+            around.enter_context(generators_restored(self._group.device))
+            if step.with_graph and self._loss_check is not None:
+                around.enter_context(self._loss_check.over(step))
+            if step.with_graph:
+                self._skips.hear(call.left)
+                around.enter_context(self._skips.over(step))
             self.executor.run(program, step)
         if step.with_graph:
             self._shared_gradients.finish(self.fetch)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
-from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.lora import MergedWeights, write_adapters
-from pipetrain.model.hf.parts import Parts, model_parts
+from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
 from pipetrain.snapshot.weights import shard_name, write_index, write_shard
@@ -50,6 +49,8 @@ def export_model(
     Raises:
         ValueError: `out` is in use; a tensor of the model is missing.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     source = find_source(str(files))
     model = empty_model(source)
     parts = model_parts(model)
@@ -67,7 +68,8 @@ def export_model(
         for layers, shard in zip(stages, shards):
             part = {name: tensors[name] for name in tensors if _belongs(name, parts, layers, model)}
             dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
-            write_shard(draft / shard, _as_family(model, part))
+            # names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor
+            write_shard(draft / shard, revert_weight_conversion(model, part))
         if len(shards) > 1:
             write_index(draft, shards)
         _copy_beside(source, draft)
@@ -109,14 +111,6 @@ def _check_whole(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"{missing[0]} is not among the tensors of the run (and {len(missing) - 1} more): they are of another model"
         )
-
-
-def _as_family(model: PreTrainedModel, part: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, part)
-    return reverted
 
 
 def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: set[str]) -> None:

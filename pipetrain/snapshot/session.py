@@ -17,10 +17,17 @@ from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.find import SNAPSHOTS, find, newest_whole
 from pipetrain.snapshot.reader import Snapshot, TensorFiles
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.start import AUTO, check_same_data, check_same_run, told_of_replicas
+from pipetrain.snapshot.start import (
+    AUTO,
+    SNAPSHOTS,
+    check_same_data,
+    check_same_run,
+    find,
+    newest_whole,
+    told_of_replicas,
+)
 from pipetrain.snapshot.state import Part, RunState, tensors_of
 from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
@@ -70,12 +77,13 @@ class Snapshots:
         self._model: Model | None = None
         self._optimizer: Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
+        every, keep_every = config.snapshot.every_steps, config.snapshot.keep_every
         self._saver = Saver(
             self._folder,
             rank=ranks.rank,
             agree=ranks.largest,
             keep_last=config.snapshot.keep_last,
-            keep_multiples_of=_kept_for_good(config),
+            keep_multiples_of=None if every is None or keep_every is None else every * keep_every,
             say=_say,
         )
         self._start = self._agree_on(self._look_for_start)
@@ -189,12 +197,6 @@ class Snapshots:
         if path is None and self._start is not None:
             path = self._start.folder
         return {} if path is None else {"path": str(path.resolve())}
-
-
-def _kept_for_good(config: RunConfig) -> int | None:
-    """Snapshots of steps that are a multiple of this stay."""
-    every, keep = config.snapshot.every_steps, config.snapshot.keep_every
-    return None if every is None or keep is None else every * keep
 
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:

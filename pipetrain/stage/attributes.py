@@ -127,7 +127,7 @@ class Attributes:
         access = _generator_access(thing)
         if access is not None:
             self._notes.append(_Generator(name, thing, *access))
-        elif _is_of_the_user(type(thing)) and hasattr(thing, "__dict__"):
+        elif is_of_the_user(type(thing)) and hasattr(thing, "__dict__"):
             self._note_namespace(name, vars(thing), thing, frozenset(), depth)
 
     def _note_tensor(self, name: str, tensor: Tensor, depth: int) -> None:  # noqa: ARG002
@@ -202,7 +202,7 @@ class Attributes:
                 self._notes.append(_Contents(f"{name}: {key}", _Variable(names, key), _CellAccess))
 
     def _note_function(self, name: str, function: types.FunctionType, depth: int) -> None:
-        if not _is_of_the_user(function):
+        if not is_of_the_user(function):
             return
         if function.__dict__:
             self._note_namespace(name, function.__dict__, function, frozenset(), depth)
@@ -563,7 +563,7 @@ def _is_own_tensor(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
 
 
-def _is_of_the_user(thing: Any) -> bool:
+def is_of_the_user(thing: Any) -> bool:
     """Whether a class or function may hold state of a layer: not a class of torch, of Python or of ours."""
     top = (getattr(thing, "__module__", None) or "").partition(".")[0]
     return thing is types.SimpleNamespace or (bool(top) and top not in _NOT_LOOKED_INTO)
@@ -593,4 +593,4 @@ def _data_of(kind: type) -> dict[str, Any]:
 
 def classes_of(module: nn.Module) -> list[type]:
     """The classes of a module that the user wrote."""
-    return [kind for kind in type(module).__mro__ if _is_of_the_user(kind)]
+    return [kind for kind in type(module).__mro__ if is_of_the_user(kind)]

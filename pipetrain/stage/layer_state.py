@@ -94,6 +94,10 @@ class LayerState:
         self._device = device
         self._roots = [*layers, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.draws_in_python: list[bool] = []  # by layer; the loss is the last
+        self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
+        self.sight = 0  # another number where modules, their modes, or what needs a gradient are others
+        self._sights: dict[tuple[Any, ...], int] = {}
+        self._is_looked_at = False  # in this step
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self._changing: list[_Holder] = []  # whose attributes F changes
@@ -107,8 +111,18 @@ class LayerState:
         self._simple = True  # whether all that is copied is
         self._sharing = False  # whether what changes shares memory
         self._learning = True
-        self._look_for_other_modules()
+        self.look()
         self._refuse_lazy()
+
+    def look(self) -> None:
+        """Once in a step: which modules there are, and in which modes."""
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            self._look_for_other_modules()
+
+    def end_step(self) -> None:
+        """Whatever there is may be another before the next step."""
+        self._is_looked_at = False
 
     def relearn(self) -> None:
         """The next F is compared as the first one was."""
@@ -116,7 +130,7 @@ class LayerState:
 
     def before_forward(self, *, recomputed: bool, leaves: Sequence[Any] = ()) -> Before:
         """Called ahead of each F. `leaves` are those of its input, among which may be objects that F fills."""
-        self._look_for_other_modules()
+        self.look()
         inputs = _attributes_of_inputs(leaves) if recomputed else None
         if self._learning:
             before = self._everything()
@@ -232,6 +246,9 @@ class LayerState:
         """Learn again where a module is new or was switched between train and eval."""
         modules = _modules_below(self._roots)
         modes = [module.training for module in modules]
+        self.parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        key = (*modes, *(parameter.requires_grad for parameter in self.parameters), *map(id, modules))
+        self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
             self._learning = True

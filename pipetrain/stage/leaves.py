@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.attributes import is_of_the_user
+
 OnLayer = Callable[[int, Any], None]  # given the global number of a layer and what it returned
 NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there
 
-_DEEPEST = 6  # attributes of attributes that are searched for a tensor
+_DEEPEST = 6  # attributes of attributes that are searched
+_MOST_SEEN = 100_000  # a list of all samples is no place to search
 
 
 def no_names(_tensor: Tensor) -> str | None:
@@ -33,7 +36,7 @@ def no_names(_tensor: Tensor) -> str | None:
 
 
 class LeafWatch:
-    """Refuses foreign leaves in the first F of each kind: these shapes, in these modes. Any other F costs a look into a set.
+    """Refuses foreign leaves in an F that it stands around.
 
     `anchor` is the leaf through which what the stage received enters its graph. Parameters of layers `beside` may be used, too.
     """
@@ -54,19 +57,14 @@ class LeafWatch:
         self._first_layer = first_layer
         self._anchor = anchor
         self._name_of = name_of
-        self._seen: set[Hashable] = set()
 
     @contextmanager
-    def over(self, given: Sequence[Any], on_layer: OnLayer | None) -> Iterator[OnLayer | None]:
-        """Around an F with these input leaves: gives what F is to call after each layer, and after the loss.
+    def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
+        """Around an F: gives what F is to call after each layer, and after the loss.
 
         Raises:
             ValueError: (what F calls) the layer, its leaf and what to do.
         """
-        kind = self._kind_of(given)
-        if kind in self._seen:
-            yield on_layer
-            return
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
         walked: set[Node] = set()
@@ -83,11 +81,6 @@ class LeafWatch:
             yield after_layer
         finally:
             walked.clear()  # the graph lives no longer than without this
-        self._seen.add(kind)
-
-    def _kind_of(self, given: Sequence[Any]) -> Hashable:
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given)
-        return shapes, tuple(layer.training for layer in self._layers)
 
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
         """Whether a leaf is more than what this forward has made and only its graph holds."""
@@ -117,7 +110,9 @@ class LeafWatch:
             )
         if owned is None and (name := self._name_of(leaf)):
             instead = (
-                "compute that term in a layer of its stage" if is_loss else "give the layer a parameter of its own"
+                "compute that term in a layer of its stage, and give it to pipetrain.add_loss there"
+                if is_loss
+                else "give the layer a parameter of its own"
             )
             return (
                 f"{who} uses {name}, which is of another stage: its gradient from here would be lost. Choose a balance that puts "
@@ -187,26 +182,103 @@ def _references_of_nobody() -> int:
 
 def _path_to(wanted: Tensor, user: Any) -> str:
     """Where a layer, or a function, has a tensor: `its attribute scale`; nothing where it is not found."""
-    found = next(_paths(user, wanted, "", set(), _DEEPEST), None)
-    return f"{found.removeprefix('.')} of {_name_of_thing(user)}" if found else ""
+    found = next(paths(user, lambda thing: thing is wanted), None)
+    return f"{found[0]} of {_name_of_thing(user)}" if found and found[0] else ""
+
+
+def first_named(
+    function: Callable[..., Any], is_wanted: Callable[[Any], bool], passed_over: Iterable[Any]
+) -> tuple[str, Any] | None:
+    """The first thing of a kind that `named_paths` finds, and what it is called; not through anything that is `passed_over`."""
+    found = next(named_paths(function, is_wanted, {id(thing) for thing in passed_over}), None)
+    return found and (f"{found[0]} of {_name_of_thing(function)}", found[1])
+
+
+def named_paths(
+    function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """As `paths`, along attributes that code of `function` names: a method of a trainer that has the whole model comes to a layer only where it
+    says `self.model`, or goes through all modules of what it names."""
+    return paths(function, is_wanted, seen, names=_names_in_code(function))
+
+
+# What gives parts of a module that the code does not name.
+_ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_children", "parameters", "named_parameters"})
+
+
+def _names_in_code(root: Any) -> set[str]:
+    """All names in a function's code, and in that of functions that it names: beside it, or of the objects that it names."""
+    names: set[str] = set()
+    kinds: set[type] = set()
+    seen: set[int] = set()
+    todo = [root, *(getattr(type(root), name, None) for name in ("forward", "__call__"))]
+    while todo:
+        found: list[Any] = []
+        for thing in todo:
+            seen.add(id(thing))
+            if isinstance(thing, types.FunctionType):
+                names.update(_names_in(thing.__code__))
+                found += (part for _, part in _parts(thing))
+            elif isinstance(thing, types.MethodType):
+                found += (thing.__func__, thing.__self__)
+            elif isinstance(thing, functools.partial):
+                found += (thing.func, *thing.args, *thing.keywords.values())
+            elif not isinstance(thing, _NOT_WALKED):
+                kinds.add(type(thing))
+        bases = {base for kind in kinds for base in kind.__mro__ if is_of_the_user(base)}
+        members = [member for base in bases for name, member in vars(base).items() if name in names]
+        found += (getattr(member, "fget", getattr(member, "__func__", member)) for member in members)
+        todo = [thing for thing in found if id(thing) not in seen]
+    return names
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Those that are looked up, in functions inside of it too: attributes, globals, variables of functions around it."""
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part)]
+    return [*code.co_names, *code.co_freevars, *inner]
 
 
 def _name_of_thing(thing: Any) -> str:
-    return str(getattr(thing, "__qualname__", type(thing).__name__)).removesuffix(".<lambda>").split("<locals>.")[-1]
+    return (
+        str(getattr(thing, "__qualname__", type(thing).__name__))
+        .removesuffix(".<lambda>")
+        .removesuffix(".<locals>")
+        .split("<locals>.")[-1]
+    )
 
 
-def _paths(thing: Any, wanted: Tensor, path: str, seen: set[int], depth: int) -> Iterator[str]:
-    if thing is wanted:
-        yield path
-    elif depth and id(thing) not in seen and not isinstance(thing, (Tensor, type, types.ModuleType)):
-        seen.add(id(thing))
-        for name, part in _parts(thing):
-            yield from _paths(part, wanted, path + name, seen, depth - 1)
+def paths(
+    root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """What of a kind something holds, with how that is written behind its name; not through what is `seen`, which grows.
+
+    With `names`, only attributes of these names are followed, and all parts of a module if they say so.
+    """
+    seen = set() if seen is None else seen
+    has_all = names is None or bool(names & _ALL_MODULES)
+
+    def is_followed(thing: Any, name: str) -> bool:
+        is_attribute = name.startswith(".") and not name[1:].isdigit()
+        return not is_attribute or names is None or name[1:] in names or (has_all and isinstance(thing, nn.Module))
+
+    def walk(thing: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+        if is_wanted(thing):
+            yield path.removeprefix("."), thing
+        if depth and len(seen) < _MOST_SEEN and id(thing) not in seen and not isinstance(thing, _NOT_WALKED):
+            seen.add(id(thing))
+            for name, part in _parts(thing):
+                if is_followed(thing, name):
+                    yield from walk(part, path + name, depth - 1)
+
+    yield from walk(root, "", _DEEPEST)
+
+
+_NOT_WALKED = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.NoneType)
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     """What something holds, with how that is written behind its name."""
-    if isinstance(thing, Mapping):
+    if isinstance(thing, dict):  # not any Mapping: one may read each value from a disk
         yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
     elif isinstance(thing, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", value) for number, value in enumerate(thing))
@@ -215,8 +287,8 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, types.MethodType):
         yield from (("", part) for part in (thing.__func__, thing.__self__))
     elif isinstance(thing, types.FunctionType):
-        yield from _parts_of_function(thing)
-    else:
+        yield from _parts_of_function(thing) if is_of_the_user(thing) else ()
+    elif isinstance(thing, nn.Module) or is_of_the_user(type(thing)):
         for name, value in list(getattr(thing, "__dict__", {}).items()):
             if name in ("_parameters", "_buffers", "_modules"):
                 yield from ((f".{key}", part) for key, part in list(value.items()))
@@ -234,6 +306,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f".{name}", cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    yield from ((f".{name}", function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+    names = function.__globals__
+    yield from ((f".{name}", names[name]) for name in dict.fromkeys(_names_in(code)) if name in names)
     yield "", function.__defaults__
     yield "", function.__kwdefaults__

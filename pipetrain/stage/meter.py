@@ -7,12 +7,13 @@ gives away again. Parameters and buffers do not count, nor do casts of parameter
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipetrain.stage.tensor_copies import parts_of
+from pipetrain.stage.tensor_copies import parts_of, storage_key
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
@@ -63,7 +64,7 @@ class ActivationMeter:
         """
         storages = storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
-        if not key or key in self._weights or key in self._left_out:
+        if not key or self.is_left_out(key):
             return 0
         with self._lock:
             holders = self._holders.get(key, 0)
@@ -97,5 +98,84 @@ class ActivationMeter:
                 del self._holders[key]
                 self.current_bytes -= self._sizes.pop(key)
 
+    def uncounted_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages of these that nobody holds by `hold`, each once; of weights and of what is left out none."""
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            storages = storages_of(tensor)
+            key = storages[0]._cdata if storages else 0
+            if key and key not in found:
+                found[key] = (
+                    0
+                    if key in self._holders or self.is_left_out(key)
+                    else sum(storage.nbytes() for storage in storages)
+                )
+        return sum(found.values())
+
+    def is_left_out(self, storage: int) -> bool:
+        return storage in self._weights or storage in self._left_out
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are held, whose storages nobody else holds; or fewer."""
+        with self._lock:
+            self.current_bytes += num_bytes
+            self.stage_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
+
+    def touch(self, num_bytes: int) -> None:
+        """So many bytes more are held for a moment."""
+        self.add(num_bytes)
+        self.add(-num_bytes)
+
     def start_step(self) -> None:
         self.peak_bytes, self.peak_stage_bytes = self.current_bytes, self.stage_bytes
+
+
+class CountedBytes:
+    """Bytes in the meter for as long as somebody refers to this, as each slot of a set does: `num_bytes` of its own, and storages that
+    others have, too."""
+
+    __slots__ = ("_keys", "_meter", "_shared", "num_bytes")
+
+    def __init__(self, meter: ActivationMeter, own_bytes: int, shared: Sequence[Tensor] = ()) -> None:
+        self._meter = meter
+        self.num_bytes = own_bytes
+        self._shared = shared
+        meter.add(own_bytes)
+        self._keys = [meter.hold(tensor) for tensor in shared]
+
+    def __del__(self) -> None:
+        self._meter.add(-self.num_bytes)
+        for key in self._keys:
+            self._meter.release(key)
+
+
+class SetSize:
+    """What each set of one kind counts, known from the first two: bytes of its own, and what both have (tables that a layer makes once)."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._own_bytes = 0
+        self._shared: tuple[Tensor, ...] = ()
+        self._of_first: dict[int, StorageWeakRef] | None = None
+
+    def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> CountedBytes:
+        """Count a set of these `tensors`; they are looked at until the size is known."""
+        if self.is_known:
+            return CountedBytes(meter, self._own_bytes, self._shared)
+        by_storage = {storage_key(tensor): tensor for tensor in tensors}
+        by_storage.pop(0, None)
+        if self._of_first is None:
+            self._of_first = {key: _weakly(tensor) for key, tensor in by_storage.items()}
+            return CountedBytes(meter, meter.uncounted_bytes(by_storage.values()))
+        both = by_storage.keys() & self._of_first.keys()
+        shared = {key for key in both if not self._of_first[key].expired()}  # type: ignore[no-untyped-call]
+        self._shared = tuple(by_storage[key] for key in shared if not meter.is_left_out(key))
+        self._own_bytes = meter.uncounted_bytes(tensor for key, tensor in by_storage.items() if key not in shared)
+        self.is_known = True
+        return CountedBytes(meter, self._own_bytes, self._shared)
+
+
+def _weakly(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

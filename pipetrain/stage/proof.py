@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from pipetrain.stage.meter import ActivationMeter
     from pipetrain.stage.slots import Slot
 
 # How far apart a value of F and one of R may be on a GPU, where a library may choose another kernel: relative, absolute.
@@ -53,7 +54,7 @@ class Proof:
 
     def bring(self, slot: Slot, tensor: Tensor) -> None:
         """R has saved `tensor` where F filled `slot`."""
-        found = slot.like()
+        found = type(slot)(slot.layer, slot.number)
         found.fill(tensor)
         self._brought.append((slot, found))
 
@@ -62,8 +63,9 @@ class Proof:
         if self._deferred or any(_differ(*pair) for pair in self._brought):
             self.stop = max(self.stop, Stop.AT_LAYER)
 
-    def at_layer_end(self, *, last: bool) -> None:
-        """`last`: the layer that fills the last slot."""
+    def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
+        """`last`: the layer that fills the last slot. `meter` is told of what R has brought."""
+        meter.touch(meter.uncounted_bytes([found.tensor for _, found in self._brought if found.tensor is not None]))
         while self._brought:
             pair = self._brought.pop()
             if _differ(*pair):

@@ -18,22 +18,23 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 
-Signature = tuple[torch.Size, torch.dtype, torch.layout, str | None]
+Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor: the last is the class of the node that made it
 
 
 class NeedsGradientInside(BaseException):
@@ -59,48 +60,26 @@ class LayerRefused(RuntimeError):
 class Slot:
     """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R.
 
-    `number` counts the slots of a set, `layer` is the layer of the stage that saved the tensor, `where` its name.
+    `number` counts the slots of a set, `layer` is the layer of the stage that saved the tensor.
     """
 
-    __slots__ = ("_key", "_meter", "layer", "number", "tensor", "version", "where")
+    __slots__ = ("counted", "layer", "number", "tensor", "version")
 
-    def __init__(self, where: str, meter: ActivationMeter, layer: int = 0, number: int = 0) -> None:
+    def __init__(self, layer: int = 0, number: int = 0) -> None:
         self.tensor: Tensor | None = None
         self.version = 0
-        self.where = where
         self.layer = layer
         self.number = number
-        self._meter = meter
-        self._key = 0
+        self.counted: CountedBytes | None = None
 
     def fill(self, tensor: Tensor) -> None:
         # Detached: the tensor may be an output of the node that will own this slot, and a cycle would keep both alive.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self._key = self._meter.hold(self.tensor)
-
-    def like(self) -> Slot:
-        """An empty slot of the same name."""
-        return Slot(self.where, self._meter, self.layer, self.number)
 
     def storage(self) -> int:
         """The identity of the tensor's storage; 0 where it has none of its own."""
         return 0 if self.tensor is None else storage_key(self.tensor)
-
-    def replace(self, tensor: Tensor) -> None:
-        """The same values in another tensor."""
-        self._meter.release(self._key)
-        self.fill(tensor)
-
-    def read(self) -> Tensor:
-        assert self.tensor is not None, f"B reads an empty slot of {self.where}: its R has not run"
-        if self.tensor._version != self.version:
-            raise _changed(self.where, self.tensor, "before B read it")
-        return self.tensor
-
-    def __del__(self) -> None:
-        if self._key:
-            self._meter.release(self._key)
 
 
 class _Phase(enum.Enum):
@@ -114,7 +93,8 @@ class LateBoundSet:
 
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
-    `selection` says which outputs F keeps for R.
+    `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
+    where it does not, and the slots are empty, R does, which runs the same operations.
     """
 
     def __init__(
@@ -126,6 +106,7 @@ class LateBoundSet:
         proof: Proof | None = None,
         casts: WeightCasts | None = None,
         selection: Selection | None = None,
+        watches: bool = True,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -140,10 +121,11 @@ class LateBoundSet:
         self._phase = _Phase.FORWARD
         self._slots: list[Slot] = []
         self._signatures: list[Signature] = []
+        self._watches = watches or self._fills
         self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
+        self.num_bytes = 0  # of what fills the slots
         self._starts: list[int] = []  # number of the first slot of each layer
         self._whole: set[int] = set()  # layers whose saved tensors stay in the graph of F: R brings nothing of theirs
-        self._where = ""  # the name of the layer that F is in
         self._filled = 0
         self._end = 0  # as many slots are filled when R is complete
         self._stop = Stop.AT_SLOT
@@ -167,7 +149,6 @@ class LateBoundSet:
         """
         if self._phase is _Phase.FORWARD:
             self._layer += 1
-            self._where = self._name_of(self._layer)
             self._starts.append(len(self._slots))
             return
         self.raise_what_was_meant()
@@ -237,17 +218,23 @@ class LateBoundSet:
             self._outputs.forget_layer(self._layer)
 
     def _pack_in_forward(self, tensor: Tensor) -> Slot:
-        slot = Slot(self._where, self._meter, self._layer, len(self._slots))
-        self._slots.append(slot)
-        self._signatures.append(_signature(tensor))
+        # Here and below, for each tensor that is saved: as few lines as can be.
+        slots = self._slots
+        slot = Slot(self._layer, len(slots))
+        slots.append(slot)
+        self._signatures.append((tensor.shape, tensor.dtype, type(tensor.grad_fn)))
         if self._casts is not None:
             self._casts.see(tensor)
+        if self._watches:
+            self._watch(slot, tensor)
+        return slot
+
+    def _watch(self, slot: Slot, tensor: Tensor) -> None:
         if self._fills:
             slot.fill(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
             witness = _witness(tensor) if slot.tensor is None else slot.tensor
             self._witnesses.append((slot.number, tensor._version, witness))
-        return slot
 
     def _unpack(self, slot: Slot) -> Tensor:
         if self._phase is _Phase.FORWARD:
@@ -257,12 +244,19 @@ class LateBoundSet:
             if self._layer not in self.reads_from:
                 self.before_read()
             self.reads_from[self._layer] = min(slot.layer, self.reads_from.get(self._layer, slot.layer))
-        return slot.read()
+        tensor = slot.tensor
+        assert tensor is not None, f"B reads an empty slot of {self._name_of(slot.layer)}: its R has not run"
+        if tensor._version != slot.version:
+            raise _changed(self._name_of(slot.layer), tensor, "before B read it")
+        return tensor
 
-    def end_forward(self, changing: Set[int] = frozenset(), *, needed: bool = True) -> None:
+    def end_forward(
+        self, changing: Set[int] = frozenset(), *, needed: bool = True, size: SetSize | None = None
+    ) -> None:
         """F is done: nothing that it saved may have changed since. `needed`: whether B will read anything.
 
-        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now.
+        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now. `size` is that of sets
+        of this kind.
 
         Raises:
             SavedTensorChanged: with the layer, and the shape of the tensor.
@@ -275,6 +269,8 @@ class LateBoundSet:
             self._copy_what_changes(changing)
         if self._outputs is not None:
             self._outputs.end_forward(self._whole, self._end_of_recompute() if needed else 0)
+        if self._fills:
+            self._count(size)
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
         self.before_read = _nothing
@@ -286,7 +282,15 @@ class LateBoundSet:
             if slot.tensor is not None and key in changing:
                 if key not in copies:
                     copies[key] = copy_of_storage(slot.tensor)
-                slot.replace(view_into(copies[key], slot.tensor))
+                slot.fill(view_into(copies[key], slot.tensor))
+
+    def _count(self, size: SetSize | None) -> None:
+        """Tell the meter of what fills the slots, for as long as there is one of them."""
+        tensors = (slot.tensor for slot in self._slots if slot.tensor is not None)
+        counted = (size or SetSize()).counted(self._meter, tensors)
+        self.num_bytes = counted.num_bytes
+        for slot in self._slots:
+            slot.counted = counted
 
     # R ----------------------------------------------------------------------------------------------------------
 
@@ -305,25 +309,21 @@ class LateBoundSet:
         if self._is_complete:
             raise SetComplete
         number = self._filled
-        if number >= len(self._slots):
-            self._fail(self._layer, f"saves one tensor more than in F: {_describe(_signature(tensor))}")
-        found, expected = _signature(tensor), self._signatures[number]
-        if found != expected:
-            self._fail(self._layer, f"saves {_describe(found)}, in F it was {_describe(expected)}")
-        self._bring(number, tensor)
-        self._filled += 1
-        if self._filled == self._end:
-            self._at_last_slot()
-
-    def _bring(self, number: int, tensor: Tensor) -> None:
+        found = tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        if number >= len(self._slots) or found != self._signatures[number]:
+            self._fail_because_of(number, found)
         slot = self._slots[number]
         if self._casts is not None:
             self._casts.see_again(tensor)
-        if self.proof is not None:
+        if self.proof is None:
+            # Detached: the tensor may be an output of the node that owns this slot, and a cycle would keep both alive.
+            slot.tensor = tensor.detach()
+            slot.version = tensor._version
+        else:
             self.proof.bring(slot, tensor)
-            return
-        slot.fill(tensor)
-        self._witnesses.append((number, tensor._version, slot.tensor))  # type: ignore[arg-type]
+        self._filled = number + 1
+        if self._filled == self._end:
+            self._at_last_slot()
 
     def _at_last_slot(self) -> None:
         if self.proof is not None:
@@ -363,10 +363,10 @@ class LateBoundSet:
         if self._outputs is not None and self._layer not in self._whole and (left := self._outputs.left(self._layer)):
             self._fail(self._layer, f"ended without {left} of the operations whose outputs F kept")
         if self.proof is not None:
-            self.proof.at_layer_end(last=self._starts[self._layer] < self._end <= expected)
+            self.proof.at_layer_end(self._meter, last=self._starts[self._layer] < self._end <= expected)
 
-    def end_recompute(self, own: Set[int] = frozenset()) -> None:
-        """R is done: every slot is full and what fills it has not changed.
+    def end_recompute(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
+        """R is done: every slot is full and what fills it has not changed. `size` is that of sets of this kind.
 
         `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
         microbatches change.
@@ -382,10 +382,14 @@ class LateBoundSet:
             self._fail_because_it_ended()
         if (difference := self._difference()) is not None:
             raise difference
-        self._check_witnesses("later in the same recompute")
+        for slot in self._slots if self.proof is None else ():
+            if slot.tensor is not None and slot.tensor._version != slot.version:
+                raise _changed(self._name_of(slot.layer), slot.tensor, "later in the same recompute")
         for slot in self._slots if own else ():
             if slot.tensor is not None and slot.storage() in own:
-                slot.replace(slot.tensor.data)
+                slot.fill(slot.tensor.data)
+        if self.proof is None:
+            self._count(size)
         self._phase = _Phase.WAITING
         self.set_bytes_before = self.saved_outputs_bytes
         self._slots.clear()
@@ -421,6 +425,10 @@ class LateBoundSet:
         """Whether F has filled the slots."""
         return self._fills
 
+    def storages(self) -> set[int]:
+        """Of what F has filled the slots with."""
+        return {slot.storage() for slot in self._slots} - {0}
+
     def tensors(self) -> list[Tensor]:
         """What F has filled the slots with, and what it keeps besides."""
         kept = [] if self._outputs is None else self._outputs.tensors()
@@ -451,6 +459,11 @@ class LateBoundSet:
     def _layer_of(self, number: int) -> str:
         return self._name_of(bisect_right(self._starts, number) - 1)
 
+    def _fail_because_of(self, number: int, found: Signature) -> NoReturn:
+        if number >= len(self._slots):
+            self._fail(self._layer, f"saves one tensor more than in F: {_describe(found)}")
+        self._fail(self._layer, f"saves {_describe(found)}, in F it was {_describe(self._signatures[number])}")
+
     def _fail_because_it_ended(self) -> NoReturn:
         layer = bisect_right(self._starts, self._filled) - 1
         self._fail(layer, f"ended without saving {_describe(self._signatures[self._filled])}, which F saved")
@@ -468,7 +481,7 @@ class LateBoundSet:
             return None
         slot, how = found
         if slot.tensor is not None and slot.tensor._version != slot.version:
-            return _changed(slot.where, slot.tensor, "after its forward, before it was recomputed")
+            return _changed(self._name_of(slot.layer), slot.tensor, "after its forward, before it was recomputed")
         return self._mismatch(slot.layer, f"saves {_describe(self._signatures[slot.number])} with other values: {how}")
 
     def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:
@@ -489,14 +502,9 @@ def _both(first: AbstractContextManager[object], second: AbstractContextManager[
         yield
 
 
-def _signature(tensor: Tensor) -> Signature:
-    node = tensor.grad_fn
-    return tensor.shape, tensor.dtype, tensor.layout, None if node is None else type(node).__name__
-
-
 def _describe(signature: Signature) -> str:
-    shape, dtype, _, op = signature
-    made = f" made by {op.removesuffix('0')}" if op else ""
+    shape, dtype, node = signature
+    made = "" if node is NoneType else f" made by {node.__name__.removesuffix('0')}"
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
 
 
@@ -515,3 +523,26 @@ def _changed(where: str, tensor: Tensor | Signature, when: str) -> SavedTensorCh
         f"{where}: a tensor {shape} saved for backward was changed in place {when}. Its gradient would be wrong: "
         "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
     )
+
+
+# What torch says, who looks by itself where there are no hooks.
+_CHANGED_IN_PLACE = "modified by an inplace operation"
+
+
+def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
+    """The node below `roots`, which a backward without hooks has not passed, of whose saved tensors one was changed in place."""
+    todo, walked = [root.node for root in roots], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in walked:
+            continue
+        walked.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    getattr(node, name)
+                except RuntimeError as error:  # also of what the backward has let go of, with another text
+                    if _CHANGED_IN_PLACE in str(error):
+                        return node
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+    return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entered import Entered, entered_targets
@@ -21,14 +23,15 @@ from pipetrain.stage.grad_watch import GradWatch
 from pipetrain.stage.layer_state import NOTHING_SEEN, Before, LayerState, Seen
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.seeding import seed_generators
 from pipetrain.stage.selective import Selection, Wanted
-from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot
+from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot, changed_node
 from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.tensor_copies import storage_key
 
 LossFn = Callable[[Any, Any], Tensor]
 _Layer = Callable[[Any], Any]
@@ -51,9 +54,8 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor], leaf: int) -> Tensor:  # noqa: ARG004
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.leaf = sink, leaf
-        # Not a view: autograd forbids in-place changes of a view that a Function returns.
-        alias = tensor.new_empty(0)
-        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        # Neither the very tensor nor a view of it: autograd forbids in-place changes of what a Function returns of its input.
+        return tensor.data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
@@ -70,7 +72,8 @@ class StageInput:
     reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
     all: what they are, and why; `fixed_target` are those of the target.
     `target` and `weight` are for the stage that computes the loss.
-    `on_layer` is given the number and the output of each layer in F; the loss has the number after the last layer's.
+    `on_layer` is given the number and the output of each layer in F, `WithLosses` where some were added; the loss has the number after
+    the last layer's.
     """
 
     leaves: tuple[Any, ...]
@@ -100,15 +103,31 @@ class _Held:
     """What a stage holds of a microbatch between its F and its B."""
 
     given: StageInput | None  # None for a kept set without R: nothing will run again
-    late: LateBoundSet
-    parameter_versions: list[int]
+    late: LateBoundSet | None  # None for a kept set that autograd holds by itself
     num_inputs: int
-    deferral: Deferral | None  # None: B will run, and not I and W
+    deferral: Deferral | None = None  # None: B will run, and not I and W
     seen: Seen = NOTHING_SEEN  # the state that F saw
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of the output leaves with a root
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
-    keys: list[int] = field(default_factory=list)  # of the stashed input, in the meter
+    counted: list[tuple[Tensor, int]] = field(
+        default_factory=list
+    )  # the stashed input, and what of a kept set others hold, too
+    kind: Hashable = None
+    size: CountedBytes | None = None  # of a kept set that autograd holds
+    ends: list[int] = field(default_factory=lambda: [-1])  # of its layers, as autograd counts nodes; before the first
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
+
+    `others` are leaves, of the input and behind them of the output, that its set has, too. `is_plain`: nothing that a later F changes is
+    in it, so that autograd may hold it by itself.
+    """
+
+    others: tuple[int, ...] = ()
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +179,12 @@ class Stage:
         self._told: set[int] = set()  # of these, whom the user was told of
         self._refuses_hooks: set[int] = set()
         self._stop: Stop | None = None  # where R may end; None: no microbatch was proved
+        self._known: dict[Hashable, _Known] = {}  # by kind, of kept sets
+        self._sizes: dict[Hashable, SetSize] = {}  # by kind, and whether it is kept
+        self._versions: list[int] = []  # of the parameters, in this step
         self._gradients = GradWatch(self.layers)
         self._clones_inputs = False
+        self._kinds: set[Hashable] = set()  # of microbatches that have run
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._casts = WeightCasts(self.layers, device, meter)
@@ -214,49 +237,118 @@ class Stage:
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         before = self._meter.current_bytes
-        with self._leaves.over(given.leaves, given.on_layer) as on_layer:
-            watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
-            held, outputs = self._forward(watched, keep=keep, prove=prove, split=split)
+        self._start_step()
+        kind = self._kind_of(given, split=split)
+        known = self._known.get(kind) if keep and not prove else None
+        if known is not None and known.is_plain:
+            held, outputs = self._forward_plain(given)
+        else:
+            look = prove or kind not in self._kinds
+            with self._leaves.over(given.on_layer) if look else nullcontext(given.on_layer) as on_layer:
+                watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
+                held, outputs = self._forward(watched, keep=keep, prove=prove, split=split, look=look)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss_fn is not None and has_backward and not any(wants):
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
+        held.kind = kind
         held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
         held.kinds = [(leaf.shape, leaf.dtype) for leaf, wanted in zip(leaves, wants) if wanted]
         if held.deferral is not None:
             self._weights.end_forward(held.deferral, held.roots)
-        # A later F may go on changing what a filled set has of these.
-        changing = self._state.live_storages() if held.late.is_filled else frozenset()
-        held.late.end_forward(changing, needed=any(wants))
-        self._learn_who_reads(held.late)
-        if self._selection is not None and self._selection.is_watched and not keep:
-            for line in self._selection.kept_nothing(self._title):
-                warnings.warn(line, stacklevel=2)
+        detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
+        results = tuple(detached.get(id(leaf), leaf) for leaf in leaves)
+        if held.late is not None:
+            self._end_forward(held.late, held, (*given.leaves, *results), keep=keep, needed=any(wants))
+        elif known is not None:
+            self._count(held, known, (*given.leaves, *results))
+        self._kinds.add(kind)
         if has_backward or any(wants):
             self._hold(microbatch, held, before)
-        detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
-        return StageOutput(tuple(detached.get(id(leaf), leaf) for leaf in leaves), spec, wants)
+        return StageOutput(results, spec, wants)
+
+    def _start_step(self) -> None:
+        """What may be another than in the step before, and stays in this one."""
+        self._state.look()
+        if not self._versions:
+            self._versions = self._parameter_versions()
+
+    def _kind_of(self, given: StageInput, *, split: bool) -> Hashable:
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given.leaves]
+        return (
+            self._state.sight,
+            split,
+            given.wants_gradient,
+            given.is_shared,
+            torch.is_autocast_enabled(self._device.type),
+            *shapes,
+        )
+
+    def _forward_plain(self, given: StageInput) -> tuple[_Held, Any]:
+        """F of a set that stays until B, which autograd holds by itself: no hooks, and no slots."""
+        held = _Held(None, None, len(given.leaves))
+
+        def run_layer(number: int, call: _Layer, value: Any) -> Any:
+            if casts:
+                call = self._casts.once(number, call, make=True)
+            self._seed(number, given)
+            output = call(value)
+            node = output.grad_fn if isinstance(output, Tensor) else None
+            held.ends.append(held.ends[-1] if node is None else node._sequence_nr())
+            return output
+
+        casts = self._casts.is_active()
+        return held, self._run(given, held, run_layer, clone=False, on_layer=given.on_layer)
+
+    def _count(self, held: _Held, known: _Known, leaves: Sequence[Any]) -> None:
+        """A set like those of its kind: in the meter it counts as they did."""
+        held.counted = [(leaves[number], self._meter.hold(leaves[number])) for number in known.others]
+        held.size = self._sizes[held.kind, True].counted(self._meter, ())
+
+    def _end_forward(self, late: LateBoundSet, held: _Held, leaves: Sequence[Any], *, keep: bool, needed: bool) -> None:
+        """All layers have run under hooks; `leaves` are those of the input and of the output."""
+        others: tuple[int, ...] = ()
+        changing = self._state.live_storages() if late.is_filled else frozenset()
+        if keep and needed:
+            storages = late.storages()
+            others = tuple(
+                n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages
+            )
+            held.counted = [(leaves[number], self._meter.hold(leaves[number])) for number in others]
+        # A later F may go on changing what a filled set has of these.
+        size = self._sizes.setdefault((held.kind, True), SetSize()) if keep and needed else None
+        late.end_forward(changing, needed=needed, size=size)
+        if size is not None:
+            is_plain = size.is_known and held.deferral is None and not late.reads_from and not storages & changing
+            self._known[held.kind] = _Known(others, is_plain)
+        self._learn_who_reads(late)
+        if self._selection is not None and self._selection.is_watched and not keep:
+            for line in self._selection.kept_nothing(self._title):
+                warnings.warn(line, stacklevel=3)
 
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held
-        if held.late.is_filled:
-            unsaved = held.late.outputs_bytes - held.late.saved_outputs_bytes
+        late = held.late
+        if late is None or late.is_filled:
+            unsaved = 0 if late is None else late.outputs_bytes - late.saved_outputs_bytes
             self.set_bytes[microbatch] = self._meter.current_bytes - bytes_before - unsaved
         if held.given is not None:
-            self.kept_bytes[microbatch] = held.late.outputs_bytes
+            assert late is not None
+            self.kept_bytes[microbatch] = late.outputs_bytes
             bytes_before = self._meter.current_bytes
-            held.keys = [self._meter.hold(leaf) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
+            held.counted = [(leaf, self._meter.hold(leaf)) for leaf in held.given.leaves if isinstance(leaf, Tensor)]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
-    def _forward(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> tuple[_Held, Any]:
-        held = self._start(given, keep=keep, prove=prove, split=split)
+    def _forward(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool) -> tuple[_Held, Any]:
+        held = self._start(given, keep=keep, prove=prove, split=split, look=look)
+        assert held.late is not None
         if prove:
             self._state.relearn()
         before = self._state.before_forward(recomputed=not keep, leaves=given.leaves)
         probe = None if keep or self._probe.done else self._probe
         if probe:
             probe.start()
-        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=prove or before.learning)
+        run_layer = functools.partial(self._forward_layer, held.late, given, before, look=look or before.learning)
         outputs = self._run(
             given,
             held,
@@ -270,10 +362,16 @@ class Stage:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
 
-    def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool) -> _Held:
+    def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool) -> _Held:
         proof = Proof() if prove and not keep else None
         late = LateBoundSet(
-            self._name_of, self._meter, keep=keep, proof=proof, casts=self._casts_in_force(), selection=self._selection
+            self._name_of,
+            self._meter,
+            keep=keep,
+            proof=proof,
+            casts=self._casts_in_force(),
+            selection=self._selection,
+            watches=look,
         )
         late.keep_whole(self._refuses_hooks)
         if not keep:
@@ -281,7 +379,7 @@ class Stage:
         self._gradients.clear()
         late.before_read = self._gradients.start
         deferral = self._weights.begin(late.refuse_hooks) if split else None
-        return _Held(None if keep else given, late, self._parameter_versions(), len(given.leaves), deferral)
+        return _Held(None if keep else given, late, len(given.leaves), deferral)
 
     @functools.cached_property
     def _weights(self) -> DeferredWeights:
@@ -304,17 +402,22 @@ class Stage:
         """All layers, and the loss."""
         clone = clone or (given.is_shared and (self._clones_inputs or not self._has_entered))
         value, entered = self._enter(given, held.sink, clone=clone, is_late=held.given is not None)
+        added = AddedLosses()
+        value = added.take(value)
         layers: Sequence[_Layer] = self.layers
         if held.deferral is not None:
             layers = self._weights.layers_for(held.deferral, is_forward=is_forward)
         for number, layer in enumerate(layers):
-            value = run_layer(number, layer, value)
+            value = run_layer(number, added.of(layer), value)
             if probe:
                 probe.after_layer(number)
             if on_layer:
-                on_layer(self.first_layer + number, value)
-        if self.loss_fn is not None:
-            value = run_layer(len(self.layers), lambda output: self._loss(output, given), value)
+                on_layer(self.first_layer + number, added.beside(value))
+        if self.loss_fn is None:
+            value = added.beside(value)
+        else:
+            loss_fn = added.of(self.loss_fn)
+            value = run_layer(len(self.layers), lambda output: self._loss(loss_fn, output, given, added), value)
             if on_layer:
                 on_layer(self.first_layer + len(self.layers), value)
         self._check_entered(entered, is_read_again=held.given is not None or given.is_shared, cloned=clone)
@@ -434,7 +537,7 @@ class Stage:
 
     def _refuse_gradient_through(self, slot: Slot, number: int) -> NoReturn:
         raise LayerRefused(
-            f"{self._name_of(number)} takes a gradient through {slot.where} inside its forward, whose saved tensors were not "
+            f"{self._name_of(number)} takes a gradient through {self._name_of(slot.layer)} inside its forward, whose saved tensors were not "
             "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
             "time; else use recompute.mode=never"
         ) from None
@@ -484,16 +587,15 @@ class Stage:
             tensors += entered_targets(given.target, given.fixed_target, recomputed=is_late, look=look)
         return pytree.tree_unflatten(leaves, given.spec), tensors
 
-    def _loss(self, output: Any, given: StageInput) -> Tensor:
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, given.target)
+    def _loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
+        loss = loss_fn(output, given.target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {found}: it must return a 0-dim tensor: a mean over the rows of the "
                 'microbatch, or their sum with Pipeline(..., loss_reduction="sum")'
             )
-        return loss * given.weight
+        return added.added_to(loss) * given.weight
 
     # R ------------------------------------------------------------------------------------------------------------
 
@@ -503,7 +605,8 @@ class Stage:
 
     def held_tensors(self, microbatch: int) -> list[Tensor]:
         """What the slots of this microbatch are filled with."""
-        return self._held[microbatch].late.tensors() if microbatch in self._held else []
+        late = self._held[microbatch].late if microbatch in self._held else None
+        return [] if late is None else late.tensors()
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
         """R: the stage's forward again, until the last slot is full. Its graph is thrown away.
@@ -516,11 +619,11 @@ class Stage:
         held = self._held[microbatch]
         given, late = held.given, held.late
         assert given is not None, f"stage {self.index} recomputes {microbatch}, whose set it keeps"
-        self._check_parameters(held)
+        assert late is not None
+        self._check_parameters()
         if not len(late):
             late.drop()
             return
-        before = self._meter.current_bytes
         late.start_recompute(Stop.AT_LAYER if self._stop is None else self._stop)
         try:
             with self._state.as_seen(held.seen):
@@ -530,9 +633,10 @@ class Stage:
             pass
         finally:
             self._casts.end_recompute()
-        late.end_recompute(held.seen.storages())
+        size = self._sizes.setdefault((held.kind, False), SetSize())
+        late.end_recompute(held.seen.storages(), size)
         if late.proof is None:
-            self.set_bytes[microbatch] = self._meter.current_bytes - before + late.set_bytes_before
+            self.set_bytes[microbatch] = late.num_bytes + late.set_bytes_before
         else:
             self._stop = max(late.proof.stop, self._stop or Stop.AT_SLOT)
 
@@ -575,16 +679,31 @@ class Stage:
         held.roots.clear()
         if held.deferral is not None:
             self._deferred[microbatch] = held.deferral
-        held.late.start_backward()
+        self._release(held)
+        if held.late is not None:
+            held.late.start_backward()
         if roots:
             with nullcontext() if held.deferral is None else held.deferral.open():
-                torch.autograd.backward(roots, seeds)
+                self._run_backward(held, roots, seeds)
         if held.deferral is not None:  # its place must have room for either
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), held.deferral.num_bytes)
-        for key in held.keys:
-            self._meter.release(key)
-        held.late.assert_closed()
+        held.size = None
+        if held.late is not None:
+            held.late.assert_closed()
         return [held.sink.pop(leaf, None) for leaf in range(held.num_inputs)]
+
+    def _run_backward(self, held: _Held, roots: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.backward(roots, seeds)
+        except RuntimeError as error:
+            node = changed_node(roots) if held.late is None else None
+            if node is None:
+                raise
+            layer = bisect_left(held.ends, node._sequence_nr(), lo=1) - 1
+            raise SavedTensorChanged(
+                f"{self._name_of(layer)}: a tensor saved for backward by {node.name()} was changed in place before B read it. Its "
+                "gradient would be wrong: use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
+            ) from error
 
     def backward_weights(self, microbatch: int) -> None:
         """W: adds to `.grad` of the weights what I has put off.
@@ -605,19 +724,31 @@ class Stage:
         assert not self._deferred, (
             f"stage {self.index} has had no W of microbatches {', '.join(map(str, self._deferred))}"
         )
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._casts.end_step()
+        self._state.end_step()
+        self._versions.clear()
+
+    def _release(self, held: _Held) -> None:
+        """Nobody counts the input any more, nor what a kept set shares with it or with the output: B lets go of both."""
+        for _, key in held.counted:
+            self._meter.release(key)
+        held.counted.clear()
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""
         for held in self._held.values():
-            for key in held.keys:
-                self._meter.release(key)
-            held.late.drop()
+            self._release(held)
+            held.size = None
+            if held.late is not None:
+                held.late.drop()
         for deferral in self._deferred.values():
             deferral.drop()
         self._held.clear()
         self._deferred.clear()
-        self._casts.end_step()
+        self._end_step()
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
@@ -626,17 +757,20 @@ class Stage:
 
         Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
         """
-        value = pytree.tree_unflatten(list(given.leaves), given.spec)
+        added = AddedLosses()
+        value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
         with torch.no_grad() if past is None else torch.inference_mode():
             for number, layer in enumerate(self.layers):
                 if past is not None:
-                    value = run_cached(layer, value, past)
+                    value = added.of(run_cached)(layer, value, past)
                     continue
                 self._seed(number, given)
-                value = layer(value)
+                value = added.of(layer)(value)
             if with_loss and self.loss_fn is not None:
                 self._seed(len(self.layers), given)
-                value = self._loss(value, given)
+                value = self._loss(added.of(self.loss_fn), value, given, added)
+            elif with_loss:
+                value = added.beside(value)
         leaves, spec = pytree.tree_flatten(without_local(value))
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 
@@ -646,20 +780,20 @@ class Stage:
             for layer in self.layers:
                 prepare_cached(layer, past)
 
-    def _check_parameters(self, held: _Held) -> None:
+    def _check_parameters(self) -> None:
         now = self._parameter_versions()
-        if now == held.parameter_versions:
+        if now == self._versions:
             return
         names = [
             f"{self._name_of(n)} {name}" for n, layer in enumerate(self.layers) for name, _ in layer.named_parameters()
         ]
-        changed = [name for name, new, old in zip(names, now, held.parameter_versions) if new != old]
+        changed = [name for name, new, old in zip(names, now, self._versions) if new != old]
         raise SavedTensorChanged(
             f"{', '.join(changed[:3])} changed between F and R of one microbatch: change parameters after the step only"
         )
 
     def _parameter_versions(self) -> list[int]:
-        return [parameter._version for layer in self.layers for parameter in layer.parameters()]
+        return [parameter._version for parameter in self._state.parameters]
 
     def _name_of(self, number: int) -> str:
         if number >= len(self.layers):

@@ -36,8 +36,8 @@ def test_quick_cost_writes_and_prints_json(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trade", "foreseen", "segments"])
-def test_quick_runs_of_memory_end(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["trade", "foreseen", "segments", "balance"])
+def test_quick_runs_end(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--quick", f"--out={tmp_path}"]) == 0
     written = json.loads((tmp_path / f"{name}.json").read_text())
     assert written["tables"]

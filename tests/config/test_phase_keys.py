@@ -101,7 +101,7 @@ UNFIT = {
     "{from:9,pipeline:{num_microbatches:40}}": "phases[1]: pipeline.num_microbatches=40 is more than data.batch_size=16",
     "{from:9,data:{batch_size:4}}": "phases[1]: pipeline.num_microbatches=8 is more than data.batch_size=4",
     "{from:9,data:{sequence_length:4096}}": "phases[1]: data.sequence_length=4096 is longer than model.max_sequence_length=1024",
-    "{from:9,recompute:{segments:9}}": "phases[1]: recompute.segments=9: stage 0 has 3 layers",
+    "{from:9,recompute:{segments:9}}": "phases[1]: recompute.segments=9: stage 0 has 4 layers",
     "{from:9,recompute:{sets:0}}": "phases[1]: recompute.sets=0",
     "{from:9,recompute:{mode:later}}": "phases[1]: recompute.mode=",
 }

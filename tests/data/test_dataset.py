@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from pipetrain.config.records import DataConfig
-from pipetrain.data.cached_tokens import split_of
-from pipetrain.data.corpus import find_files
+from pipetrain.data.corpus import Piece, Split, find_files, read_pieces, scan, split_files
 from pipetrain.data.dataset import check_data, make_data
-from pipetrain.data.scan import scan
-from pipetrain.data.split import Piece, Split, read_pieces, split_files
 from pipetrain.data.tokenizer import ByteTokenizer
+from pipetrain.data.tokenizing import split_of
 
 TEXT = DataConfig(name="text", batch_size=2, sequence_length=8)
 

@@ -9,9 +9,8 @@ import torch
 
 from pipetrain.config.records import DataConfig
 from pipetrain.data.batch import Batch
-from pipetrain.data.batches import Batches
+from pipetrain.data.batches import Batches, PhasedBatches
 from pipetrain.data.dataset import make_data, open_data
-from pipetrain.data.phased import PhasedBatches
 from pipetrain.data.samples import Windows
 
 TOKENS = np.arange(101, dtype=np.uint8)

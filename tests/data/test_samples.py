@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.data.packing import pack_documents
-from pipetrain.data.samples import Documents
+from pipetrain.data.samples import Documents, pack_documents
 from pipetrain.data.token_file import TokenPart
 
 X = -100

@@ -5,10 +5,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pipetrain.data.batch import Batch
+from pipetrain.data.batch import Batch, Share
 from pipetrain.data.batches import Batches
 from pipetrain.data.samples import Windows
-from pipetrain.data.share import Share
 
 BATCHES = [
     (size, replicas, parts) for replicas, parts in ((1, 3), (2, 2), (2, 4), (3, 2), (4, 1)) for size in range(8, 18)

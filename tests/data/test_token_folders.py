@@ -1,9 +1,11 @@
 """Corpora that are tokenized once: what is written, what is held out, who makes it, and what is noticed when it is no longer that."""
 
 import dataclasses
+import errno
 import fcntl
 import gzip
 import json
+import os
 import pathlib
 import re
 import socket
@@ -21,11 +23,11 @@ from torch.utils import _pytree as pytree
 from pipetrain.cli.main import main
 from pipetrain.config.records import DataConfig
 from pipetrain.data import documents, tokenizing
-from pipetrain.data.cached_tokens import corpus_of, tokenized
 from pipetrain.data.dataset import Data, check_data, make_data, make_tokenizer
 from pipetrain.data.token_cache import made_once
 from pipetrain.data.token_file import TRAIN, TokenPart, read_part, read_sheet
 from pipetrain.data.tokenizer import ByteTokenizer
+from pipetrain.data.tokenizing import corpus_of, tokenized
 
 LINES = [f"Hello there {number}, how are you today?" for number in range(40)]
 
@@ -334,6 +336,18 @@ def test_one_that_does_not_come_on_is_named(tmp_path: pathlib.Path) -> None:
         lock.flush()
         with pytest.raises(ValueError, match=r"process 4711 on node7 \(25% done\), which has not come on for 0 s"):
             made_once(folder, lambda *_: pytest.fail("made"), timeout_seconds=0.3, tell=None)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Each makes the tokens itself."""
+
+    def no_lock(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl", LINES))
+    assert make_data(config, 0).train.samples_per_epoch > 0
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: pathlib.Path) -> None:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf.tiny import FAMILIES, padding_mask, tiny, token_ids
+from hf.tiny import FAMILIES, MIXING, VOCABULARY, padding_mask, tiny, token_ids
 from rounding import rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain import Pipeline
+from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf import frame
 from pipetrain.model.hf.adapter import layers_of
-from pipetrain.model.hf.hf_spec import spec_of_hf
+from pipetrain.model.hf.hf_spec import hf_spec, spec_of_hf
+from pipetrain.model.hf.labels import BatchCheck
+from pipetrain.model.hf.mixing import what_mixes_documents
+from pipetrain.model.hf.parts import model_parts
 
 LENGTHS = (5, 4, 3)  # of the documents in a sample of 12 tokens
-# Layers with a state that runs along the sequence; positions that their own forward leaves out of the mask.
-APART = {family: family not in ("qwen3_next", "opt", "falcon", "bloom") for family in FAMILIES}
+# Layers with a state that runs along the sequence; masks that the family makes without positions.
+CARRIES = r"decoder layer 0 \(\w+\) carries one document into the next"
+LEAVES_OUT = r"decoder layer 0 \(\w+\) obeys its mask, and \w+ leaves position_ids out of it"
+REFUSED = dict.fromkeys(("qwen3_next", "recurrent_gemma"), CARRIES) | dict.fromkeys(
+    ("opt", "falcon", "bloom", "gpt_oss"), LEAVES_OUT
+)
 
 
 def packed(rows: int = 2) -> dict[str, Tensor]:
@@ -48,22 +58,56 @@ def test_a_packed_document_is_as_if_alone(family: str) -> None:
             start += length
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXING])
 def test_who_keeps_packed_documents_apart(family: str) -> None:
-    """As said of the family from its masks, and as its logits show: those of the second document with another first one."""
+    """As said of the family, and as its logits show: those of the second document with another first one."""
     spec = spec_of_hf(tiny(family).eval())
     assert spec.take_batch is not None
     inputs = packed(1)
-    if not APART[family]:
-        with pytest.raises(ValueError, match=r"let packed documents see each other: .* \(data.layout=padded\)"):
+    if family in REFUSED:
+        with pytest.raises(ValueError, match=rf"see each other: {REFUSED[family]}; .* \(data.layout=padded\)"):
             spec.take_batch(inputs, None)
-        return
-    spec.take_batch(inputs, None)
+    else:
+        spec.take_batch(inputs, None)
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, :5] = token_ids(1, 5, seed=77)
     layers = spec.build(0, spec.num_layers)
-    logits = [_through(layers, batch) for batch in (inputs, other)]
-    assert_close(logits[0][:, 5:], logits[1][:, 5:])
+    logits = [_through(layers, batch)[:, 5:] for batch in (inputs, other)]
+    if family in REFUSED:
+        assert (logits[0] - logits[1]).abs().max() > 1e-3
+    else:
+        assert_close(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", *REFUSED])
+def test_the_command_and_the_library_give_one_answer(family: str, tmp_path: Path) -> None:
+    """The command has the whole model on the meta device alone."""
+    model = tiny(family)
+    model.config.save_pretrained(tmp_path)
+    config = ModelConfig(name="hf", path=str(tmp_path), weights="random")
+    answers = []
+    for spec in (spec_of_hf(model), hf_spec(config, VOCABULARY)):
+        assert isinstance(spec.take_batch, BatchCheck)
+        answers.append(spec.take_batch.what_mixes())
+    assert answers[0] == answers[1]
+    assert (answers[0] is None) == (family not in REFUSED)
+
+
+def test_a_layer_that_is_deaf_to_its_mask_is_found_and_nothing_is_left_changed() -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Deaf(LlamaDecoderLayer):
+        def forward(self, hidden: Tensor, attention_mask: Any = None, **given: Any) -> Any:  # noqa: ARG002
+            return super().forward(hidden, attention_mask=None, **given)
+
+    model = tiny("llama")
+    model.model.layers[2].__class__ = Deaf
+    state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    why = what_mixes_documents(model, model_parts(model))
+    assert why == "decoder layer 2 (Deaf) carries one document into the next"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
 @torch.no_grad()

@@ -86,13 +86,13 @@ def test_the_script_is_bash_and_passes_each_override_as_it_was_typed(
     (empty_folder / "it's here" / "a.txt").write_text("some text " * 2000)
     (empty_folder / "it's here" / "b.txt").write_text("more text " * 2000)
     path = 'data.path="it\'s here"'
-    lines = dry_run(capsys, "data=text", path, "pipeline.balance=[1,2,2,1]", "run_dir=mine", "resume=auto")
+    lines = dry_run(capsys, "data=text", path, "pipeline.balance=[2,3,3,2]", "run_dir=mine", "resume=auto")
     assert subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=False).returncode == 0
     words = shlex.split(lines[-1])
     assert words[:2] == ["exec", "bash"]
     assert pathlib.Path(words[2]) == ROOT / "launch" / "slurm.sbatch"
     # run_dir and resume are the script's own business, at each start
-    assert words[3:] == [*JOB[1:], "data=text", path, "pipeline.balance=[1,2,2,1]"]
+    assert words[3:] == [*JOB[1:], "data=text", path, "pipeline.balance=[2,3,3,2]"]
 
 
 REFUSED = {

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.style import check_model
+from pipetrain.model.size import check_model
 from pipetrain.model.transformer import transformer_layers
 
 REFUSED = {
@@ -56,5 +56,5 @@ def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
 
 
 def test_the_check_needs_no_torch() -> None:
-    code = "import sys, pipetrain.model.style, pipetrain.model.arithmetic; sys.exit('torch' in sys.modules)"
+    code = "import sys, pipetrain.model.size, pipetrain.model.arithmetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,8 +7,8 @@ import torch
 from torch import equal
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.plain_batch import plain_batch
 from pipetrain.model.spec import make_spec
+from pipetrain.model.transformer import plain_batch
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
 TARGETS = torch.tensor([[6, 7, -100, -100], [6, 7, 8, -100]])

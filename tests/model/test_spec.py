@@ -21,8 +21,7 @@ from pipetrain.config.records import DataConfig, ModelConfig, OptimConfig, RunCo
 from pipetrain.data.batch import Batch
 from pipetrain.engine.which import make_engine
 from pipetrain.model.loss import next_token_loss
-from pipetrain.model.registry import MODEL_FAMILIES, ModelFamily
-from pipetrain.model.size import ModelSize, size_of
+from pipetrain.model.size import MODEL_FAMILIES, ModelFamily, ModelSize, size_of
 from pipetrain.model.spec import ModelSpec, make_spec, one_by_one, spec_of
 from pipetrain.model.transformer import NOT_OF_THE_MODEL, transformer_layers
 from pipetrain.snapshot.weights import load_weights, save_weights

@@ -10,11 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.arithmetic import count_parameters, mlp_size, parameters_per_layer, transformer_size
-from pipetrain.model.attention import Attention
+from pipetrain.model.arithmetic import mlp_size, parameters_per_layer, transformer_size
 from pipetrain.model.loss import next_token_loss
-from pipetrain.model.rotary import rotary_tables, rotate
-from pipetrain.model.transformer import Block, Embedding, Head, transformer_layers
+from pipetrain.model.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
 VOCABULARY = 31
 SMALL = {"num_blocks": 2, "hidden_size": 32, "num_heads": 4, "max_sequence_length": 24}
@@ -192,7 +190,7 @@ def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int |
     assert parameters_per_layer(sized, VOCABULARY) == [
         sum(weight.numel() for weight in layer.parameters()) for layer in layers
     ]
-    assert count_parameters(sized, VOCABULARY) == sum(weight.numel() for weight in layers.parameters())
+    assert sum(parameters_per_layer(sized, VOCABULARY)) == sum(weight.numel() for weight in layers.parameters())
 
 
 def test_mlp_sizes() -> None:

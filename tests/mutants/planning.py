@@ -4,6 +4,27 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "R of a stage costs nothing when layers are shared out",
+        "pipetrain/plan/balance.py",
+        'timed = ("forward", "backward", "recompute", ',
+        'timed = ("forward", "backward", ',
+        ("tests/planner/test_balance_by_step.py", "-k", "counting_r"),
+    ),
+    Mutant(
+        "two layers are never moved at once",
+        "pipetrain/plan/balance.py",
+        "for count in (1, 2) if far else (1,):",
+        "for count in (1,):",
+        ("tests/planner/test_balance_by_step.py", "-k", "pairs_of_moves"),
+    ),
+    Mutant(
+        "layers move although stages then share more",
+        "pipetrain/runtime/pipeline.py",
+        "if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):",
+        "if not told:",
+        ("tests/runtime/test_balanced_stages.py",),
+    ),
+    Mutant(
         "the bound of the last step is that of the steps before",
         "pipetrain/observe/report.py",
         "        costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)",
@@ -69,8 +90,8 @@ MUTANTS = (
     Mutant(
         "pictures of replicas begin with their own first op",
         "pipetrain/observe/report.py",
-        "span=(last.start, last.start + last.step_seconds) if several else None",
-        "span=None",
+        "            span=(last.start, last.start + last.step_seconds) if several else None,\n",
+        "",
         ("tests/observe/test_replicas.py", "-k", "begins_and_ends"),
     ),
     Mutant(

@@ -148,7 +148,14 @@ def test_a_profile_of_another_model_names_what_differs() -> None:
 def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     """Six layers on two stages, of which the last block and the loss are heavy."""
     file = tmp_path / PROFILE
-    keys = ["data=stdlib", "pipeline.num_stages=2", "recompute.segments=2", "model.vocabulary_size=256"]
+    keys = [
+        "data=stdlib",
+        "pipeline.num_stages=2",
+        "pipeline.balance=[3,3]",
+        "model.num_blocks=4",
+        "recompute.segments=2",
+        "model.vocabulary_size=256",
+    ]
     blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
     heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
     head, loss = dataclasses.replace(BLOCK, numbers=(5,)), dataclasses.replace(END, numbers=(6,), inner_bytes=400)

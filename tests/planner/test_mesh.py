@@ -216,9 +216,9 @@ def test_the_command_draws_it(tmp_path: pathlib.Path, capsys: pytest.CaptureFixt
     assert "2 replicas x 2 ranks" in out.read_text()
     assert "<th>reduce, sent</th>" in out.read_text()
     mesh = json.loads((tmp_path / "x").read_text())["mesh"]
-    # 10 samples of 256 tokens as 8 slices: two of 2, six of 1; hidden_size 128 in float32.
+    # 10 samples of 256 tokens as 8 slices: two of 2, six of 1; hidden_size 64 in float32.
     assert [mesh["ranks"][rank]["sent"]["activations"]["num_bytes"] for rank in (0, 2)] == [
-        samples * 256 * 128 * 4 for samples in (6, 4)
+        samples * 256 * 64 * 4 for samples in (6, 4)
     ]
 
 
@@ -234,12 +234,12 @@ def test_it_is_a_picture_of_its_own(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_the_model_does_not_make_is_drawn_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 stages of a model of six layers: the ranks stand where they would."""
+    """16 stages of a model of ten layers: the ranks stand where they would."""
     assert main(["show", "--mesh", "pipeline.num_stages=16", "parallel.num_replicas=2"]) == 0
     text = capsys.readouterr().out
     assert "rank 31" in text
     assert "What ranks hold and send is not all known: " in text
-    assert "6 layers" in text
+    assert "10 layers" in text
 
 
 def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from one_rank import make_stages, run_step
 from parity_cases import Case, check_case, mean_square, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.leaves import LeafWatch
+from pipetrain.stage.meter import ActivationMeter
 
 MODES: dict[str, Any] = {"overlap": RecomputePolicy(last_stage="always"), "never": "never"}
 TWO_STAGES: dict[str, Any] = {"num_stages": 2, "stages_per_rank": 2, "schedule": "interleaved"}
@@ -240,18 +241,33 @@ def test_sharded_parameters_are_gathered_into_leaves_of_their_own() -> None:
 
 
 def test_only_the_first_forward_of_its_kind_is_walked() -> None:
-    layers = [nn.Linear(8, 8), nn.Dropout()]
-    watch = LeafWatch(layers, None, first_layer=0, anchor=torch.zeros((), requires_grad=True))
+    class Breaks(nn.Dropout):
+        broken = False
 
-    def is_walked(*given: Any) -> bool:
-        with watch.over(given, None) as on_layer:
-            return on_layer is not None
+        def forward(self, x: Tensor) -> Tensor:
+            if self.broken:
+                raise KeyError
+            return super().forward(x)
 
-    assert is_walked(torch.zeros(4, 8))
-    assert not is_walked(torch.zeros(4, 8))
-    assert is_walked(torch.zeros(5, 8))
+    layers = [nn.Linear(8, 8), Breaks()]
+    (stage,) = make_stages(layers, [2], mean_square, ActivationMeter())
+    walks: list[int] = []
+    over = stage._leaves.over
+    stage._leaves.over = lambda on_layer: (walks.append(1), over(on_layer))[1]  # type: ignore[assignment, func-returns-value]
+
+    def is_walked(num_rows: int) -> bool:
+        walks.clear()
+        run_step([stage], torch.zeros(num_rows, 8), torch.zeros(num_rows, 8), 1)
+        return bool(walks)
+
+    assert is_walked(4)
+    assert not is_walked(4)
+    assert is_walked(5)
     layers[1].eval()
-    assert is_walked(torch.zeros(5, 8))
-    with pytest.raises(KeyError), watch.over([torch.zeros(6, 8)], None):
-        raise KeyError
-    assert is_walked(torch.zeros(6, 8)), "a forward that failed has not been walked"
+    assert is_walked(5)
+    layers[1].broken = True
+    with pytest.raises(KeyError):
+        is_walked(6)
+    stage.drop()
+    layers[1].broken = False
+    assert is_walked(6), "a forward that failed has not been walked"

@@ -244,6 +244,7 @@ def test_it_learns_again_after_a_switch_of_mode_and_when_asked() -> None:
     def learns() -> bool:
         before = state.before_forward(recomputed=True)
         state.after_forward(before)
+        state.end_step()
         return before.learning
 
     assert [learns(), learns()] == [True, False]

@@ -15,9 +15,9 @@ from saved import CPU, save, trained
 
 from pipetrain.proof.drill import flip
 from pipetrain.snapshot.files import canonical_json
-from pipetrain.snapshot.find import find, newest_whole
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
 from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.start import find, newest_whole
 
 WEIGHTS = "weights/rank-0000.safetensors"
 FILES = [NAME, "state.json", WEIGHTS, "optimizer/rank-0000.safetensors", "generators/rank-0000.safetensors"]

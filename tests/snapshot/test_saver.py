@@ -20,9 +20,9 @@ from torch import Tensor
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot import tensors as tensors_module
 from pipetrain.snapshot.files import path_of, steps_in
-from pipetrain.snapshot.find import newest_whole
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.start import newest_whole
 from pipetrain.snapshot.state import Part, tensors_of
 from pipetrain.snapshot.tensors import Image
 from pipetrain.transport.device import CpuDevice

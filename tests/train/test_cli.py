@@ -19,8 +19,8 @@ MISTAKES = {
     "range": ["train", "steps=0"],
     "unsupported": ["train", "parallel.tensor=2"],
     "microbatches": ["train", "pipeline.num_microbatches=17"],
-    "balance": ["train", "pipeline.balance=[3,4]"],
-    "fewer layers than stages": ["train", "pipeline.num_stages=7"],
+    "balance": ["train", "pipeline.balance=[5,6]"],
+    "fewer layers than stages": ["train", "pipeline.num_stages=11"],
     "schedule": ["train", "pipeline.schedule=gpip"],
     "model": ["train", "model.num_heads=3"],
     "mode": ["show", "recompute.mode=never_"],
@@ -34,9 +34,9 @@ MISTAKES = {
     "command": ["trian"],
 }
 WORDS = {
-    "balance": ["[3, 4]", "7 layers", "has 6", "balance=[3, 3]"],
-    "fewer layers than stages": ["6 layers", "7 stages"],
-    "model": ["model.num_heads=3", "model.hidden_size=128"],
+    "balance": ["[5, 6]", "11 layers", "has 10", "balance=[5, 5]"],
+    "fewer layers than stages": ["10 layers", "11 stages"],
+    "model": ["model.num_heads=3", "model.hidden_size=64"],
     "schedule": ["'gpip'", "'gpipe'"],
     "against": ["recompute.mod:", "'recompute.mode'"],
     "warm-up": ["pipeline.warmup=3", "1f1b"],

@@ -14,7 +14,7 @@ import pytest
 from commands import PIPETRAIN, Process, begin, end, make_text, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 
-from pipetrain.launcher import remains
+from pipetrain.launcher import launch
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
 
 TIMEOUT_SECONDS = 15  # longer than ranks that start on a busy machine wait for each other
@@ -94,7 +94,7 @@ def test_a_dead_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) ->
 
 def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is stopped and one that ignores SIGTERM, as soon as the grace is over."""
-    monkeypatch.setattr(remains, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "REMAINS_SECONDS", 0.2)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     deaf = "import signal, sys; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
     started = [
@@ -107,7 +107,7 @@ def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeyp
     os.kill(started[0].pid, signal.SIGSTOP)
     alarm = threading.Timer(PATIENCE_SECONDS, lambda: [process.kill() for process in started])
     alarm.start()
-    with remains.remains_ended(tmp_path):
+    with launch.remains_ended(tmp_path):
         leave(Outcome(1, Exit.DONE))
         leave(Outcome(2, Exit.FAILED, "rank 2 failed"))
         assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
@@ -120,15 +120,15 @@ def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeyp
 def test_a_run_that_is_stopped_on_request_is_left_alone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remains, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "REMAINS_SECONDS", 0.0)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     (tmp_path / "process-0000").write_text(str(process.pid))
     leave(Outcome(1, Exit.STOPPED))
     looks = threading.Semaphore(0)
-    real = remains.collect
-    monkeypatch.setattr(remains, "collect", lambda folder: looks.release() or real(folder))
-    with remains.remains_ended(tmp_path):
+    real = launch.collect
+    monkeypatch.setattr(launch, "collect", lambda folder: looks.release() or real(folder))
+    with launch.remains_ended(tmp_path):
         for _ in range(2):
             assert looks.acquire(timeout=PATIENCE_SECONDS)
     assert process.poll() is None

@@ -93,7 +93,7 @@ def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunCo
     (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
     folder.config.write_text(as_yaml(config))
     # Another order than would be sought: in that of 1F1B stage 0 has less in flight.
-    other = write_csv(prepare(load([*TYPED, "recompute.stash=3"]), 3).schedule)
+    other = write_csv(prepare(load([*TYPED, "recompute.stash=2"]), 3).schedule)
     assert other != write_csv(prepare(config, 3).schedule)
     folder.schedule.write_text(other)
     for resume in ("auto", tmp_path, tmp_path / "snapshots", tmp_path / "snapshots" / "step-00000002"):
@@ -107,13 +107,13 @@ def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunCo
 
 @pytest.mark.slow
 def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
-    folder, phases = RunFolder(tmp_path), "phases=[{from:0,recompute:{sets:2}},{from:3,recompute:{stash:3}}]"
+    folder, phases = RunFolder(tmp_path), "phases=[{from:0,recompute:{sets:2}},{from:3,recompute:{stash:2}}]"
     config = load([*TYPED, f"run_dir={tmp_path}", phases])
     first, *others = agreed_on_phases(Ranks(3), config)
     assert [first] * 2 == others
     assert len(prepared) == 1
     assert first == [
-        write_csv(prepare(load([*TYPED, key]), 3).schedule) for key in ("recompute.sets=2", "recompute.stash=3")
+        write_csv(prepare(load([*TYPED, key]), 3).schedule) for key in ("recompute.sets=2", "recompute.stash=2")
     ]
     assert first[0] != first[1]
     (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
@@ -125,11 +125,11 @@ def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prep
     again = [*TYPED, f"run_dir={tmp_path}", "resume=auto"]
     assert agreed_on_phases(Ranks(1), load([*again, phases])) == [first]
     # Whichever phase has it now, and in a run without any.
-    turned = "phases=[{from:0,recompute:{stash:3}},{from:5,recompute:{sets:2}}]"
+    turned = "phases=[{from:0,recompute:{stash:2}},{from:5,recompute:{sets:2}}]"
     assert agreed_on_phases(Ranks(1), load([*again, turned])) == [first[::-1]]
-    assert agreed(Ranks(1), load([*again, "recompute.stash=3"])) == [first[1]]
+    assert agreed(Ranks(1), load([*again, "recompute.stash=2"])) == [first[1]]
     assert len(prepared) == 1, "nothing was sought again"
-    added = "phases=[{from:0,recompute:{stash:3}},{from:5,recompute:{sets:3}}]"
+    added = "phases=[{from:0,recompute:{stash:2}},{from:5,recompute:{sets:3}}]"
     orders = agreed_on_phases(Ranks(3), load([*again, added]))[0]
     assert (orders[0], len(prepared)) == (first[1], 2)
 

@@ -21,8 +21,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.precision import precision_of
 from pipetrain.engine.which import make_engine
-from pipetrain.model.compile_layers import with_compiled_layers
-from pipetrain.model.spec import make_spec
+from pipetrain.model.spec import make_spec, with_compiled_layers
 from pipetrain.prepare import prepare
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot

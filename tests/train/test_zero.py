@@ -18,9 +18,8 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.optimizer import Updates, make_optimizer
 from pipetrain.group.failure import PipelineError
 from pipetrain.model.loss import next_token_loss
-from pipetrain.model.spec import make_spec
+from pipetrain.model.spec import make_spec, with_weights_in
 from pipetrain.model.trained import Sharded
-from pipetrain.model.weights_dtype import with_weights_in
 from pipetrain.parallel.zero import ShardedOptimizer
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 

@@ -178,8 +178,8 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "late.end_recompute(held.seen.storages())",
-            "late.end_recompute(held.seen.storages()); held.seen = NOTHING_SEEN",
+            "late.end_recompute(held.seen.storages(), size)",
+            "late.end_recompute(held.seen.storages(), size); held.seen = NOTHING_SEEN",
         ),
         replace(PLAIN, layers=batch_norm),
     ),

@@ -39,10 +39,6 @@ class HfEmbedding(nn.Module):
         self.owner = hollowed(owner, {parts.list_name: None} | dict.fromkeys(parts.after))
         self.parts = parts
 
-    def parts_to_compile(self) -> tuple[nn.Module, ...]:
-        """None: it looks tokens up, and makes the masks in Python."""
-        return ()
-
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
@@ -77,10 +73,6 @@ class HfDecoderLayer(nn.Module):
         self.frames = frames
         self.router = router
 
-    def parts_to_compile(self) -> tuple[nn.Module, ...]:
-        """The family's own layer, without the frame around it; none where a router is watched, which takes hooks on each call."""
-        return (self.layer,) if self.router is None else ()
-
     def forward(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         frame = local_frame(tree, self.frames)
         if self.router is None:
@@ -91,8 +83,12 @@ class HfDecoderLayer(nn.Module):
         return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The decoder layer, without what is around it: so one code serves all of a kind, wherever they stand."""
-        self.layer.compile(*args, **kwargs)
+        """The family's own layer, without the frame around it: so one code serves all of a kind, wherever they stand.
+
+        Nothing where a router is watched, which takes hooks on each call.
+        """
+        if self.router is None:
+            self.layer.compile(*args, **kwargs)
 
     def prepare_cached(self, past: Past) -> None:
         """The frame of the next tokens, one of each sample, which is like that of those before."""
@@ -135,10 +131,6 @@ class HfHead(nn.Module):
             scale = scale_of_linear(partial(_logits, bare), next(iter(weights.values()))) if len(weights) == 1 else None
             self._linear = None if scale is None else (next(iter(weights)), scale)
 
-    def parts_to_compile(self) -> tuple[nn.Module, ...]:
-        """None: it is one product of matrices, which has no other form."""
-        return ()
-
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
         router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
@@ -150,8 +142,7 @@ class HfHead(nn.Module):
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The causal model's own forward, without the choice of pieces."""
-        self.model.compile(*args, **kwargs)
+        """Nothing: it is one product of matrices, which has no other form."""
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from pipetrain.config.records import HUGGING_FACE, ModelConfig
 from pipetrain.model.hf.source import cached_folder, find_source, hub_cache, is_name, missing_files
 
@@ -79,34 +81,32 @@ def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
     Raises:
         ValueError: another one does, and nothing more arrives.
     """
-    import fcntl
-
     home = hub_cache() / f"models--{name.replace('/', '--')}"
+    last_change, size = time.monotonic(), -1
+
+    def stands_still() -> bool:
+        nonlocal last_change, size
+        if size == -1:
+            print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
+        if (now := _bytes_in(home)) != size:
+            last_change, size = time.monotonic(), now
+        return time.monotonic() - last_change > timeout_seconds
+
+    lock = FileLock(home / ".pipetrain.lock")
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = (home / ".pipetrain.lock").open("w")
+        lock.acquire(poll_interval=_PATIENCE_SECONDS, cancel_check=stands_still)
+    except Timeout:
+        raise ValueError(
+            f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
+            "more has arrived; end that process, or give the folder of a model that is here"
+        ) from None
     except OSError as error:
         raise ValueError(f"model.path={name}: {home} cannot be written ({error.strerror}); set HF_HOME") from error
-    with lock:
-        last_change, size, told = time.monotonic(), -1, False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                pass
-            if not told:
-                print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
-                told = True
-            if (now := _bytes_in(home)) != size:
-                last_change, size = time.monotonic(), now
-            if time.monotonic() - last_change > timeout_seconds:
-                raise ValueError(
-                    f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
-                    "more has arrived; end that process, or give the folder of a model that is here"
-                )
-            time.sleep(_PATIENCE_SECONDS)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _bytes_in(folder: Path) -> int:

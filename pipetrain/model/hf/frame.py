@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,32 +159,6 @@ def as_bias(mask: Tensor, hidden: Tensor) -> Tensor:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
-def keeps_documents_apart(owner: nn.Module, parts: Parts) -> bool:
-    """Whether every decoder layer is told, by a mask, where positions start again, so that packed documents do not see each other.
-
-    Layers with a state that runs along the sequence are not, and some families leave positions out of their masks.
-    """
-    others = {name: AsGiven() for name, _ in owner.named_children() if name != parts.list_name}
-    hollow, config = hollowed(owner, {parts.list_name: None, **others}), cast(Any, owner.config)
-    hollow.config = copy.copy(config)
-    hollow.config._attn_implementation_internal = "sdpa"
-    given = Given(positions=torch.tensor([[0, 1, 0, 1]]))
-    try:
-        with torch.no_grad():
-            calls = recorded_calls(hollow, parts, given, inputs_embeds=torch.zeros(1, 4, config.hidden_size))
-    except Exception:
-        return False
-    return all(any(map(_hides_the_first_document, (*args, *kwargs.values()))) for args, kwargs in calls)
-
-
-def _hides_the_first_document(value: Any) -> bool:
-    """Whether it is a mask under which token 2 does not see token 0."""
-    if not isinstance(value, Tensor) or value.dim() != 4:
-        return False
-    entry = value[0, 0, 2, 0]
-    return not bool(entry) if value.dtype == torch.bool else bool(entry < -1e4)
 
 
 def local_frame(tree: Mapping[str, Any], maker: FrameMaker) -> StageLocal:

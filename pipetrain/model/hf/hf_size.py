@@ -100,7 +100,9 @@ class HfShape:
     def feeding(self, number: int) -> tuple[int, int]:
         """Entries of the matrices of the MLP or the experts: of all, and of those that a token passes."""
         inner = self.number("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * self.width)
-        matrices = 3 if self._is_gated() else 2
+        act = str(self.config.get("hidden_act") or self.config.get("hidden_activation") or "")
+        is_gated = act in _GATED or str(self.config.get("model_type", "")).startswith(_GATED_KINDS)
+        matrices = 3 if is_gated else 2
         if not self.has_experts(number):
             dense = matrices * self.width * self.number("intermediate_size_mlp", default=inner)
             return dense, dense
@@ -120,10 +122,6 @@ class HfShape:
         is_local = kind.startswith(("sliding_attention", "chunked_attention")) or not self.config.get("layer_types")
         uses_window = self.config.get("use_sliding_window", True) is not False
         return min(window, sequence_length) if is_local and uses_window else sequence_length
-
-    def _is_gated(self) -> bool:
-        act = str(self.config.get("hidden_act") or self.config.get("hidden_activation") or "")
-        return act in _GATED or str(self.config.get("model_type", "")).startswith(_GATED_KINDS)
 
 
 def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:

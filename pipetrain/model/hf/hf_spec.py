@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +14,11 @@ from torch import nn
 from pipetrain.config.records import ModelConfig
 from pipetrain.model.hf.adapter import check_plain, layers_of, vocabulary_of
 from pipetrain.model.hf.causal_loss import causal_loss
-from pipetrain.model.hf.frame import keeps_documents_apart
-from pipetrain.model.hf.hf_names import HfNames
 from pipetrain.model.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.model.hf.labels import BatchCheck
 from pipetrain.model.hf.lora import add_adapters, check_targets
-from pipetrain.model.hf.parts import Parts, model_parts
+from pipetrain.model.hf.mixing import what_mixes_documents
+from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model, pruned_model
 from pipetrain.model.hf.source import HfSource, find_source
 from pipetrain.model.loss import count_tokens
@@ -134,7 +133,7 @@ def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
         take_batch=BatchCheck(
             vocabulary_of(model),
             _most_positions(model, parts),
-            keeps_documents_apart(model.get_submodule(parts.owner), parts),
+            cache(partial(what_mixes_documents, model, parts)),
         ),
     )
 

@@ -8,7 +8,7 @@ Hugging Face style `labels` in the dict stand where the tokens stand, so they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ _IDS, _MASK, _POSITIONS, _LABELS = "input_ids", "attention_mask", "position_ids"
 class BatchCheck:
     """Takes the batches of a model with so many tokens in its embedding, and positions for so many (None: any number).
 
-    `packs`: whether its layers keep packed documents apart.
+    `what_mixes`: why its layers let packed documents see each other; None: they keep them apart.
     """
 
     vocabulary_size: int
-    most_positions: int | None = None
-    packs: bool = True
+    most_positions: int | None
+    what_mixes: Callable[[], str | None]
 
     def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """The inputs of the first layer, and the targets of the loss.
@@ -62,10 +62,10 @@ class BatchCheck:
                 )
         if isinstance(mask, Tensor) and isinstance(positions, Tensor):
             _check_no_restart(mask, positions)
-        if not self.packs and mask is None and isinstance(positions, Tensor) and _start_again(positions):
+        if mask is None and isinstance(positions, Tensor) and _start_again(positions) and (why := self.what_mixes()):
             raise ValueError(
-                f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: give one document "
-                "per sample, padded, with an attention_mask (data.layout=padded)"
+                f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: {why}; give "
+                "one document per sample, padded, with an attention_mask (data.layout=padded)"
             )
         if labels is not None and targets is not None:
             raise ValueError(

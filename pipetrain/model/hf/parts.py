@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -109,14 +111,6 @@ class AsGiven(nn.Module):
         return torch.zeros((), device=tensors[0].device if tensors else None) if hidden is None else hidden
 
 
-def held_layers(model: PreTrainedModel) -> range:
-    """Which of our layers a model has: all, or what `pruned_model` left of it."""
-    _, number = _list_of_layers(model)
-    gone = {module.number for module in model.modules() if isinstance(module, Elsewhere)}
-    held = [each for each in range(number + 2) if each not in gone]
-    return range(held[0], held[-1] + 1)
-
-
 def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
 
@@ -183,7 +177,8 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
         if name != list_name and has_part(child)
     }
     hollow = hollowed(owner, stand_ins).eval()
-    hidden = torch.zeros(1, 2, model.config.hidden_size, device=_device_of(model), requires_grad=True)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
     calls, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
     given = [hidden, *calls.returned]
     key = _key_of(calls.calls, given)
@@ -272,18 +267,11 @@ def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
 
 
 def _tensors_with_gradient(call: Call) -> list[int | str]:
-    return [key for key, value in _items(call) if any(tensor.requires_grad for tensor in _tensors_in(value))]
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
+    return [
+        key
+        for key, value in _items(call)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+    ]
 
 
 def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
@@ -292,10 +280,6 @@ def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
             raise _Unfit(
                 f"decoder layer {number} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
             )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 # A model with other modules in it ----------------------------------------------------------------------------------
@@ -354,3 +338,62 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
             yield
         finally:
             masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = found, tracing
+
+
+@dataclass(frozen=True)
+class HfNames:
+    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
+
+    0.owner.embed_tokens.weight          model.embed_tokens.weight
+    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    5.model.model.norm.weight            model.norm.weight
+    5.model.lm_head.weight               lm_head.weight
+    """
+
+    parts: Parts
+
+    def in_file(self, name: str) -> str:
+        """What transformers calls the tensor that we call `name`."""
+        number, _, rest = name.partition(".")
+        if int(number) == 0:
+            return self._owned(rest.removeprefix("owner."))
+        if int(number) < self.parts.num_layers - 1:
+            return f"{self.parts.layers}.{int(number) - 1}.{rest.removeprefix('layer.')}"
+        return rest.removeprefix("model.")
+
+    def in_layers(self, name: str) -> str:
+        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
+        number = self.parts.layer_of(name)
+        if number is None:
+            return name
+        if number == 0:
+            return f"0.owner.{name.removeprefix(self._owned(''))}"
+        if number < self.parts.num_layers - 1:
+            return f"{number}.layer.{name.removeprefix(f'{self.parts.layers}.{number - 1}.')}"
+        return f"{number}.model.{name}"
+
+    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return _Renamed(tensors, self.in_file)
+
+    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return _Renamed(tensors, self.in_layers)
+
+    def _owned(self, name: str) -> str:
+        return f"{self.parts.owner}.{name}" if self.parts.owner else name
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """A mapping under other names; a tensor is read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> None:
+        self._tensors = tensors
+        self._name_of = {rename(name): name for name in tensors}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._name_of[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._name_of)
+
+    def __len__(self) -> int:
+        return len(self._name_of)

@@ -115,8 +115,9 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
     if not folder.is_dir():
         cached = cached_folder(path, revision)
         if cached is None:
+            nor_name = f", and no model of that name in {hub_cache()}" if is_name(path) else ""
             raise ValueError(
-                f"model.path={path}: there is no such folder{_unless_name(path)}; "
+                f"model.path={path}: there is no such folder{nor_name}; "
                 "save_pretrained of transformers makes such a folder"
             )
         folder = cached
@@ -200,10 +201,6 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"model.path={name}: {path} holds no JSON object")
     return value
-
-
-def _unless_name(path: str) -> str:
-    return f", and no model of that name in {hub_cache()}" if is_name(path) else ""
 
 
 def missing_files(source: HfSource) -> Iterable[str]:

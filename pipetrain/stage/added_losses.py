@@ -1,0 +1,120 @@
+"""Losses that layers add to the loss of their microbatch (`pipetrain.add_loss`): they go with the output, from stage to stage, to the loss.
+
+stage 0   a0                           leaves the stage as one more tensor of its output, so its gradient comes back as any other's
+stage 1   a0 + a1
+last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Where losses go that are added now, and whether they have to have a gradient; None: no layer of a pipeline runs.
+_IN_FORCE: ContextVar[tuple[list[Tensor], bool] | None] = ContextVar("added losses", default=None)
+_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
+
+
+def add_loss(loss: Tensor) -> None:
+    """Add `loss` to the loss of the microbatch that runs, in the forward of any layer of a pipeline: the load balance of experts, say.
+
+    It weighs what `loss_fn`'s loss of that microbatch does; the loss that `step` and `evaluate` return contains it on every rank, and its
+    gradient is back-propagated. Losses are summed in the order of the layers and of their calls, and the sum is added to that of `loss_fn`.
+    A recompute and the call of a pipeline leave it out, and so does a module that is used as plain torch.
+
+    Args:
+        loss: 0-dim, of a floating-point dtype, on the layer's device; in a step it needs a gradient.
+
+    Raises:
+        ValueError: any other tensor.
+        RuntimeError: no forward of a module runs.
+    """
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        found = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"add_loss was given {found}: give a 0-dim floating-point tensor, such as aux.mean()")
+    is_compiling = torch.compiler.is_compiling()  # then what it cannot trace is not asked
+    if not is_compiling and torch._C._current_graph_task_id() != -1:
+        return  # torch.utils.checkpoint runs a forward again, in its backward
+    in_force = _IN_FORCE.get()
+    if in_force is not None:
+        losses, needs_gradient = in_force
+        if needs_gradient and not loss.requires_grad:
+            raise ValueError(
+                "add_loss was given a loss that needs no gradient: detach(), item() and torch.no_grad() cut it off, or all that it is "
+                "made from is frozen; leave it out there"
+            )
+        losses.append(loss.clone())  # whatever is done to the layer's own tensor later
+    elif not is_compiling and not _is_in_a_module():
+        raise RuntimeError(
+            "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add to what it returns"
+        )
+
+
+def _is_in_a_module() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _CALLS:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def collecting() -> Iterator[list[Tensor]]:
+    """The losses that are given to `add_loss` in the block."""
+    losses: list[Tensor] = []
+    token = _IN_FORCE.set((losses, torch.is_grad_enabled()))
+    try:
+        yield losses
+    finally:
+        _IN_FORCE.reset(token)
+
+
+class WithLosses(NamedTuple):
+    """What leaves a stage in which losses were added, or in one before: its output, and their sum, 0-dim."""
+
+    output: Any
+    losses: Tensor
+
+
+class AddedLosses:
+    """The losses of one microbatch up to some layer of a stage, in order; those of the stages before are one."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def take(self, given: Any) -> Any:
+        """What the first layer gets of the input of a stage."""
+        if not isinstance(given, WithLosses):
+            return given
+        self.losses.append(given.losses)
+        return given.output
+
+    def of(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """`layer`, whose losses are taken; where it has to start again, those of its last start."""
+        start = len(self.losses)
+
+        def call(*given: Any) -> Any:
+            with collecting() as own:  # a new list: compiled code depends on how many are in it
+                output = layer(*given)
+            self.losses[start:] = own
+            return output
+
+        return call
+
+    def beside(self, output: Any) -> Any:
+        """`output` with the losses up to here; as it is where there are none."""
+        return WithLosses(output, self._sum()) if self.losses else output
+
+    def added_to(self, loss: Tensor) -> Tensor:
+        """The loss of `loss_fn` with those of the layers."""
+        return loss + self._sum() if self.losses else loss
+
+    def _sum(self) -> Tensor:
+        first, *others = self.losses
+        return sum(others, first)
