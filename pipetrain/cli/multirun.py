@@ -83,7 +83,7 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     """
     ours = [text for text in overrides if not _is_hydras(text)]
     hydras = [text for text in overrides if _is_hydras(text)]
-    jobs = _expand(ours)
+    jobs = expand(ours)
     experiment = _check_jobs(jobs, check)
     _check_hydra(hydras)
     named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
@@ -150,7 +150,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
     return (code if code >= 0 else Exit.FAILED), bool(asked)
 
 
-def _expand(overrides: Sequence[str]) -> list[Job]:
+def expand(overrides: Sequence[str]) -> list[Job]:
     """The jobs as Hydra's basic sweeper makes and numbers them, which tells of none before it starts them."""
     values: dict[str, list[str]] = {}
     try:

@@ -67,6 +67,13 @@ MUTANTS = (
         ("tests/observe/test_lines.py", "-k", "goes_on"),
     ),
     Mutant(
+        "a sweep pairs its values",
+        "pipetrain/cli/multirun.py",
+        "itertools.product(*values.values())",
+        "zip(*values.values())",
+        ("tests/train/test_sweep.py", "-k", "hydras_sweeper"),
+    ),
+    Mutant(
         "the name of a folder is chosen, and not taken",
         "pipetrain/observe/folder.py",
         "exist_ok=run_dir is not None)",

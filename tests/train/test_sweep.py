@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from commands import PIPETRAIN, begin, complete, make_text, wait_until
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from ranks import PATIENCE_SECONDS
 from resumed import num_steps_of
 
 from pipetrain.cli.main import main
+from pipetrain.cli.multirun import expand
 
 SWEEP = [*PIPETRAIN, "--multirun"]
 TINY = ["experiment=smoke", "data=text", "data.path=text", "observe.progress=false", "steps=3"]
@@ -132,6 +135,15 @@ def test_a_request_to_stop_reaches_the_job_that_runs_and_no_other_starts(folder:
     assert "was not started" in stderr
 
 
+def test_jobs_are_those_that_hydras_sweeper_makes() -> None:
+    """They are expanded here by Hydra's public parser; its sweeper, which runs them, is not public."""
+    listed = ["seed=1,2", "steps=range(1,4)", "pipeline.balance=[2,4],[3,3]", "optim.learning_rate=choice(1e-3,1e-2)"]
+    overrides = [*listed, "data=text", "data.path='a b'", "seed=3,4"]
+    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
+    assert len(batch) == 24
+    assert [(job.number, list(job.overrides)) for job in expand(overrides)] == list(enumerate(batch))
+
+
 MISTAKES = {
     "value": (["seed=1,2", "recompute.mode=inline,inlin"], ["job 1 (seed=1 recompute.mode=inlin)", "'inline'"]),
     "key": (["sed=1,2"], ["job 0 (sed=1)", "'seed'"]),
@@ -141,11 +153,12 @@ MISTAKES = {
     "code in a value": (["seed=1,2", "+hydra.launcher.x={_target_: os.system}"], ["_target_", "no code"]),
     "code of a sweeper": (["seed=1,2", "hydra.sweeper._target_=os.system"], ["hydra.sweeper._target_", "no code"]),
     "another key of Hydra": (["seed=1,2", "+hydra.callbacks.a=b"], ["hydra.callbacks.a=b", "hydra.launcher.NAME"]),
+    "an interval": (["optim.learning_rate=interval(0,1)"], ["optim.learning_rate=interval(0,1)", "write them down"]),
     "unreadable": (["seed=1,2", "data.path=/a b=c"], ["data.path=/a b=c"]),
 }
 
 
-@pytest.mark.quick("value", "key", "folder", "unreadable")
+@pytest.mark.quick("value", "key", "folder", "an interval", "unreadable")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_any_job_ends_with_2_before_one_starts(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
