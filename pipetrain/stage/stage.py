@@ -473,7 +473,8 @@ class Stage:
                 self._keep(late, (number,), f"{self._name_of(number)} {why}", num_bytes=late.bytes_of(number))
         if number in late.reads_from:
             self._learn_who_reads(late, number)
-        if held.given is not None and late.is_whole(number):
+        # A gradient may go from a kept layer into the one before it, which must then get what that has given.
+        if held.given is not None and late.is_whole(number) and not late.is_whole(number + 1):
             output = self._pass(held, number, output, look=look)
         return output
 

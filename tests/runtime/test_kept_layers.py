@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,36 @@ def test_the_next_layer_begins_to_change_its_input_in_place() -> None:
                 SavedTensorChanged, match=r"layer 2 \(Begins\) changes in place what layer 1 \(Counts\)"
             ):
                 pipeline.step(*batch())
+
+
+class Energy(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        place = x.detach().requires_grad_()
+        return place, torch.tanh(place).square().sum()
+
+
+class Force(nn.Module):
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        place, energy = given
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        return force + place
+
+
+@pytest.mark.parametrize("rows", [8, 7, 5])
+def test_a_gradient_through_the_layer_before_with_uneven_microbatches(rows: int) -> None:
+    """Kinds of microbatches: the second is looked at when both layers are known to be kept."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 4), Energy(), Force(), nn.Linear(4, 4))
+    theirs = copy.deepcopy(ours)
+    inputs, targets = (part[:rows] for part in batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Pipeline(ours, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+            for step in range(2):
+                found = pipeline.step(inputs, targets)
+                assert torch.equal(
+                    found, reference_step(theirs, mean_square, inputs, targets, num_microbatches=3, step=step)
+                )
 
 
 def test_a_layer_of_jit_is_kept() -> None:

@@ -395,7 +395,7 @@ ENTRIES: tuple[Entry, ...] = (
     stack("one tensor in two places", lambda: [Twice(), ResidualPair(), AddsPair(), square()]),
     stack("one tensor in two places, changed in place", lambda: [square(), Twice(), AddsInPlaceToPair(), square()]),
     stack("views that do not overlap", lambda: [square(), Chunks(), Concatenates(), square()]),
-    stack("a number that differs each time", lambda: [square(), CallNumber(), UsesNumber(), square()]),
+    stack("a number that differs each time", lambda: [square(), CallNumber(), UsesNumber(), square()], Verdict.KEPT),
     stack("a conjugated view", lambda: [square(), ToComplex(), FromComplex(), square()]),
     block("transposed strides", Transposes),
     block("an expanded view", Expands),

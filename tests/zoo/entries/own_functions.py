@@ -441,7 +441,7 @@ ENTRIES: tuple[Entry, ...] = (
     block(
         "a hook that counts forwards", CountsCalls, Verdict.DIFFERS, "looked at", look=_calls_counted, on_ranks=False
     ),
-    block("retain_grad", RetainsGradient, look=_retained, on_ranks=False),
+    block("retain_grad", RetainsGradient, Verdict.KEPT, look=_retained, on_ranks=False),
     block("checkpoint inside", lambda: Checkpointed(_wide())),
     block("reentrant checkpoint inside", lambda: Checkpointed(_wide(), reentrant=True)),
     block(

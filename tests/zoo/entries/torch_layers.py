@@ -214,5 +214,5 @@ ENTRIES: tuple[Entry, ...] = (
     block("weight_norm", lambda: parametrizations.weight_norm(square())),
     block("spectral_norm", lambda: parametrizations.spectral_norm(square())),
     block("orthogonal", lambda: parametrizations.orthogonal(square())),
-    block("pruned", lambda: prune.random_unstructured(square(), "weight", 0.3)),  # type: ignore[no-untyped-call]
+    block("pruned", lambda: prune.random_unstructured(square(), "weight", 0.3), Verdict.KEPT),  # type: ignore[no-untyped-call]
 )
