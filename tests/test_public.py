@@ -56,8 +56,8 @@ SIGNATURES = {
         "costs=None first_backward=0 transport_ahead=2 split_backward=False tied=() num_replicas=1"
     ),
     "RecomputePolicy": (
-        "mode=<Mode.OVERLAP: 'overlap'> sets=None keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> selective=() segments=1 "
-        "parts=() shares=() verify='first' ahead=None"
+        "mode=<Mode.OVERLAP: 'overlap'> sets=None keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> selective=() keep_layers=() "
+        "segments=1 parts=() shares=() verify='first' ahead=None"
     ),
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",

@@ -124,7 +124,14 @@ def test_marks_do_not_change_types_or_defaults() -> None:
 # Numbers among words, which the schedule and the plan know: they check both together.
 WITHOUT_A_RANGE = {
     *("pipeline.placement", "pipeline.balance", "pipeline.warmup"),
-    *("recompute.sets", "recompute.keep", "recompute.stash", "recompute.segments", "recompute.verify"),
+    *(
+        "recompute.sets",
+        "recompute.keep",
+        "recompute.stash",
+        "recompute.segments",
+        "recompute.keep_layers",
+        "recompute.verify",
+    ),
 }
 
 
