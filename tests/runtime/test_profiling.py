@@ -118,7 +118,8 @@ def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.Captu
     assert len(told["layers"]) == len(read_profile(str(file)).layers) == 4
 
     def shown(*more: str) -> dict[str, list[float]]:
-        assert main(["show", *keys, f"plan.profile={file}", "recompute=inline", *more, "--json"]) == 0
+        options = ["pipeline.balance=[2,2]", f"plan.profile={file}", "recompute=inline"]
+        assert main(["show", *keys, *options, *more, "--json"]) == 0
         found: dict[str, list[float]] = json.loads(capsys.readouterr().out)
         return found
 
