@@ -55,6 +55,7 @@ class Step:
     explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
+    witnessed: frozenset[tuple[int, int | None]] = frozenset()  # those whose R is, by checksums
 
     def seed_of(self, microbatch: int) -> Callable[[int], int]:
         number = self.first_microbatch + microbatch
@@ -210,6 +211,7 @@ class Executor:
                     given,
                     keep=place not in program.recomputed,
                     prove=place in step.proved,
+                    witness=place in step.witnessed,
                     has_backward=op.stage >= program.schedule.first_backward,
                     split=place in program.split,
                 )

@@ -27,6 +27,7 @@ class Proving:
         self._stages = stages
         self._verify = verify
         self._proved: set[Hashable] = set()
+        self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
     def choose(self, signature: int, step: int, program: Program) -> Places:
         """What is proved in this step, of a call with this signature."""
@@ -43,6 +44,16 @@ class Proving:
         assert isinstance(self._verify, int)
         turn, rest = divmod(step, self._verify)
         return _NOTHING if rest else _in_turn(program, turn) & program.recomputed
+
+    def witnessed(self, step: int, program: Program) -> Places:
+        """One recomputed microbatch of each stage, in turn."""
+        if self._verify == OFF:
+            return _NOTHING
+        if self._recomputed[0] is not program:
+            stages = sorted({stage for stage, _ in program.recomputed})
+            numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
+            self._recomputed = program, list(numbers.items())
+        return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
 
     def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         layers = [layer for stage in self._stages.values() for layer in stage.layers]

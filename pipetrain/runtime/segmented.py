@@ -126,6 +126,7 @@ class SegmentedStage:
         prove: bool = False,
         has_backward: bool = True,
         split: bool = False,
+        witness: bool = False,
     ) -> StageOutput:
         """F of all parts, as `Stage.forward`.
 
@@ -141,7 +142,9 @@ class SegmentedStage:
         for part in self._parts:
             is_last = part is self._parts[-1]
             # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
-            output = part.forward(microbatch, inputs, keep=keep, prove=prove, has_backward=is_last and has_backward)
+            output = part.forward(
+                microbatch, inputs, keep=keep, prove=prove, has_backward=is_last and has_backward, witness=witness
+            )
             if not is_last:
                 inputs = _handed_over(part, output, inputs)
             if probe is not None:

@@ -32,6 +32,7 @@ from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
+from pipetrain.stage.witness import Witness
 
 Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor: the last is the class of the node that made it
 
@@ -110,6 +111,7 @@ class LateBoundSet:
         casts: WeightCasts | None = None,
         selection: Selection | None = None,
         watches: bool = True,
+        witness: Witness | None = None,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -123,7 +125,8 @@ class LateBoundSet:
         self._phase = _Phase.FORWARD
         self._slots: list[Slot] = []
         self._signatures: list[Signature] = []
-        self._watches = watches or self._fills
+        self._witness = witness
+        self._watches = watches or self._fills or witness is not None
         self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
         self.num_bytes = 0  # of what fills the slots
         self._starts: list[int] = []  # number of the first slot of each layer
@@ -153,6 +156,8 @@ class LateBoundSet:
         if self._phase is _Phase.FORWARD:
             self._layer += 1
             self._starts.append(len(self._slots))
+            if self._witness is not None:
+                self._witness.end_layer()
             return
         self.raise_what_was_meant()
         self._end_layer_of_recompute()
@@ -218,6 +223,8 @@ class LateBoundSet:
     def _watch(self, slot: Slot, tensor: Tensor) -> None:
         if self._fills or self._layer in self._whole:
             slot.fill(tensor)
+        elif self._witness is not None:
+            self._witness.see(slot.number, tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
             witness = _witness(tensor) if slot.tensor is None else slot.tensor
             self._witnesses.append((slot.number, tensor._version, witness))
@@ -247,6 +254,8 @@ class LateBoundSet:
         """
         self._check_witnesses("later in the same forward")
         self._phase = _Phase.WAITING
+        if self._witness is not None:
+            self._witness.end_layer()
         for reader, first in self.reads_from.items():
             self._whole.update(range(first, reader + 1))
             self._free.update(range(first, reader + 1))
@@ -369,6 +378,12 @@ class LateBoundSet:
         for slot in self._slots if self.proof is None else ():
             if slot.tensor is not None and slot.tensor._version != slot.version:
                 raise _changed(self._name_of(slot.layer), slot.tensor, "later in the same recompute")
+        changed = (
+            None if self._witness is None or self.proof is not None else self._witness.first_difference(self._slots)
+        )
+        if changed is not None:
+            what = _describe(self._signatures[changed.number])
+            raise self._mismatch(changed.layer, f"saves {what} with other values, which it did not in its first step")
         for slot in self._slots if own else ():
             if slot.tensor is not None and slot.storage() in own:
                 slot.fill(slot.tensor.data)
@@ -484,7 +499,7 @@ class LateBoundSet:
         return RecomputeMismatch(
             f"{self._name_of(layer)}: the recompute {what}. A layer that is recomputed must do the same operations on the same "
             "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
-            "changes, or keep its set with recompute.mode=never"
+            "changes, or name it in recompute.keep_layers"
         )
 
 

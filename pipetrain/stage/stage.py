@@ -32,6 +32,7 @@ from pipetrain.stage.selective import Selection, Wanted
 from pipetrain.stage.slots import LateBoundSet, LayerRefused, SavedTensorChanged, SetComplete, Slot, changed_node
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.tensor_copies import storage_key
+from pipetrain.stage.witness import Witness
 
 LossFn = Callable[[Any, Any], Tensor]
 _Layer = Callable[[Any], Any]
@@ -215,12 +216,13 @@ class Stage:
         prove: bool = False,
         has_backward: bool = True,
         split: bool = False,
+        witness: bool = False,
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
         With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
         compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
-        `split`: as I and W.
+        `split`: as I and W. `witness`: checksums of what F and R save are compared.
 
         Raises:
             SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
@@ -237,7 +239,7 @@ class Stage:
             look = prove or kind not in self._kinds
             with self._leaves.over(given.on_layer) if look else nullcontext(given.on_layer) as on_layer:
                 watched = given if on_layer is given.on_layer else replace(given, on_layer=on_layer)
-                held, outputs = self._forward(watched, keep=keep, prove=prove, split=split, look=look)
+                held, outputs = self._forward(watched, keep=keep, prove=prove, split=split, look=look, witness=witness)
         leaves, spec = pytree.tree_flatten(outputs)
         wants = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss_fn is not None and has_backward and not any(wants):
@@ -331,8 +333,10 @@ class Stage:
             held.counted = [(leaf, self._meter.hold(leaf)) for leaf in stashed]
             self.stash_bytes[microbatch] = self._meter.current_bytes - bytes_before
 
-    def _forward(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool) -> tuple[_Held, Any]:
-        held = self._start(given, keep=keep, prove=prove, split=split, look=look)
+    def _forward(
+        self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool, witness: bool
+    ) -> tuple[_Held, Any]:
+        held = self._start(given, keep=keep, prove=prove, split=split, look=look, witness=witness)
         assert held.late is not None
         if prove:
             self._state.relearn()
@@ -356,7 +360,7 @@ class Stage:
             probe.end(outputs, (*given.leaves, *held.late.tensors()))
         return held, outputs
 
-    def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool) -> _Held:
+    def _start(self, given: StageInput, *, keep: bool, prove: bool, split: bool, look: bool, witness: bool) -> _Held:
         proof = Proof() if prove and not keep else None
         late = LateBoundSet(
             self._name_of,
@@ -366,6 +370,8 @@ class Stage:
             casts=self._casts_in_force(),
             selection=self._selection,
             watches=look,
+            # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
+            witness=Witness() if witness and not keep and not prove and self._stop is not Stop.AT_END else None,
         )
         late.keep_whole(self._free if keep else self._kept, self._free)
         deferral = self._weights.begin(late.refuse_hooks) if split else None

@@ -108,11 +108,17 @@ def same_values(now: Tensor, before: Tensor) -> bool:
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
     """A sum over the bits, as a 0-dim integer tensor on the device; None where a tensor has no plain bits."""
+    bits = as_integers(tensor)
+    return None if bits is None else bits.sum(dtype=torch.int64)
+
+
+def as_integers(tensor: Tensor) -> Tensor | None:
+    """The bits of a tensor; None where it has no plain ones."""
     if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
         return None
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     integers = _INTEGERS.get(plain.element_size())
-    return None if integers is None else plain.view(integers).sum(dtype=torch.int64)
+    return None if integers is None else plain.view(integers)
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -102,6 +102,20 @@ MUTANTS = (
         ("tests/runtime/test_kept_layers.py", "-k", "in_place"),
     ),
     Mutant(
+        "nobody compares the checksums of F and R",
+        "pipetrain/stage/slots.py",
+        "        if changed is not None:\n",
+        "        if False:\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "begins_to_differ"),
+    ),
+    Mutant(
+        "a checksum does not see the order",
+        "pipetrain/stage/witness.py",
+        "flat.mul_(weights).sum()",
+        "flat.sum()",
+        ("tests/runtime/test_kept_layers.py", "-k", "checksum"),
+    ),
+    Mutant(
         "R runs kept layers",
         "pipetrain/stage/stage.py",
         "            return self._passed_again(held, number) if number in held.passed else value\n",

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.slots import SavedTensorChanged
+from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
+from pipetrain.stage.witness import checksum
 
 M = 4
 ALWAYS = RecomputePolicy(last_stage="always")
@@ -191,3 +192,54 @@ def test_layers_that_are_named_run_once(keep_layers: Any, kept: set[int]) -> Non
 def test_what_names_no_layer(keep_layers: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("?", r"\?")):
         step_of([nn.Linear(4, 4), nn.Linear(4, 4)], RecomputePolicy(last_stage="always", keep_layers=keep_layers))
+
+
+# What begins later ----------------------------------------------------------------------------------------------------
+
+
+class DriftsLater(nn.Module):
+    """From some step on each forward gives other values, by a number that nobody sees on the first microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        strength, calls = float(LATER[0]), LATER[1].add_(1)
+        return torch.sigmoid(x * (1 + strength * calls))
+
+
+LATER = (torch.zeros(()), torch.zeros(()))
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_layer_that_begins_to_differ_is_named_in_the_same_step(segments: int) -> None:
+    LATER[0].zero_()
+    model = nn.Sequential(nn.Linear(4, 4), DriftsLater(), nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = RecomputePolicy(last_stage="always", segments=segments)
+    with Pipeline(model, mean_square, num_microbatches=M, recompute=policy) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch())
+        LATER[0].fill_(0.1)
+        with pytest.raises(
+            RecomputeMismatch, match=r"layer 1 \(DriftsLater\): the recompute saves .* first step.*keep_layers"
+        ):
+            pipeline.step(*batch())
+
+
+def test_without_verify_nobody_looks() -> None:
+    LATER[0].zero_()
+    model = nn.Sequential(nn.Linear(4, 4), DriftsLater(), nn.Linear(4, 4))
+    policy = RecomputePolicy(last_stage="always", verify="off")
+    with Pipeline(model, mean_square, num_microbatches=M, recompute=policy) as pipeline:
+        pipeline.step(*batch())
+        LATER[0].fill_(0.1)
+        pipeline.step(*batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_checksum_sees_values_and_their_order(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1, 0, 0], [0, 1, 1]]).to(dtype)
+    other = tensor.clone()
+    other[0, 0] = 0
+    swapped = tensor.flip(1)
+    sums = [checksum(one) for one in (tensor, tensor.clone(), other, swapped)]
+    assert torch.equal(sums[0], sums[1])  # type: ignore[arg-type]
+    assert not torch.equal(sums[0], sums[2])  # type: ignore[arg-type]
+    assert not torch.equal(sums[0], sums[3])  # type: ignore[arg-type]
