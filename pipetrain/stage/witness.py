@@ -17,7 +17,6 @@ from pipetrain.stage.tensor_copies import as_integers
 if TYPE_CHECKING:
     from pipetrain.stage.slots import Slot
 
-# Weights that grow in no regular way (multiplicative hashing, Knuth 1973, section 6.4): sums of regular ones miss some permutations.
 _FACTOR, _MASK = 2654435761, 0x7FFFFFFF
 
 
@@ -58,5 +57,7 @@ def checksum(tensor: Tensor) -> Tensor | None:
     ):  # what a library keeps for itself has gaps that nobody writes
         return None
     flat = bits.reshape(-1).to(torch.int64)
+    # Weights that grow in no regular way, not even modulo a power of two: regular ones miss some permutations.
     weights = torch.arange(flat.numel(), device=flat.device).add_(1).mul_(_FACTOR).bitwise_and_(_MASK)
+    weights.bitwise_xor_(weights >> 13).mul_(_FACTOR).bitwise_and_(_MASK)
     return torch.stack([flat.sum(), flat.mul_(weights).sum()])
