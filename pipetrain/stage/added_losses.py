@@ -101,8 +101,12 @@ class AddedLosses:
         start = len(self.losses)
 
         def call(*given: Any) -> Any:
-            with collecting() as own:  # a new list: compiled code depends on how many are in it
+            own: list[Tensor] = []  # a new list: compiled code depends on how many are in it
+            token = _IN_FORCE.set((own, torch.is_grad_enabled()))
+            try:
                 output = layer(*given)
+            finally:
+                _IN_FORCE.reset(token)
             self.losses[start:] = own
             return output
 

@@ -60,4 +60,4 @@ def checksum(tensor: Tensor) -> Tensor | None:
     # Weights that grow in no regular way, not even modulo a power of two: regular ones miss some permutations.
     weights = torch.arange(flat.numel(), device=flat.device).add_(1).mul_(_FACTOR).bitwise_and_(_MASK)
     weights.bitwise_xor_(weights >> 13).mul_(_FACTOR).bitwise_and_(_MASK)
-    return torch.stack([flat.sum(), flat.mul_(weights).sum()])
+    return torch.stack([flat.sum(), (flat * weights).sum()])

@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "a checksum does not see the order",
         "pipetrain/stage/witness.py",
-        "flat.mul_(weights).sum()",
+        "(flat * weights).sum()",
         "flat.sum()",
         ("tests/runtime/test_kept_layers.py", "-k", "checksum"),
     ),

@@ -239,7 +239,10 @@ def test_a_checksum_sees_values_and_their_order(dtype: torch.dtype) -> None:
     other = tensor.clone()
     other[0, 0] = 0
     swapped = tensor.flip(1)
+    before, version = tensor.clone(), tensor._version
     sums = [checksum(one) for one in (tensor, tensor.clone(), other, swapped)]
+    assert torch.equal(tensor, before), "who looks leaves it as it is"
+    assert tensor._version == version
     assert torch.equal(sums[0], sums[1])  # type: ignore[arg-type]
     assert not torch.equal(sums[0], sums[2])  # type: ignore[arg-type]
     assert not torch.equal(sums[0], sums[3])  # type: ignore[arg-type]
