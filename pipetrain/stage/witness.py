@@ -6,6 +6,7 @@ microbatches. F takes a checksum at the end of each layer, since an operation ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipetrain.stage.slots import Slot
 
 _FACTOR, _MASK = 2654435761, 0x7FFFFFFF
+_LENGTH = 1 << 16  # of the weights; what is longer is summed in rows, and so are these
 
 
 class Witness:
@@ -50,14 +52,26 @@ class Witness:
 
 
 def checksum(tensor: Tensor) -> Tensor | None:
-    """Of the bits of a tensor their sum and their sum weighted by position, int64 [2]; None where it has no plain bits."""
+    """The sum of the bits of a tensor, weighted by position, 0-dim int64; None where it has no plain bits."""
     bits = as_integers(tensor)
     if bits is None or (
         bits.dtype is torch.uint8 and bits.dim() == 1
     ):  # what a library keeps for itself has gaps that nobody writes
         return None
-    flat = bits.reshape(-1).to(torch.int64)
-    # Weights that grow in no regular way, not even modulo a power of two: regular ones miss some permutations.
-    weights = torch.arange(flat.numel(), device=flat.device).add_(1).mul_(_FACTOR).bitwise_and_(_MASK)
-    weights.bitwise_xor_(weights >> 13).mul_(_FACTOR).bitwise_and_(_MASK)
-    return torch.stack([flat.sum(), (flat * weights).sum()])
+    return _weighted_sum(bits.reshape(-1).to(torch.int64))
+
+
+def _weighted_sum(flat: Tensor) -> Tensor:
+    weights, count = _weights(flat.device), flat.numel()
+    if count <= _LENGTH:
+        return torch.dot(flat, weights[:count])
+    whole = count - count % _LENGTH
+    rows = (flat[:whole].view(-1, _LENGTH) * weights).sum(1)
+    return _weighted_sum(torch.cat([rows, flat[whole:]]))
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Numbers that grow in no regular way, not even modulo a power of two: regular ones miss some permutations."""
+    weights = torch.arange(1, _LENGTH + 1, device=device).mul_(_FACTOR).bitwise_and_(_MASK)
+    return weights.bitwise_xor_(weights >> 13).mul_(_FACTOR).bitwise_and_(_MASK)

@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "a checksum does not see the order",
         "pipetrain/stage/witness.py",
-        "(flat * weights).sum()",
-        "flat.sum()",
+        "        return torch.dot(flat, weights[:count])\n",
+        "        return flat.sum()\n",
         ("tests/runtime/test_kept_layers.py", "-k", "checksum"),
     ),
     Mutant(

@@ -246,3 +246,12 @@ def test_a_checksum_sees_values_and_their_order(dtype: torch.dtype) -> None:
     assert torch.equal(sums[0], sums[1])  # type: ignore[arg-type]
     assert not torch.equal(sums[0], sums[2])  # type: ignore[arg-type]
     assert not torch.equal(sums[0], sums[3])  # type: ignore[arg-type]
+
+
+def test_a_checksum_of_many_numbers_sees_their_order() -> None:
+    tensor = torch.randn(3, 1 << 16)
+    rows, last = tensor[[1, 0, 2]], tensor.clone()
+    last.view(-1)[-2:] = tensor.view(-1)[-2:].flip(0)
+    longer = torch.cat([tensor.view(-1), torch.ones(7)])
+    sums = {int(one) for one in map(checksum, (tensor, rows, last, longer, longer.flip(0))) if one is not None}
+    assert len(sums) == 5
