@@ -8,7 +8,7 @@ MUTANTS = (
         "pipetrain/stage/inspection.py",
         "        if (name := first_change(before, own_traces(self._twin))) is not None:\n",
         "        if False:\n",
-        ("tests/regressions/test_state_of_layers.py", "-k", "large_tensor_attribute"),
+        ("tests/runtime/test_kept_layers.py", "-k", "not_run_again"),
     ),
     Mutant(
         "an input changed through .data is not seen",
