@@ -62,7 +62,7 @@ class LayerInspection:
         self._layer = layer
         self._call = call
         self._seed = seed
-        self._value, self._objects = _own_copy(value)
+        self._value = _own_copy(value)
         self._given = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
         self._given_looks = [own_traces(leaf) for leaf in self._given]
         self._own, self._outer = own_traces(layer), outer_traces(layer)
@@ -94,7 +94,7 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except BaseException as error:  # of a gradient through layers before it, say: F itself will tell
+        except Exception as error:  # of a gradient through layers before it, say: F itself will tell
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
@@ -137,9 +137,8 @@ class LayerInspection:
 
     def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._seed()
-        value, _ = _own_copy(self._value)
         with saved_tensors_hooks(pack, unpack):
-            self._call(self._twin, value)
+            self._call(self._twin, _own_copy(self._value))
 
 
 def refuses_hooks(error: BaseException) -> bool:
@@ -181,23 +180,21 @@ def _twin_of(layer: Any, buffers: TensorCopies, shared: Iterable[Tensor]) -> Any
         return None
 
 
-def _own_copy(value: Any) -> tuple[Any, int]:
-    """`value` with copies of its tensors, which may be changed in place, and of the objects in it; how many objects there are."""
+def _own_copy(value: Any) -> Any:
+    """`value` with copies of its tensors, which may be changed in place, and of the objects in it."""
     leaves, spec = pytree.tree_flatten(value)
     tensors: dict[int, Tensor] = {}
-    objects = 0
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if id(leaf) not in tensors:
                 tensors[id(leaf)] = _alive(leaf)
             leaves[number] = tensors[id(leaf)]
         elif _is_object(leaf):
-            objects += 1
             try:
                 leaves[number] = copy.deepcopy(leaf)
             except Exception:
                 continue
-    return pytree.tree_unflatten(leaves, spec), objects
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _alive(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """All mutants, in the order in which CI takes turns."""
 
 from mutants import (
+    gradients,
     messages,
     models_and_data,
     planning,
@@ -18,6 +19,7 @@ _TABLES = (
     stage_sets,
     stage_layers,
     runtime,
+    gradients,
     messages,
     models_and_data,
     runs,

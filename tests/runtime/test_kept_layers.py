@@ -255,3 +255,23 @@ def test_a_checksum_of_many_numbers_sees_their_order() -> None:
     longer = torch.cat([tensor.view(-1), torch.ones(7)])
     sums = {int(one) for one in map(checksum, (tensor, rows, last, longer, longer.flip(0))) if one is not None}
     assert len(sums) == 5
+
+
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while a copy of it is tried."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if id(self) not in ORIGINALS:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+ORIGINALS: tuple[int, ...] = ()
+
+
+def test_an_interrupt_ends_a_trial() -> None:
+    global ORIGINALS
+    layers = [nn.Linear(4, 4), Interrupted(4, 4)]
+    ORIGINALS = tuple(map(id, layers))
+    with pytest.raises(KeyboardInterrupt):
+        step_of(layers)

@@ -1,0 +1,111 @@
+"""Gradients of replicas and tied weights: summed, clipped, their state shared out."""
+
+from mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a norm is fetched for each gradient",
+        "pipetrain/parallel/clipping.py",
+        "    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])",
+        "    values = iter([fetch(norm).item() for norm in of_all])",
+        ("tests/virtual_gpu/test_host_waits.py",),
+    ),
+    Mutant(
+        "norms summed from the last stage on",
+        "pipetrain/parallel/clipping.py",
+        "for stage in sorted(of_stage) for",
+        "for stage in sorted(of_stage, reverse=True) for",
+        ("tests/runtime/test_parity.py", "-k", "ten_steps or every_schedule"),
+    ),
+    Mutant(
+        "clipping takes any norm",
+        "pipetrain/parallel/clipping.py",
+        "    mistake = _mistake_in(max_norm)",
+        "    mistake = None",
+        ("tests/regressions/test_clipped_norm.py", "-k", "norm_that_is_none"),
+    ),
+    Mutant(
+        "a mistake in clipping stays on its rank",
+        "pipetrain/parallel/clipping.py",
+        '    if mistakes := [part["mistake"] for part in parts if part["mistake"]]:',
+        "    if mistakes := [mistake] if mistake else []:",
+        ("tests/runtime/test_clipping.py", "-k", "one_rank"),
+    ),
+    Mutant(
+        "a sparse gradient's entries are not added",
+        "pipetrain/parallel/clipping.py",
+        "        gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()",
+        "        gradient = gradient._values()",
+        ("tests/runtime/test_clipping.py", "-k", "meet"),
+    ),
+    Mutant(
+        "a rank's share is the norm",
+        "pipetrain/parallel/clipping.py",
+        '(whole := getattr(norm, "full_tensor", None))',
+        '(whole := getattr(norm, "to_local", None))',
+        ("tests/runtime/test_clipping.py", "-k", "share"),
+    ),
+    Mutant(
+        "what was added up already is added up again",
+        "pipetrain/parallel/replicas.py",
+        "                self._before[parameter], parameter.grad = parameter.grad, None",
+        "                self._before[parameter] = None",
+        ("tests/runtime/test_tied.py", "-k", "several_steps"),
+    ),
+    Mutant(
+        "what two parts share goes with the first that is ready",
+        "pipetrain/parallel/replicas.py",
+        "        for op in reversed(reduces):",
+        "        for op in reduces:",
+        ("tests/runtime/test_shared_gradients.py", "-k", "buckets"),
+    ),
+    Mutant(
+        "what steps before gave is lost",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)\n",
+        "",
+        ("tests/runtime/test_shared_gradients.py", "-k", "buckets"),
+    ),
+    Mutant(
+        "gradients that no replica has are zeros",
+        "pipetrain/parallel/replicas.py",
+        "                if not count:",
+        "                if count < 0:",
+        ("tests/runtime/test_shared_gradients.py", "-k", "some_replicas"),
+    ),
+    Mutant(
+        "sparse gradients come back dense",
+        "pipetrain/parallel/replicas.py",
+        "                parameter.grad = parameter.grad.to_sparse(dimensions)",
+        "                pass",
+        ("tests/runtime/test_shared_gradients.py", "-k", "sparse"),
+    ),
+    Mutant(
+        "gradients go while they are copied",
+        "pipetrain/parallel/replicas.py",
+        "        self._keep(gradient)\n",
+        "",
+        ("tests/virtual_gpu/test_matrix.py", "-k", "replicas2"),
+    ),
+    Mutant(
+        "of an even number of differing replicas one is blamed",
+        "pipetrain/parallel/same_weights.py",
+        "    if times == 1:",
+        "    if times == 0:",
+        ("tests/runtime/test_replica_calls.py", "-k", "everything"),
+    ),
+    Mutant(
+        "a share of the optimizer state is loaded by numbers of its own",
+        "pipetrain/parallel/zero.py",
+        "(state := of_weight[weight])",
+        '(state := state_dict["state"].get(number))',
+        ("tests/train/test_zero.py", "-k", "share"),
+    ),
+    Mutant(
+        "a parameter that came later is not refused",
+        "pipetrain/parallel/replicas.py",
+        "        if key:\n            self._refuse_replaced()\n",
+        "",
+        ("tests/runtime/test_replica_calls.py",),
+    ),
+)
