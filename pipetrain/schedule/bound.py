@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import WAYS, Direction, Kind
+from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -37,7 +37,7 @@ def bound(
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
-    way = WAYS[Direction.BACKWARD][-1 if split_backward else 0]
+    way = PASS_SEQUENCES[Direction.BACKWARD][-1 if split_backward else 0]
     ways = [Counter({way: num_microbatches})] * costs.num_stages
     links = _Links(costs, stage_ranks_of(placement, costs.num_stages, num_ranks), first_backward, ways, wanted)
     stages = range(costs.num_stages)

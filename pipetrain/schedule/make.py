@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, fault_of, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
 from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
 from pipetrain.schedule.hold_back import hold_back
@@ -163,7 +164,7 @@ def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
         )
     for rank, lane in enumerate(lanes):
         for op in lane:
-            fault = fault_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
+            fault = violation_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
             if fault:
                 raise ValueError(f"generator {name}, rank {rank}: {op} {fault}")
     return lanes
