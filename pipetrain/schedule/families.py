@@ -295,7 +295,7 @@ FAMILIES: dict[str, Generator] = {
 }
 WITH_WARMUP = ("1f1b",)
 ALWAYS_SPLIT = ("zb-h1", "zbv")  # their backwards are I and W
-AUTO = "auto"  # no family: the order is sought for the costs (`list_order.py`, `plan/search.py`)
+AUTO = "auto"  # no family: the order is sought for the costs (`search/`)
 
 
 def generator_of(family: str) -> Generator:

@@ -17,7 +17,6 @@ from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
 from pipetrain.schedule.hold_back import hold_back
 from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import RECOMPUTE, Direction
-from pipetrain.schedule.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
@@ -26,6 +25,7 @@ from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_i
 from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 

@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipetrain.plan.climb import Effort
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
-from pipetrain.schedule.list_order import ListedOrder, OrderProblem
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Keep, Mode
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
