@@ -53,11 +53,13 @@ _ORDER = list(Verdict)
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `notes` are other warnings."""
+    """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `kept` says that of each
+    kept layer, whatever the result; `notes` are other warnings."""
 
     result: Verdict
     detail: str = ""
     notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def is_defect(self) -> bool:
@@ -244,13 +246,13 @@ def beside(subject: Subject, expected: Trace, way: Way) -> Found:
         except BaseException as error:  # what ends a layer's forward on purpose must not come out either
             return _ended(error)
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
-    kept = [text for text in said if _NOT_RECOMPUTED.search(text)]
+    kept = tuple(text for text in said if _NOT_RECOMPUTED.search(text))
     notes = tuple(text for text in said if text not in kept)
     if different := list(differences(ours, expected)):
         what, size = different[0]
         largest = max(size for _, size in different)
-        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes)
-    return Found(Verdict.KEPT, "; ".join(kept), notes) if kept else Found(Verdict.EQUAL, notes=notes)
+        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes, kept)
+    return Found(Verdict.KEPT if kept else Verdict.EQUAL, "; ".join(kept), notes, kept)
 
 
 def _ended(error: BaseException) -> Found:
