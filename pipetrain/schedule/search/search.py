@@ -22,9 +22,9 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
-from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
 from pipetrain.schedule.policy import Keep
+from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.climb import Effort, climb
