@@ -253,7 +253,12 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
     model, loss_fn, *batch = _parts(own.layers, _called(own.layers, make))
     if make_batch is not None:
         seed_everything(step)
-        batch = _pair(own.batch or "", _called(own.batch or "", make_batch))
+        given = _called(own.batch or "", make_batch)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise ValueError(
+                f"{own.batch} returned a {type(given).__name__}: it must return the pair (inputs, targets)"
+            )
+        batch = list(given)
     if not batch:
         raise ValueError(
             f"{own.layers} gives layers without a batch to train on: let it return (layers, loss_fn, inputs, targets), or "
@@ -279,12 +284,6 @@ def _parts(place: str, given: Any) -> list[Any]:
     raise ValueError(
         f"{place} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
     )
-
-
-def _pair(place: str, given: Any) -> list[Any]:
-    if isinstance(given, tuple) and len(given) == 2:
-        return list(given)
-    raise ValueError(f"{place} returned a {type(given).__name__}: it must return the pair (inputs, targets)")
 
 
 def mean_of_squares(output: Any, _: Any) -> Tensor:
