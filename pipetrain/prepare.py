@@ -21,9 +21,7 @@ from pipetrain.config.together import check_run, check_samples, check_schedule, 
 from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
-from pipetrain.plan.climb import Effort
 from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
-from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
 from pipetrain.plan.profile import (
     bytes_of_layers,
@@ -33,7 +31,6 @@ from pipetrain.plan.profile import (
     read_profile,
     seconds_of_layers,
 )
-from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -44,6 +41,8 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import FoundSchedule, best_schedule, cache_folder
 from pipetrain.timeline.shown import Shown, show_schedule
 
 _BYTES = 256  # tokens of data.tokenizer=byte
