@@ -133,8 +133,8 @@ def _data(config: RunConfig, group: Group) -> list[Data]:
 def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
     """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
     if config.model.name == HUGGING_FACE and group.rank == 0:
+        from pipetrain.model.hf.export import keep_files
         from pipetrain.model.hf.source import find_source
-        from pipetrain.snapshot.export import keep_files
 
         assert config.model.path is not None
         keep_files(find_source(config.model.path, config.model.revision), folder.model)
