@@ -26,7 +26,7 @@ from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
-from pipetrain.engine.available import check_available
+from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.which import make_engine
 from pipetrain.group.address import is_rank
 from pipetrain.group.failure import PipelineError
@@ -311,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)
+        check_engine(config)
         check_trackers(config.observe)
         check_available(config)
         check_start(config.resume, config.init_from, config.run_dir)
