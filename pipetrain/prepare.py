@@ -75,7 +75,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     pipeline = config.pipeline
     world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
     check_samples(config, world.num_replicas)
-    config = _with_replicas(config, world.num_replicas)
+    given, config = config, _with_replicas(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
@@ -96,7 +96,8 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     )
     plan, note = _balanced(config, plan, size)
     tied, found = plan.tied_stages(size.tied), None
-    check_engine(config, world.num_replicas, tied)
+    # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
+    check_engine(given, world.num_replicas, tied)
     _policy(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
