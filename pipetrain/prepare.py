@@ -17,7 +17,8 @@ from typing import Any
 
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
-from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
+from pipetrain.config.together import check_run, check_samples, check_schedule
+from pipetrain.engine.available import check_engine
 from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
@@ -70,10 +71,11 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
             value and what is allowed.
     """
     check_run(config)
+    check_engine(config)
     pipeline = config.pipeline
     world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
     check_samples(config, world.num_replicas)
-    config = _with_replicas(config, world.num_replicas)
+    given, config = config, _with_replicas(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
@@ -94,7 +96,8 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     )
     plan, note = _balanced(config, plan, size)
     tied, found = plan.tied_stages(size.tied), None
-    check_ties(config, tied)
+    # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
+    check_engine(given, world.num_replicas, tied)
     _policy(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
@@ -146,6 +149,7 @@ def prepare_phases(
         ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
     """
     check_run(config)
+    check_engine(config)
     prepared: list[PreparedPhase] = []
     for phase, order in zip_longest(phases_of(config), orders):
         own = phase.config
