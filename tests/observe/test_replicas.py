@@ -19,7 +19,6 @@ from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.observe.run_page import run_page
 from pipetrain.observe.trackers.tracker import figures
-from pipetrain.plan.measured import measure_costs
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -28,7 +27,7 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import break_down, break_down_replicas
-from pipetrain.timeline.residuals import op_seconds, residuals
+from pipetrain.timeline.residuals import measure_costs, op_seconds, residuals
 from pipetrain.timeline.step_report import RankPlace, RankReport, Report, StepFigures, StepResult
 from pipetrain.timeline.stragglers import Straggler
 
