@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -174,19 +174,15 @@ class LateBoundSet:
             if self._outputs is None:
                 return hooks
             return _both(hooks, self._outputs.in_forward(self._layer, self._slots.__len__))
-        hooks = saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
-        return hooks if self._outputs is None else _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
-
-    def watching(self) -> AbstractContextManager[object]:
-        """What a layer runs under in F that has no hooks: it may change in place what layers before it gave."""
         if self._outputs is None:
-            return nullcontext()
-        return self._outputs.in_forward(self._layer, self._slots.__len__, keeps=False)
+            return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(self._pack_beside_mode, self._unpack_in_recompute)
+        return _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
 
-    def after_layer(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """A layer of F has run that was `given` tensors of these `versions`: it may be compiled, so that nobody saw what it writes."""
+    def before_layer(self, given: Sequence[Tensor]) -> None:
+        """F comes to a layer that gets `given`."""
         if self._outputs is not None:
-            self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
+            self._outputs.before_layer(self._layer, given, is_free=self._layer in self._free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks: it is to start again without."""
@@ -318,6 +314,10 @@ class LateBoundSet:
         if self._filled == self._end:
             self._at_last_slot()
 
+    def _pack_beside_mode(self, tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
+            self._pack_in_recompute(tensor)
+
     def _at_last_slot(self) -> None:
         if self.proof is not None:
             self.proof.at_last_slot()
@@ -353,7 +353,11 @@ class LateBoundSet:
             self._fail_because_it_ended()
         if self._filled > expected:
             self._fail(self._layer, f"saves {self._filled - expected} tensors more than in F")
-        if self._outputs is not None and self._layer not in self._whole and (left := self._outputs.left(self._layer)):
+        if (
+            self._outputs is not None
+            and self._layer not in self._whole
+            and (left := self._outputs.num_left(self._layer))
+        ):
             self._fail(self._layer, f"ended without {left} of the operations whose outputs F kept")
         if self.proof is not None:
             self.proof.at_layer_end(self._meter, last=self._starts[self._layer] < self._end <= expected)
@@ -446,14 +450,15 @@ class LateBoundSet:
     @property
     def outputs_bytes(self) -> int:
         """Bytes of outputs that are kept for R, whether or not they are saved as well."""
-        return 0 if self._outputs is None else self._outputs.num_bytes
+        return 0 if self._outputs is None else sum(self._outputs.sizes().values())
 
     @property
     def saved_outputs_bytes(self) -> int:
         """Of these, what the slots have as well, which are filled."""
         if self._outputs is None:
             return 0
-        return self._outputs.bytes_in({slot.storage() for slot in self._slots})
+        saved = {slot.storage() for slot in self._slots}
+        return sum(size for storage, size in self._outputs.sizes().items() if storage in saved)
 
     def _end_of(self, layer: int) -> int:
         """The number after that of the layer's last slot."""

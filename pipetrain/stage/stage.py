@@ -180,7 +180,7 @@ class Stage:
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._casts = WeightCasts(self.layers, device, meter)
-        self._selection = Selection.of(selective, self.layers, first_layer)
+        self._selection = Selection(selective, self.layers, first_layer) if selective else None
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._probe.done = part is not None  # it looks at all that the process holds: once for all parts
         self._leaves = LeafWatch(
@@ -314,7 +314,7 @@ class Stage:
         if size is not None:
             is_plain = size.is_known and held.deferral is None and not late.reads_from and not storages & changing
             self._known[held.kind] = _Known(others, is_plain)
-        if self._selection is not None and self._selection.is_watched and not keep:
+        if self._selection is not None and not keep:
             for line in self._selection.kept_nothing(self._title):
                 warnings.warn(line, stacklevel=3)
 
@@ -522,15 +522,13 @@ class Stage:
         return call
 
     def _call(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
+        late.before_layer(_tensors_in(value))
         if late.is_free(number):  # what the layer saves stays in its graph
             try:
-                with late.watching():
-                    return call(value)
+                return call(value)
             finally:
                 if late.wanted is not None:
                     self._refuse_gradient_through(late.wanted, number)
-        tensors = _tensors_in(value)
-        versions = [tensor._version for tensor in tensors]
         try:
             with late.hooks():
                 output = call(value)
@@ -538,7 +536,6 @@ class Stage:
             self._refuse_gradient_inside(late, number, error)
             raise
         self._refuse_gradient_inside(late, number, None)
-        late.after_layer(tensors, versions)
         return output
 
     def _keep(
