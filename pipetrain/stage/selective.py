@@ -162,7 +162,7 @@ class Selection:
         self._followed = {module for rule in self._rules for module in rule.modules or ()}
         self._open: list[int] = []  # of these, those that run now
         self._unfused: set[int] = set()  # layers that run attention in pieces
-        self._is_told = False
+        self.is_watched = True  # until the first forward has ended
         self.met: list[dict[int, _Met]] = [{} for _ in range(len(layers) + 1)]  # per layer, by the operation's identity
 
     def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
@@ -188,16 +188,19 @@ class Selection:
         return [_Rule(one, kind, own, inside, is_all_here, is_met) for kind in kinds]
 
     def kept_nothing(self, stage: str) -> list[str]:
-        """The first forward of `stage` has ended: a line for each entry that kept nothing; once."""
-        if self._is_told:
-            return []
-        self._is_told = True
+        """The first forward of `stage` has ended: a line for each entry that kept nothing."""
+        self.is_watched = False
         lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
         return [line for line in lines if line is not None]
 
     def is_seen(self, layer: int) -> bool:
         """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
         return layer not in self._compiled
+
+    @staticmethod
+    def of(wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> Selection | None:
+        """None: nothing is wanted."""
+        return Selection(wanted, layers, first_layer) if wanted else None
 
     def meet(self, layer: int, func: Any) -> _Met:
         """F or R runs this operation in `layer` for the first time."""
@@ -352,17 +355,25 @@ class KeptOutputs:
 
     def next_call(self, layer: int) -> _Call | None:
         """R has come to it."""
-        if not self.num_left(layer):
+        if not self.left(layer):
             return None
         self._next[layer] += 1
         return self.calls[layer][self._next[layer] - 1]
 
-    def num_left(self, layer: int) -> int:
+    def left(self, layer: int) -> int:
         """How many of the operations that F ran in `layer` R has not come to."""
         return len(self.calls[layer]) - self._next[layer]
 
-    def sizes(self) -> dict[int, int]:
-        """Bytes of each storage that is kept and counted."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of distinct storages that are kept and counted."""
+        return sum(self._sizes().values())
+
+    def bytes_in(self, storages: Set[int]) -> int:
+        """Of those, what lies in these storages."""
+        return sum(size for key, size in self._sizes().items() if key in storages)
+
+    def _sizes(self) -> dict[int, int]:
         held = [(key, tensor) for calls in self.calls.values() for call in calls for tensor, _, key in call.held]
         return {key: tensor.untyped_storage().nbytes() for key, tensor in held if key}
 

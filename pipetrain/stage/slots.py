@@ -353,11 +353,7 @@ class LateBoundSet:
             self._fail_because_it_ended()
         if self._filled > expected:
             self._fail(self._layer, f"saves {self._filled - expected} tensors more than in F")
-        if (
-            self._outputs is not None
-            and self._layer not in self._whole
-            and (left := self._outputs.num_left(self._layer))
-        ):
+        if self._outputs is not None and self._layer not in self._whole and (left := self._outputs.left(self._layer)):
             self._fail(self._layer, f"ended without {left} of the operations whose outputs F kept")
         if self.proof is not None:
             self.proof.at_layer_end(self._meter, last=self._starts[self._layer] < self._end <= expected)
@@ -450,15 +446,14 @@ class LateBoundSet:
     @property
     def outputs_bytes(self) -> int:
         """Bytes of outputs that are kept for R, whether or not they are saved as well."""
-        return 0 if self._outputs is None else sum(self._outputs.sizes().values())
+        return 0 if self._outputs is None else self._outputs.num_bytes
 
     @property
     def saved_outputs_bytes(self) -> int:
         """Of these, what the slots have as well, which are filled."""
         if self._outputs is None:
             return 0
-        saved = {slot.storage() for slot in self._slots}
-        return sum(size for storage, size in self._outputs.sizes().items() if storage in saved)
+        return self._outputs.bytes_in({slot.storage() for slot in self._slots})
 
     def _end_of(self, layer: int) -> int:
         """The number after that of the layer's last slot."""

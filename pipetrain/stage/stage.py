@@ -130,7 +130,7 @@ class PartOf:
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part`: the layers are one of the parts in which a stage is recomputed (`runtime/segmented.py`), a stage in the stage.
+    `part`: the layers are one of the parts in which a stage is recomputed (`stage/segments.py`), a stage in the stage.
     `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
@@ -180,7 +180,7 @@ class Stage:
         self._has_entered = False  # whether it is known what the layers change of what they are given
         self._state = LayerState(self.layers, loss_fn, self._name_of, device)
         self._casts = WeightCasts(self.layers, device, meter)
-        self._selection = Selection(selective, self.layers, first_layer) if selective else None
+        self._selection = Selection.of(selective, self.layers, first_layer)
         self._probe = HeldOutsideProbe(self._name_of, meter)
         self._probe.done = part is not None  # it looks at all that the process holds: once for all parts
         self._leaves = LeafWatch(
@@ -314,7 +314,7 @@ class Stage:
         if size is not None:
             is_plain = size.is_known and held.deferral is None and not late.reads_from and not storages & changing
             self._known[held.kind] = _Known(others, is_plain)
-        if self._selection is not None and not keep:
+        if self._selection is not None and self._selection.is_watched and not keep:
             for line in self._selection.kept_nothing(self._title):
                 warnings.warn(line, stacklevel=3)
 
