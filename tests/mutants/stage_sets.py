@@ -228,6 +228,13 @@ MUTANTS = (
         ("tests/runtime/test_deferred.py", "-k", "a_hook or hook-"),
     ),
     Mutant(
+        "a weight waits whose accumulating node has hooks",
+        "pipetrain/stage/deferred.py",
+        "        if not self._in_flight:",
+        "        if False:",
+        ("tests/runtime/test_deferred.py", "-k", "hook and node"),
+    ),
+    Mutant(
         "what a microbatch gives a weight is not summed first",
         "pipetrain/stage/split_function.py",
         "        if not self._left[key] and key in sums:",
