@@ -12,8 +12,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
 from pipetrain.group.coordinates import Coordinates
-from pipetrain.loop.over_replicas import OverReplicas
-from pipetrain.loop.tokens import Tokens
+from pipetrain.loop.over_replicas import OverReplicas, Tokens
 from pipetrain.model.loss import IGNORED
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan, make_plan
