@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     *sorted((ROOT / "benchmarks").glob("*/README.md")),
-    *(ROOT / "docs" / page for page in ("BENCHMARKS.md", "MEMORY.md", "SCALING.md")),
+    ROOT / "docs" / "MEMORY.md",
 )
 
 

@@ -98,7 +98,8 @@ class LateBoundSet:
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
-    where it does not, and the slots are empty, R does, which runs the same operations.
+    where it does not, and the slots are empty, R does, which runs the same operations. `split`: some of what fills the slots waits for W
+    longer than the rest.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class LateBoundSet:
         selection: Selection | None = None,
         watches: bool = True,
         witness: Witness | None = None,
+        split: bool = False,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -119,6 +121,7 @@ class LateBoundSet:
         self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
         self._fills = keep or proof is not None
+        self._split = split
         self._casts = casts
         self._name_of = name_of
         self._meter = meter
@@ -278,8 +281,14 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def _count(self, size: SetSize | None) -> None:
-        """Tell the meter of what fills the slots, for as long as there is one of them."""
+        """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
         slots = [slot for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        if self._split:
+            tensors = [slot.tensor for slot in slots if slot.tensor is not None]
+            self.num_bytes = self._meter.uncounted_bytes(tensors)
+            for slot, tensor in zip(slots, tensors):
+                slot.counted = CountedBytes(self._meter, 0, (tensor,))
+            return
         counted = (size or SetSize()).counted(self._meter, (slot.tensor for slot in slots if slot.tensor is not None))
         self.num_bytes = counted.num_bytes
         for slot in slots:

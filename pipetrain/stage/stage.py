@@ -372,6 +372,7 @@ class Stage:
             watches=look,
             # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
             witness=Witness() if witness and not keep and not prove and self._stop is not Stop.AT_END else None,
+            split=split,
         )
         late.keep_whole(self._free if keep else self._kept, self._free)
         deferral = self._weights.begin(late.refuse_hooks) if split else None
