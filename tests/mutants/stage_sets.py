@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "what torch says to draw random numbers is skipped",
         "pipetrain/stage/selective.py",
-        "        if not rules or operation.draws_with(args, kwargs):",
+        "        if not rules or met.operation.draws_with(args, kwargs):",
         "        if not rules:",
         ("tests/runtime/test_selective.py", "-k", "random"),
     ),
@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "what a compiled layer writes on stays kept",
         "pipetrain/stage/selective.py",
-        "        if is_free or not self.selection.is_seen(layer):",
+        "        if is_free or not self._selection.is_seen(layer):",
         "        if is_free:",
         ("tests/runtime/test_selective.py", "-k", "compiled"),
     ),
