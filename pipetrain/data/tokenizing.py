@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from pipetrain.data.corpus import (
     scan,
     split_files,
 )
-from pipetrain.data.documents import Corpus, Document, JsonCorpus, TextCorpus, hf_corpus
+from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
 from pipetrain.data.token_cache import Tell, cache_root, made_once
 from pipetrain.data.token_file import (
     FORMAT,
@@ -59,12 +60,9 @@ def tokenized(
         ValueError: a document is no sample, or the folder cannot be written.
     """
     corpus = corpus_of(config, tokenizer)
-
-    def make(draft: Path, tell: Tell) -> None:
-        write_tokens(corpus, tokenizer, draft, skips=config.on_error == "skip", tell=tell)
-
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
-    return made_once(folder, make, timeout_seconds=timeout_seconds, tell=tell)
+    make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
+    return made_once(folder, make, timeout_seconds=timeout_seconds)
 
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -78,12 +76,12 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         return hf_corpus(config, memory)
     if config.name == "jsonl":
         train, heldout = _files_of(config)
-        return JsonCorpus(train, heldout, config.heldout_fraction, config.text_field)
+        return json_corpus(train, heldout, config.heldout_fraction, config.text_field)
     split = split_of(config)
     if not isinstance(tokenizer, ByteTokenizer):
         split = cut_at_a_line(split)
     train, heldout = _files_of(config)
-    return TextCorpus(split, digest_of([*train, *heldout]))
+    return text_corpus(split, digest_of([*train, *heldout]))
 
 
 def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
@@ -128,7 +126,7 @@ _BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 4096
 
 
-def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell) -> None:
+def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
 
     Raises:
@@ -146,7 +144,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         done = 0
         for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
             done += _write(batch, encoded, writers, problems)
-            tell(min(done / max(corpus.num_bytes, 1), 1.0))
+            if tell is not None:
+                tell(min(done / max(corpus.num_bytes, 1), 1.0))
     numbers = {part: writers[part].numbers for part in PARTS}
     if problems.first is not None and not any(part.tokens for part in numbers.values()):
         raise ValueError(f"no document is a sample, the first of {problems.num_skipped}: {problems.first}; mend them")
@@ -164,7 +163,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         first_problem=problems.first,
     )
     write_sheet(folder, sheet)
-    tell(1.0)
+    if tell is not None:
+        tell(1.0)
 
 
 @dataclass

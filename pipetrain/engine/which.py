@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
-from pipetrain.config.together import check_ties
+from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
@@ -37,7 +37,7 @@ def make_engine(
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
-    check_ties(config, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
+    check_engine(config, plan.num_replicas, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
     precision = precision_of(config.precision, device)
     spec = with_weights_in(spec, precision.weights)
     if config.model.compile:

@@ -9,8 +9,8 @@ from pipetrain.data.batch import Share
 from pipetrain.group.chain import Chain
 from pipetrain.group.coordinates import Coordinates
 from pipetrain.loop.tokens import Tokens
+from pipetrain.model.weights import Shard
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.weights import Shard
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pipetrain.loop.phase_steps import PhaseSteps, phase_of
 from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
+from pipetrain.model.weights import Together, save_weights
 from pipetrain.observe.metrics import TokenFigures, metrics_of
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import (
@@ -35,8 +36,7 @@ from pipetrain.observe.report import (
     peak_activation_bytes,
 )
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.session import Ranks, Snapshots
-from pipetrain.snapshot.weights import save_weights
+from pipetrain.snapshot.session import Snapshots
 from pipetrain.timeline.shown import Shown
 from pipetrain.timeline.step_report import RankPlace, StepFigures, StepResult
 
@@ -165,7 +165,7 @@ class Steps:
             stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
         )
 
-    def finish(self, folder: Path, ranks: Ranks) -> None:
+    def finish(self, folder: Path, ranks: Together) -> None:
         """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
         snapshot on its way. Collective.
         """

@@ -73,7 +73,7 @@ class Costs:
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages
-        if row.meets is None:
+        if row.peer_kind is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
         starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage
         return (*seconds, 0.0) if starts_above else (0.0, *seconds)

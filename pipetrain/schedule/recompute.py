@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from pipetrain.schedule.alive import KEEPS_SET
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 Sets = Set[tuple[int, int]]  # (stage, microbatch)
 
-_FIRST_READERS = frozenset(way[0] for way in WAYS[Direction.BACKWARD])  # of a set
+_FIRST_READERS = frozenset(way[0] for way in PASS_SEQUENCES[Direction.BACKWARD])  # of a set
 
 
 def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:

@@ -109,7 +109,7 @@ class _Run:
         if other >= 0 and self.start[other] >= 0.0:
             leads = other if self.graph.op_lanes[place] is Lane.RECV else place
             heapq.heappush(self.ends, (now + max(seconds[place], seconds[other]), leads))
-        elif other < 0 and self.graph.ops[place].meets_none:
+        elif other < 0 and self.graph.ops[place].is_replica_allreduce:
             heapq.heappush(self.ends, (now + seconds[place], place))
 
     def _start_next(self, rank: int, now: float) -> None:

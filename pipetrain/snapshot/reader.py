@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.weights import TensorFiles
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
 from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
 
 STATE = "state.json"
-
-
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of several safetensors files as one mapping; each is read when it is asked for."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._path_of: dict[str, Path] = {}
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._path_of.update(dict.fromkeys(file.keys(), path))
-            except (OSError, SafetensorError) as error:
-                raise SnapshotDamaged(f"{path} is no safetensors file ({error})") from error
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._path_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._path_of)
-
-    def __len__(self) -> int:
-        return len(self._path_of)
 
 
 class Snapshot:

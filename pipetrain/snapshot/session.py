@@ -15,9 +15,10 @@ from torch import Tensor
 from pipetrain.config.records import RunConfig
 from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.weights import WEIGHTS_AT_END, TensorFiles, Together, has_weights, read_weights
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.reader import Snapshot, TensorFiles
+from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import (
     AUTO,
@@ -29,17 +30,13 @@ from pipetrain.snapshot.start import (
     told_of_replicas,
 )
 from pipetrain.snapshot.state import Part, RunState, tensors_of
-from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
 
-class Ranks(Protocol):
+class Ranks(Together, Protocol):
     """This rank among the others, and how they agree."""
 
-    rank: int
-    size: int
     device: torch.device
 
-    def largest(self, value: int) -> int: ...
     def from_first(self, value: str) -> str: ...
 
 

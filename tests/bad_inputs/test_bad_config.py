@@ -98,7 +98,7 @@ RANGES = [
     Row("show cluster.num_nodes=0", ("cluster.num_nodes=0", "1 or more")),
     train("timeout_seconds=inf", "timeout_seconds=inf", "finite"),
     train("engine.name=megatron", "engine.name=megatron", "native or deepspeed"),
-    train("optim.name=sgd", "optim.name=sgd", "adamw, deepspeed_cpu_adam, deepspeed_fused_adam"),
+    train("optim.name=sgd", "optim.name=sgd", "adamw, deepspeed_cpu_adam"),
     train("parallel.zero=4", "parallel.zero=4", "from 0 to 3"),
     train("parallel.num_replicas=99999999", "parallel.num_replicas=99999999", "4096 at most"),
     train("parallel.order=stage", "parallel.order=stage", "replica-stage or stage-replica"),

@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "a replica that writes no weights writes them",
-        "pipetrain/snapshot/weights.py",
+        "pipetrain/model/weights.py",
         "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
         "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
         ("tests/snapshot/test_shares_of_replicas.py", "-k", "written_once"),

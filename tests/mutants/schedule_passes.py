@@ -96,14 +96,14 @@ MUTANTS = (
     ),
     Mutant(
         "a kept set leaves an earlier one without a place",
-        "pipetrain/schedule/list_order.py",
+        "pipetrain/schedule/search/list_order.py",
         "return self._without_set == number or (len(self._later) + 1) * self._parts < self._places",
         "return True",
         ("tests/planner/test_list_order.py", "-k", "any_problem"),
     ),
     Mutant(
         "W does not make room for an F",
-        "pipetrain/schedule/list_order.py",
+        "pipetrain/schedule/search/list_order.py",
         "return 3 if waits_w and not self._can_keep(self.forwards) else 0",
         "return 0",
         ("tests/planner/test_list_order.py", "-k", "near_the_best"),

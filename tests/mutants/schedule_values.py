@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "zbv: a forward more before the turns",
         "pipetrain/schedule/families.py",
-        "(2 * (ranks - rank) - 1, [forth])",
-        "(2 * (ranks - rank), [forth])",
+        "(2 * (ranks - rank) - 1, [down_f])",
+        "(2 * (ranks - rank), [down_f])",
         ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
     ),
     Mutant(

@@ -9,31 +9,43 @@ What was found for a problem is kept in the user's cache folder, so the same sea
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipetrain.plan.climb import Effort, climb
-from pipetrain.plan.order_cache import CachedOrder, read_order, write_order
-from pipetrain.plan.polish import can_polish, polish
-from pipetrain.schedule.bound import bound
+from pipetrain.schedule.bound import bound, proven_gap
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
 from pipetrain.schedule.hold_back import order_of
-from pipetrain.schedule.list_order import ListedOrder
 from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
 from pipetrain.schedule.policy import Keep
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort, climb
+from pipetrain.schedule.search.list_order import ListedOrder
+from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.shown import proven_gap
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
 _MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
 _SHARE_OF_CLIMB = 0.1  # of the seconds: from a better start constraint programming gets further
+_CACHE_FORMAT = 1  # of cached orders, and of what the model of a problem is: another number finds none of the old
 _SAME = 1 + 1e-9  # steps this close are equal
+
+
+@dataclass(frozen=True)
+class CachedOrder:
+    """An order, seconds below which no order is, and how long it was sought."""
+
+    order: ComputeLanes
+    least_seconds: float
+    searched_seconds: float
 
 
 @dataclass(frozen=True)
@@ -148,3 +160,47 @@ def _listed(spec: ScheduleSpec, found: FoundSchedule) -> ListedOrder:
     """The order of a schedule, by stages."""
     order = order_of(found.schedule)
     return ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)
+
+
+# What was found before, a file per problem in the user's cache folder: $XDG_CACHE_HOME or ~/.cache, pipetrain/orders ------------------
+
+
+def cache_folder() -> Path:
+    """Where the orders of this user are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "orders"
+
+
+def read_order(folder: Path, spec: ScheduleSpec, costs: Costs) -> CachedOrder | None:
+    """What was found for this problem; None where nothing was, or where the file cannot be read."""
+    path = _cache_file(folder, spec, costs)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())
+        order = order_of_csv(found["order"], str(path), spec.shape)
+        return CachedOrder(order, float(found["least_seconds"]), float(found["searched_seconds"]))
+    return None
+
+
+def write_order(folder: Path, spec: ScheduleSpec, costs: Costs, found: CachedOrder) -> None:
+    """Keeps what was found, where the folder may be written."""
+    path = _cache_file(folder, spec, costs)
+    text = json.dumps({**asdict(found), "order": csv_of_order(found.order)}, indent=2)
+    draft = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text + "\n")
+        draft.replace(path)
+
+
+def _cache_file(folder: Path, spec: ScheduleSpec, costs: Costs) -> Path:
+    policy = spec.policy
+    problem = (
+        _CACHE_FORMAT,
+        asdict(costs),
+        spec.stage_ranks,
+        spec.num_microbatches,
+        (policy.mode, policy.sets, policy.stash, policy.segments, policy.parts, policy.shares),
+        spec.first_backward,
+        spec.transport_ahead,
+        spec.split_backward,
+    )
+    return folder / f"{hashlib.sha256(json.dumps(problem).encode()).hexdigest()[:32]}.json"

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, Kind
-from pipetrain.schedule.messages import gives
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
+from pipetrain.schedule.messages import writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
@@ -35,7 +35,7 @@ _EXTRAS = (0, 1, 2)
 _MOST_LISTED = 150_000  # stages x microbatches x rules
 _FEWEST_RULES = 6
 _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
-(_FORWARD,) = WAYS[Direction.FORWARD][0]
+(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OrderProblem:
     @property
     def way_back(self) -> tuple[Kind, ...]:
         """The ops of a microbatch's backward: B, or I and W."""
-        return WAYS[Direction.BACKWARD][-1 if self.split_backward else 0]
+        return PASS_SEQUENCES[Direction.BACKWARD][-1 if self.split_backward else 0]
 
     def chooses(self, stage: int) -> bool:
         """Whether sets of `stage` may be kept or not. The last stage runs each B right after its F, and so keeps them all."""
@@ -299,7 +299,7 @@ class _Listing:
         """What an F or a B that has `ended` gives to the next stage on its way."""
         stages, costs = self._stages, self._problem.costs
         own = stages[stage]
-        if not gives(own.lane[-1]):
+        if not writes_boundary(own.lane[-1]):
             return
         if what == 0 and stage + 1 < len(stages):
             self._arrive(stage + 1, stages[stage + 1].inputs, own.forwards - 1, ended, costs.hop_forward[stage])

@@ -13,7 +13,7 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from pipetrain.schedule.list_order import ListedOrder, ListRule, OrderProblem, Prefers, list_by, rules_of
+from pipetrain.schedule.search.list_order import ListedOrder, ListRule, OrderProblem, Prefers, list_by, rules_of
 
 _MOST_CHANGES = 3
 _SEED = 0

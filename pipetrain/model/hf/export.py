@@ -23,7 +23,7 @@ from pipetrain.model.hf.lora import MergedWeights, write_adapters
 from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
-from pipetrain.snapshot.weights import shard_name, write_index, write_shard
+from pipetrain.model.weights import shard_name, write_index, write_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

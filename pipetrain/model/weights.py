@@ -9,22 +9,17 @@ Nobody gathers the model, and of several replicas the first writes it. The names
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipetrain.model.spec import ModelSpec
 from pipetrain.model.trained import Model
-from pipetrain.snapshot.files import canonical_json
-from pipetrain.snapshot.reader import TensorFiles
-
-if TYPE_CHECKING:
-    from pipetrain.snapshot.session import Ranks
 
 WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
 
@@ -39,8 +34,17 @@ class Shard:
     count: int
 
 
+class Together(Protocol):
+    """This rank among those that write; `largest` returns when all have called it."""
+
+    rank: int
+    size: int
+
+    def largest(self, value: int) -> int: ...
+
+
 def save_weights(
-    folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Ranks, shard: Shard | None = None
+    folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Together, shard: Shard | None = None
 ) -> None:
     """Writes this rank's tensors of the model, which have the model's own names, as its `shard`: without one, each rank writes one.
 
@@ -82,19 +86,40 @@ def write_index(folder: Path, shards: list[str]) -> None:
     """Which of the `shards` holds which tensor, as transformers reads it."""
     weight_map, total = {}, 0
     for shard in shards:
-        with safe_open(folder / shard, framework="pt") as file:
-            weight_map.update(dict.fromkeys(file.keys(), shard))
-        total += _data_bytes(folder / shard)
+        with safe_open(folder / shard, framework="pt") as opened:
+            weight_map.update(dict.fromkeys(opened.keys(), shard))
+        with (folder / shard).open("rb") as file:  # the length of its header in 8 bytes, the header, the tensors
+            total += (folder / shard).stat().st_size - 8 - int.from_bytes(file.read(8), "little")
     index = folder / INDEX_OF_SHARDS
     draft = index.with_suffix(".draft")
-    draft.write_bytes(canonical_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    draft.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1, sort_keys=True)
+    )
     draft.replace(index)
 
 
-def _data_bytes(path: Path) -> int:
-    """Those of the tensors: a file is the length of its header in 8 bytes, the header, the tensors."""
-    with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several safetensors files as one mapping; each is read when it is asked for."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._path_of: dict[str, Path] = {}
+        for path in paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._path_of.update(dict.fromkeys(file.keys(), path))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path} is no safetensors file ({error})") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._path_of[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._path_of)
+
+    def __len__(self) -> int:
+        return len(self._path_of)
 
 
 def has_weights(folder: Path) -> bool:

@@ -20,18 +20,18 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipetrain.plan.climb import Effort
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, Kind
-from pipetrain.schedule.list_order import ListedOrder, OrderProblem
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Keep, Mode
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
 _PAUSE_SECONDS = 0.1
-(_FORWARD,) = WAYS[Direction.FORWARD][0]
+(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _in_units(costs: Costs, unit: float) -> Costs:
     def whole(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(float(math.floor(time / unit + 1e-6)) for time in times)
 
-    halves = [costs.of(kind) for kind in WAYS[Direction.BACKWARD][-1]]
+    halves = [costs.of(kind) for kind in PASS_SEQUENCES[Direction.BACKWARD][-1]]
     return Costs(
         forward=whole(costs.forward),
         backward=whole(costs.backward),
