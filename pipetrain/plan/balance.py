@@ -61,7 +61,8 @@ def balance_by_work(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
     even = balance_evenly(len(work), num_stages)
     sums = list(itertools.accumulate(work, initial=0.0))
     most = _least_maximum(work, sums, num_stages)
-    if _heaviest(sums, even) <= most:
+    bounds = itertools.pairwise(itertools.accumulate(even, initial=0))
+    if max(sums[end] - sums[start] for start, end in bounds) <= most:
         return even
     needed = _stages_needed(sums, most)
     counts, start, num_layers = [], 0, len(work)
@@ -234,9 +235,3 @@ def _stages_needed(sums: Sequence[float], most: float) -> list[int]:
         end = bisect.bisect_right(sums, sums[start] + most, lo=start + 1) - 1
         needed[start] = 1 + needed[max(end, start + 1)]
     return needed
-
-
-def _heaviest(sums: Sequence[float], balance: Sequence[int]) -> float:
-    """The work of the stage that has the most."""
-    ends = itertools.accumulate(balance, initial=0)
-    return max(sums[end] - sums[start] for start, end in itertools.pairwise(ends))

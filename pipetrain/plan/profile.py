@@ -171,7 +171,7 @@ class _Stage:
             [
                 op
                 for op in profile.layer(number).ops
-                if any(_means(one, number) and op.is_among(one) for one in selective)
+                if any(op.is_among(one) for one in selective if one.means_layer(number))
             ]
             for number in numbers
         ]
@@ -210,10 +210,6 @@ class _Stage:
         first, last = self.layers[0], self.layers[-1]
         ends = first.input_bytes + (last.output_bytes if last.saves_output else 0)
         return sum(layer.inner_bytes for layer in self.layers) + shared + ends
-
-
-def _means(outputs: Outputs, number: int) -> bool:
-    return outputs.first is None or outputs.last is None or outputs.first <= number <= outputs.last
 
 
 # The file --------------------------------------------------------------------------------------------------------------

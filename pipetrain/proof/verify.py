@@ -90,18 +90,17 @@ def verify(*, quick: bool = False) -> list[Row]:
 
 def parity_table(rows: list[Row]) -> str:
     """A line per case and a verdict."""
-    cells = [(row.case.model, _ranks_told(row.case), row.case.schedule, row.case.mode, _result(row)) for row in rows]
+    cells = []
+    for row in rows:
+        case, replicas = row.case, row.case.num_replicas
+        ranks = str(case.num_ranks) if replicas == 1 else f"{replicas} x {case.num_ranks // replicas}"
+        cells.append((case.model, ranks, case.schedule, case.mode, _result(row)))
     table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
     wrong = sum(not row.is_equal for row in rows)
     rounded = sum(row.case.num_replicas > 1 for row in rows)
     of_replicas = f" but {rounded} of several replicas, which are equal within {WITHIN:g}" if rounded else ""
     right = f"{len(rows)} cases, all equal bit for bit{of_replicas}"
     return f"{table.as_text()}\n\n{f'{len(rows)} cases, {wrong} differ' if wrong else right}"
-
-
-def _ranks_told(case: Case) -> str:
-    replicas = case.num_replicas
-    return str(case.num_ranks) if replicas == 1 else f"{replicas} x {case.num_ranks // replicas}"
 
 
 def _result(row: Row) -> str:

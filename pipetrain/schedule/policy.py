@@ -73,6 +73,9 @@ class Outputs:
             )
         return Outputs(found["op"] or found["there"], first, first if last is None else last, found["path"] or "")
 
+    def means_layer(self, number: int) -> bool:
+        return self.first is None or self.last is None or self.first <= number <= self.last
+
     def __str__(self) -> str:
         if self.first is None:
             return self.op or ""
