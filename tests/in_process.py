@@ -123,8 +123,6 @@ class InProcessRun:
             for index, owner in enumerate(self.schedule.stage_ranks)
             if owner == place
         }
-        for stage in stages.values():
-            stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)
         reduces = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.peer is not None]

@@ -12,11 +12,10 @@ microbatch, from seeds to the proof, it does for a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from pipetrain.stage.leaves import NameOf, no_names
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import Past
-from pipetrain.stage.probe import HeldOutsideProbe
 from pipetrain.stage.selective import Wanted
 from pipetrain.stage.stage import LossFn, PartOf, Stage, StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
@@ -85,7 +83,6 @@ class SegmentedStage:
             start += size
         self._passing: dict[int, _Passing] = {}
         self._shared = _shared_parameters(self._parts)
-        self._probe = HeldOutsideProbe(self._name_of, meter)
 
     @property
     def device(self) -> torch.device:
@@ -134,11 +131,7 @@ class SegmentedStage:
             TypeError: what may not cross from part to part. As `Stage.forward`.
         """
         assert not split, f"stage {self.index} has parts, and B of parts has no halves"
-        probe = None if keep or self._probe.done else self._probe
-        if probe is not None:
-            probe.start()
-        inputs = given if probe is None else replace(given, on_layer=self._with_probe(probe, given))
-        held: list[Any] = list(given.leaves)  # what may stay, for the probe
+        inputs = given
         for part in self._parts:
             is_last = part is self._parts[-1]
             # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
@@ -147,22 +140,9 @@ class SegmentedStage:
             )
             if not is_last:
                 inputs = _handed_over(part, output, inputs)
-            if probe is not None:
-                held += (*part.held_tensors(microbatch), *inputs.leaves)
-        if probe is not None:
-            probe.end(output.leaves, held)
         if has_backward or any(output.wants_gradient):
             self._passing[microbatch] = _Passing(len(given.leaves), shared=[None] * len(self._shared))
         return output
-
-    def _with_probe(self, probe: HeldOutsideProbe, given: StageInput) -> Callable[[int, Any], None]:
-        def on_layer(number: int, value: Any) -> None:
-            if number < self.first_layer + len(self.layers):  # the loss has the number after the last layer's
-                probe.after_layer(number - self.first_layer)
-            if given.on_layer is not None:
-                given.on_layer(number, value)
-
-        return on_layer
 
     # R and B ------------------------------------------------------------------------------------------------------
 
@@ -249,9 +229,6 @@ class SegmentedStage:
     def prepare(self, past: Past) -> None:
         for part in self._parts:
             part.prepare(past)
-
-    def _name_of(self, number: int) -> str:
-        return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
 
 
 AnyStage = Stage | SegmentedStage
