@@ -20,12 +20,14 @@ import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
@@ -99,7 +101,8 @@ class LateBoundSet:
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
-    where it does not, and the slots are empty, R does, which runs the same operations.
+    where it does not, and the slots are empty, R does, which runs the same operations. `split`: some of what fills the slots waits for W
+    longer than the rest.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class LateBoundSet:
         selection: Selection | None = None,
         watches: bool = True,
         witness: Witness | None = None,
+        split: bool = False,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -125,6 +129,7 @@ class LateBoundSet:
         self.layer = -1  # that F or R is in
         self.num_bytes = 0  # of what fills the slots
         self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
+        self._split = split
         self._casts = casts
         self._name_of = name_of
         self._meter = meter
@@ -162,11 +167,11 @@ class LateBoundSet:
         looks = self._watches or self._casts is not None or self.layer in self.whole
         # Not held: they refer to this set.
         hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
-        if self._outputs is None:
-            return hooks if has_hooks else nullcontext()
-        # Without hooks it may still change in place what layers before it gave.
-        outputs = self._outputs.in_forward(self.layer, self._slots.__len__, keeps=has_hooks)
-        return _both(hooks, outputs) if has_hooks else outputs
+        if not has_hooks:
+            return nullcontext()
+        return (
+            hooks if self._outputs is None else _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+        )
 
     def _start_layer_of_recompute(self) -> AbstractContextManager[object]:
         self.layer -= 1
@@ -177,16 +182,17 @@ class LateBoundSet:
         self.layer += 1
         if self.layer in self.whole:
             self._filled = self._end_of(self.layer)
-        looks = self.proof is not None or self._casts is not None
-        hooks = saved_tensors_hooks(self._compare if looks else self._fill, self._unpack_in_recompute)
+        pack = self._fill if self.proof is None and self._casts is None else self._compare
         if self._outputs is None:
-            return hooks
+            return saved_tensors_hooks(pack, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(partial(_without_modes, pack), self._unpack_in_recompute)
         return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
 
-    def after_layer(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """A layer of F has run that was `given` tensors of these `versions`: it may be compiled, so that nobody saw what it writes."""
+    def before_layer(self, value: Any) -> None:
+        """F comes to the layer after this one, which gets `value`."""
         if self._outputs is not None:
-            self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            self._outputs.before_layer(self.layer + 1, tensors, is_free=self.layer + 1 in self.free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks."""
@@ -286,8 +292,14 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def _count(self, size: SetSize | None) -> None:
-        """Tell the meter of what fills the slots, for as long as there is one of them."""
+        """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
         slots = [slot for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        if self._split:
+            tensors = [slot.tensor for slot in slots if slot.tensor is not None]
+            self.num_bytes = self._meter.uncounted_bytes(tensors)
+            for slot, tensor in zip(slots, tensors):
+                slot.counted = CountedBytes(self._meter, 0, (tensor,))
+            return
         counted = (size or SetSize()).counted(self._meter, (slot.tensor for slot in slots if slot.tensor is not None))
         self.num_bytes = counted.num_bytes
         for slot in slots:
@@ -515,6 +527,11 @@ class LateBoundSet:
             "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
             "changes, or name it in recompute.keep_layers"
         )
+
+
+def _without_modes(pack: Callable[[Tensor], None], tensor: Tensor) -> None:
+    with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
+        pack(tensor)
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class PartOf:
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part`: the layers are one of the parts in which a stage is recomputed (`runtime/segmented.py`), a stage in the stage.
+    `part`: the layers are one of the parts in which a stage is recomputed (`stage/segments.py`), a stage in the stage.
     `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
@@ -294,6 +294,7 @@ class Stage:
             watches=is_new,
             # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
             witness=Witness() if witness and not keep and self._stop is not Stop.AT_END else None,
+            split=split,
         )
         if self.kept.layers:
             late.keep_whole(self.kept.free if keep else self.kept.layers, self.kept.free)
@@ -354,8 +355,8 @@ class Stage:
             node = output.grad_fn if isinstance(output, Tensor) else None
             held.ends.append(held.ends[-1] if node is None else node._sequence_nr())
             return output
-        tensors = [] if self._selection is None else _tensors_in(value)
-        versions = [tensor._version for tensor in tensors]
+        if self._selection is not None:
+            late.before_layer(value)
         try:
             with late.start_layer():
                 output = call(value)
@@ -364,8 +365,6 @@ class Stage:
             raise
         if late.wanted is not None or late.hooks_refused:
             self._refuse_gradient_inside(late, number)
-        if tensors and number not in late.free:
-            late.after_layer(tensors, versions)
         if look is not None:
             look.after(number)
         # A gradient may go from a kept layer into the one before it, which must then get what that has given.
@@ -639,8 +638,3 @@ class Stage:
         with torch.inference_mode():
             for layer in self.layers:
                 prepare_cached(layer, past)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """What a layer gets."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
