@@ -216,7 +216,6 @@ class Transport:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
         self.assert_nothing_is_held()
         self._forms, self._described = forms, described
-        self._meter.message_storages.clear()
 
     def has_ended(self) -> bool:
         """Whether a transfer has ended that `take_ended` has not given yet."""
@@ -274,11 +273,8 @@ class Transport:
             ring = self._rings.get((op.stage, op.kind))
             if ring is None:
                 ring = self._rings[op.stage, op.kind] = Ring(self._lanes, op, self._device)
-            buffers = [ring.take(tensor) for tensor in form.tensors]
-        else:
-            buffers = [tensor.empty(self._device) for tensor in form.tensors]
-        self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
-        return buffers
+            return [ring.take(tensor) for tensor in form.tensors]
+        return [tensor.empty(self._device) for tensor in form.tensors]
 
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""

@@ -262,13 +262,13 @@ PLANTED = (
     # Each rank's thread has generators of its own (`baton`): a process per rank would show nothing more.
     Planted(
         "a layer goes on with what its generator has",
-        broken(Stage, "_forward_layer", "self._seed(number, given)", "pass"),
+        broken(Stage, "_forward_layer", "self.seed(number, held.seeds[number])", "pass"),
         replace(PLAIN, mode="never", layers=dropout),
         "values",
     ),
     Planted(
         "each rank seeds its layers from 0",
-        broken(Stage, "_seed", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
+        broken(Stage, "forward", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
         replace(PLAIN, layers=dropout),
         "values",
     ),
