@@ -20,7 +20,6 @@ import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
-from pipetrain.stage.selective import KeptOutputs, Selection
+from pipetrain.stage.selective import KeptOutputs, Selection, beside_mode
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 from pipetrain.stage.witness import Witness
 
@@ -185,7 +184,7 @@ class LateBoundSet:
         pack = self._fill if self.proof is None and self._casts is None else self._compare
         if self._outputs is None:
             return saved_tensors_hooks(pack, self._unpack_in_recompute)
-        hooks = saved_tensors_hooks(partial(_without_modes, pack), self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(beside_mode(pack), self._unpack_in_recompute)
         return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
 
     def before_layer(self, value: Any) -> None:
@@ -527,11 +526,6 @@ class LateBoundSet:
             "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
             "changes, or name it in recompute.keep_layers"
         )
-
-
-def _without_modes(pack: Callable[[Tensor], None], tensor: Tensor) -> None:
-    with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
-        pack(tensor)
 
 
 @contextmanager
