@@ -6,17 +6,16 @@ with the right size and nothing but the tensors' own bytes is sent.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
-from pipetrain.transport.structures import leaf_names, structure
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,14 @@ class TensorForm:
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     needs_gradient: bool
     fixed: str = ""
 
     @property
-    def layout(self) -> tuple[Any, ...]:
-        """What a buffer for it depends on."""
-        return self.shape, self.strides, self.dtype
-
-    @property
     def num_bytes(self) -> int:
         """Of what is sent."""
-        size: int = getattr(torch, self.dtype).itemsize
-        return size * math.prod(self._sent_shape)
+        return self.dtype.itemsize * math.prod(self._sent_shape)
 
     @property
     def _sent_shape(self) -> list[int]:
@@ -49,11 +42,11 @@ class TensorForm:
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for what is sent: as `compact` lays it out."""
-        return torch.empty_strided(self._sent_shape, self.strides, dtype=getattr(torch, self.dtype), device=device)
+        return torch.empty_strided(self._sent_shape, self.strides, dtype=self.dtype, device=device)
 
     def within(self, memory: UntypedStorage) -> Tensor:
         """The same, at the start of `memory`."""
-        buffer = torch.empty(0, dtype=getattr(torch, self.dtype), device=memory.device)
+        buffer = torch.empty(0, dtype=self.dtype, device=memory.device)
         return buffer.set_(memory, 0, self._sent_shape, self.strides)
 
 
@@ -64,15 +57,19 @@ class AliasForm:
     leaf: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ValueForm:
-    """A plain value as text: 1 and True and 1.0 are different, and NaN is equal to itself."""
+    """A plain value: 1 and True and 1.0 are different, and NaN is equal to itself."""
 
-    kind: str
-    text: str
+    value: Any
 
-    def value(self) -> Any:
-        return _READ[self.kind](self.text)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ValueForm):
+            return NotImplemented
+        return type(self.value) is type(other.value) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
 
 
 _LeafForm = TensorForm | AliasForm | ValueForm
@@ -80,9 +77,9 @@ _LeafForm = TensorForm | AliasForm | ValueForm
 
 @dataclass(frozen=True)
 class Form:
-    """A tree of tensors and plain values: `spec` is its structure (empty: a mere list), `leaves` what stands in it."""
+    """A tree of tensors and plain values: `spec` is its structure (None: a mere list), `leaves` what stands in it."""
 
-    spec: str
+    spec: pytree.TreeSpec | None
     leaves: tuple[_LeafForm, ...]
 
     @property
@@ -90,62 +87,43 @@ class Form:
         """What is sent, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
-    def is_laid_out_as(self, other: Form) -> bool:
-        """Whether buffers for a message of one form are buffers for the other."""
-        return [tensor.layout for tensor in self.tensors] == [tensor.layout for tensor in other.tensors]
-
-    def name_of(self, number: int) -> str:
+    def name_of(self, index: int) -> str:
         """What a leaf is called in an error."""
-        return leaf_names(structure(self.spec), "output")[number] if self.spec else f"the gradient of leaf {number}"
+        return f"the gradient of leaf {index}" if self.spec is None else leaf_names(self.spec, "output")[index]
 
-    def to_json(self) -> bytes:
-        leaves = [{type(leaf).__name__: asdict(leaf)} for leaf in self.leaves]
-        return json.dumps({"spec": self.spec, "leaves": leaves}).encode()
-
-    @staticmethod
-    def from_json(text: bytes) -> Form:
-        record = json.loads(text)
-        return Form(record["spec"], tuple(_leaf_form(**leaf) for leaf in record["leaves"]))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _form_of, (None if self.spec is None else tree_of_indices(self.spec), self.leaves)
 
 
-def _leaf_form(**record: Mapping[str, Any]) -> _LeafForm:
-    ((kind, fields),) = record.items()
-    if kind == "TensorForm":
-        lists = {"shape": tuple(fields["shape"]), "strides": tuple(fields["strides"])}
-        return TensorForm(**{**fields, **lists})
-    return AliasForm(**fields) if kind == "AliasForm" else ValueForm(**fields)
+def _form_of(tree: Any, leaves: tuple[_LeafForm, ...]) -> Form:
+    """From what pickle wrote: a tree can be written where its `TreeSpec` warns."""
+    return Form(None if tree is None else pytree.tree_structure(tree), leaves)
+
+
+def tree_of_indices(spec: pytree.TreeSpec) -> Any:
+    """The tree with the index of each leaf in its place."""
+    return pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+
+
+def leaf_names(spec: pytree.TreeSpec, root: str) -> list[str]:
+    """What each leaf of a tree is called where the tree is called `root`: `output[1]['mask']`."""
+    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree_of_indices(spec))[0]]
 
 
 # Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too.
-_WRITE: Mapping[type, Callable[[Any], str]] = {
-    type(None): repr,
-    bool: repr,
-    int: repr,
-    float: repr,
-    complex: repr,
-    str: str,
-    torch.dtype: str,
-    torch.device: str,
-}
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "NoneType": lambda text: None,  # noqa: ARG005
-    "bool": lambda text: text == "True",
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "str": str,
-    "dtype": lambda text: getattr(torch, text.removeprefix("torch.")),
-    "device": torch.device,
-}
+_PLAIN = {type(None), bool, int, float, complex, str, torch.dtype, torch.device}
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value that is no tensor can be sent."""
-    return type(value) in _WRITE
+    return type(value) in _PLAIN
 
 
 def pack(
-    leaves: Sequence[Any], needs_gradient: Sequence[bool], spec: str, fixed: Mapping[int, str] | None = None
+    leaves: Sequence[Any],
+    needs_gradient: Sequence[bool],
+    spec: pytree.TreeSpec | None,
+    fixed: Mapping[int, str] | None = None,
 ) -> tuple[Form, list[Tensor]]:
     """The form of a message, and its tensors, laid out as they are sent. In a tree a tensor that stands twice is sent once.
 
@@ -155,14 +133,17 @@ def pack(
     forms: list[_LeafForm] = []
     tensors: list[Tensor] = []
     places: dict[int, int] = {}
-    for number, (leaf, needed) in enumerate(zip(leaves, needs_gradient)):
+    for index, (leaf, needed) in enumerate(zip(leaves, needs_gradient)):
         if not isinstance(leaf, Tensor):
-            forms.append(_value_form(leaf))
-        elif spec and places.setdefault(id(leaf), number) != number:
+            if not is_plain(leaf):
+                kind = type(leaf).__name__
+                raise TypeError(f"a {kind} cannot be sent: only tensors, numbers, strings and None can")
+            forms.append(ValueForm(leaf))
+        elif spec is not None and places.setdefault(id(leaf), index) != index:
             forms.append(AliasForm(places[id(leaf)]))
         else:
             tensors.append(compact(leaf))
-            forms.append(_tensor_form(leaf, tensors[-1], needed, fixed[number] if fixed and number in fixed else ""))
+            forms.append(_tensor_form(leaf, tensors[-1], needed, fixed[index] if fixed and index in fixed else ""))
     return Form(spec, tuple(forms)), tensors
 
 
@@ -170,13 +151,7 @@ def _tensor_form(leaf: Tensor, dense: Tensor, needs_gradient: bool, fixed: str) 
     strides = tuple(
         0 if full != sent else stride for full, sent, stride in zip(leaf.shape, dense.shape, dense.stride())
     )
-    return TensorForm(tuple(leaf.shape), strides, str(leaf.dtype).removeprefix("torch."), needs_gradient, fixed)
-
-
-def _value_form(value: Any) -> ValueForm:
-    if not is_plain(value):
-        raise TypeError(f"a {type(value).__name__} cannot be sent: only tensors, numbers, strings and None can")
-    return ValueForm(type(value).__name__, _WRITE[type(value)](value))
+    return TensorForm(tuple(leaf.shape), strides, leaf.dtype, needs_gradient, fixed)
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -209,10 +184,10 @@ def conform(tensors: Sequence[Tensor], form: Form, found: Form, device: torch.de
 
 
 _CHANGED = (
-    "On a GPU what stages exchange may change with the shapes of the step's inputs and with requires_grad of parameters only: "
-    "freeze by requires_grad_(False), and not inside a forward"
+    "What stages exchange may change with the inputs' shapes and plain values and with requires_grad of parameters only: freeze by "
+    "requires_grad_(False) and not inside a forward, and pass what a layer computes on as a tensor of one shape"
 )
-_NO_GRADIENT = ValueForm("NoneType", "None")
+_NO_GRADIENT = ValueForm(None)
 
 
 def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
@@ -223,7 +198,7 @@ def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
         if isinstance(leaf, TensorForm):
             leaves.append(next(tensors).expand(leaf.shape))
         else:
-            leaves.append(leaves[leaf.leaf] if isinstance(leaf, AliasForm) else leaf.value())
+            leaves.append(leaves[leaf.leaf] if isinstance(leaf, AliasForm) else leaf.value)
     return leaves
 
 

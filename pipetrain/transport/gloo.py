@@ -7,12 +7,13 @@ receive is posted, and a gloo transfer counts as complete only for who waits for
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, Store, Work
+from torch.distributed import AllreduceOptions, Store
 
 from pipetrain.group.courier import FOREVER, Courier, Transfer, finish
 from pipetrain.group.failure import Monitor
@@ -21,10 +22,8 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.lanes import Lanes
 
-CPU = torch.device("cpu")
 _TAG = 0
 _SHORT_BYTES = 1 << 16
-_TAG_NOTES = 2  # 1 is that of `pair.break_off`
 # Who has lost one of two others breaks the connection to find out which; whoever sees that must let the first say so.
 _SETTLE_SECONDS = 0.5
 
@@ -66,8 +65,6 @@ class GlooInbound:
         self._source = source
         self._lanes = lanes
         self._courier = Courier(f"receive from {peer}", peer, monitor)
-        self._notes = _NotesIn(pair, source)
-        self._num_messages = 0
 
     def post(
         self,
@@ -76,19 +73,11 @@ class GlooInbound:
         make_buffers: Callable[[Form], list[Tensor]],
         arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
     ) -> None:
-        self._num_messages += 1
-        number = self._num_messages
-
         def job() -> Callable[[], None]:
             start = time.perf_counter()
             known = receive_form(self._pair, self._source) if form is None else form
             tensors = make_buffers(known)
             self._receive(tensors or ([] if form is None else [_word()]))
-            if self._notes.came_before(number):
-                known = receive_form(self._pair, self._source)
-                if form is None or not known.is_laid_out_as(form):
-                    tensors = make_buffers(known)
-                    self._receive(tensors)
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(known, lambda: tensors)
 
@@ -108,7 +97,6 @@ class GlooInbound:
 class GlooOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
-    tells_changes = True
     reads_later = False
 
     def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
@@ -117,7 +105,6 @@ class GlooOutbound:
         self._target = target
         self._lanes = lanes
         self._courier = Courier(f"send to {peer}", peer, monitor)
-        self._num_messages = 0
 
     def send(
         self,
@@ -125,13 +112,10 @@ class GlooOutbound:
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,
         ready: Callable[[], None] | None = None,
     ) -> None:
         """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
         called = time.perf_counter()
-        self._num_messages += 1
-        number = self._num_messages
         # Bytes alone; of what takes longer to copy than to wake a thread, the computing thread does nothing.
         is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
         short = self._begun(tensors) if is_short and len(tensors) <= 1 else None
@@ -145,24 +129,13 @@ class GlooOutbound:
                 finish(short())
             elif form is None:
                 self._send(tensors or [_word()])
-            elif expected is None:
+            else:
                 send_form(self._pair, self._target, form)
                 self._send(tensors)
-            else:
-                self._send_changed(number, form, tensors, expected)
             self._lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
         self._courier.submit(str(op), job)
-
-    def _send_changed(self, number: int, form: Form, tensors: list[Tensor], expected: Form) -> None:
-        """What the receiver has posted is filled first: with what is meant, or with as many bytes of nothing."""
-        finish(self._pair.send([torch.tensor([number])], self._target, _TAG_NOTES))
-        fits = form.is_laid_out_as(expected)
-        self._send((tensors if fits else [tensor.empty(CPU) for tensor in expected.tensors]) or [_word()])
-        send_form(self._pair, self._target, form)
-        if not fits:
-            self._send(tensors)
 
     def _begun(self, tensors: list[Tensor]) -> Transfer:
         """The transfer of a message of one tensor, or none."""
@@ -242,32 +215,6 @@ class GlooReducer:
             break_off(self._ring, other)
 
 
-class _NotesIn:
-    """Hears that a message is not of the form that is known, without a word more in those that are.
-
-    A receive stands open for a note, and when a message has come one looks into the memory that it fills. A connection brings
-    what it carries in order, and the sender waits until the note has left: so it is there before its message is.
-    """
-
-    def __init__(self, pair: Pair, source: int) -> None:
-        self._pair = pair
-        self._source = source
-        self._note = torch.zeros(1, dtype=torch.int64)  # the number of the message that it belongs to
-        self._work = self._listen()
-
-    def _listen(self) -> Work:
-        self._note.zero_()
-        return self._pair.recv([self._note], self._source, _TAG_NOTES)
-
-    def came_before(self, number: int) -> bool:
-        """Whether message `number`, counted from 1, which has come, had a note."""
-        if self._note.item() != number:
-            return False
-        finish(self._work)
-        self._work = self._listen()
-        return True
-
-
 def _word() -> Tensor:
     """What is sent where a message has no tensors: so that both ends go on together."""
     return torch.zeros(1, dtype=torch.uint8)
@@ -279,10 +226,11 @@ def receive_form(pair: Pair, source: int) -> Form:
     finish(pair.recv([size], source, _TAG))
     text = torch.empty(int(size), dtype=torch.uint8)
     finish(pair.recv([text], source, _TAG))
-    return Form.from_json(bytes(text.tolist()))
+    form: Form = pickle.loads(text.numpy().tobytes())
+    return form
 
 
 def send_form(pair: Pair, target: int, form: Form) -> None:
-    text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
     for tensor in (torch.tensor([text.numel()]), text):
         finish(pair.send([tensor], target, _TAG))

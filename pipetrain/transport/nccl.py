@@ -217,12 +217,8 @@ class NcclInbound:
 
 
 class NcclOutbound:
-    """The sending end of one stage edge and direction: `transport.Outbound`.
+    """The sending end of one stage edge and direction: `transport.Outbound`."""
 
-    The host of the receiver does not wait for a message, so nobody there could read that its form has changed.
-    """
-
-    tells_changes = False
     reads_later = True
 
     def __init__(self, communicator: Communicator, lanes: Lanes) -> None:
@@ -237,9 +233,7 @@ class NcclOutbound:
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,
     ) -> None:
-        assert expected is None, f"{op}: a change of form cannot be told over NCCL"
         if form is not None:
             self._communicator.tell(op, form)
         with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`

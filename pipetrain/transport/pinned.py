@@ -98,7 +98,6 @@ class PinnedInbound:
 class PinnedOutbound:
     """The sending end of one stage edge and direction: `transport.Outbound`."""
 
-    tells_changes = True
     reads_later = False
 
     def __init__(self, over_gloo: GlooOutbound, lanes: Lanes, monitor: Monitor) -> None:
@@ -114,7 +113,6 @@ class PinnedOutbound:
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,
     ) -> None:
         slot = self._free.popleft() if self._free else _Slot(self._device)
         in_slot = slot.like(tensors)
@@ -129,7 +127,7 @@ class PinnedOutbound:
         def ready() -> None:
             _wait(lambda: self._device.has_ended(copied), self._monitor)
 
-        self._over_gloo.send(op, form, in_slot, sent, expected, ready)
+        self._over_gloo.send(op, form, in_slot, sent, ready)
 
     def close(self) -> None:
         self._over_gloo.close()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import Store
+from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
@@ -61,7 +62,6 @@ class Outbound(Protocol):
     """The sending end of one stage edge and direction; `send` is called on the stream of its queue."""
 
     peer: str
-    tells_changes: bool  # whether a message may have another form than its receiver expects
     reads_later: bool  # whether the device may still read the tensors when `left` is called
 
     def send(
@@ -70,11 +70,9 @@ class Outbound(Protocol):
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,
     ) -> None:
-        """Send one message, with its form if given; `expected` is the form that its receiver knows, where that is another
-        one. `left()` is called, perhaps on another thread, when `op` has ended: where the end does not `reads_later` the
-        tensors need no longer be held."""
+        """Send one message, with its form if given. `left()` is called, perhaps on another thread, when `op` has ended: where
+        the end does not `reads_later` the tensors need no longer be held."""
 
     def close(self) -> None:
         """Everything has been sent and received."""
@@ -119,8 +117,7 @@ class Transport:
     """The ends of every stage edge of a rank, one per direction.
 
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
-    step sends the tensors' bytes alone. A message of another form than remembered says so, where its end `tells_changes`;
-    elsewhere it is refused.
+    step sends the tensors' bytes alone, and a message of another form than remembered is refused.
 
     `edges` makes the ends. A transfer that has ended stands in a list until `take_ended` is called: the threads of the ends
     only add to it.
@@ -292,7 +289,7 @@ class Transport:
         op: Op,
         leaves: Sequence[Any],
         wants_gradient: Sequence[bool],
-        spec: str,
+        spec: pytree.TreeSpec | None,
         fixed: Mapping[int, str] | None = None,
     ) -> None:
         """Send a message. The tensors count as activations until they have left, where they are outputs.
@@ -301,19 +298,15 @@ class Transport:
         that are made here, and the SEND comes after the copies.
 
         Raises:
-            PipelineError: another form than in earlier steps, where that cannot be told.
+            PipelineError: another form than in earlier steps.
         """
         end = self._outbound[op.stage, op.kind]
         form, tensors = pack(leaves, wants_gradient, spec, fixed)
-        expected = None if self._is_described(op) else self._forms[op]
-        told: Form | None = form
-        if expected is not None and form == expected:
-            told, expected = None, None
-        elif expected is not None and not end.tells_changes:
-            tensors = conform(tensors, expected, form, self._device, f"{self._named(self._rank)} in {op}")
-            told, expected = None, None
+        told = form if self._is_described(op) else None
         if told is not None:
-            self._forms[op] = told
+            self._forms[op] = form
+        elif form != self._forms[op]:
+            tensors = conform(tensors, self._forms[op], form, self._device, f"{self._named(self._rank)} in {op}")
         keys = [self._meter.hold(tensor, on_its_way=True) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
         # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
@@ -333,10 +326,7 @@ class Transport:
             self._unsent.discard(op)
             self._ended.append((op, _nothing))
 
-        if expected is None:
-            end.send(op, told, tensors, left)
-        else:
-            end.send(op, told, tensors, left, expected)
+        end.send(op, told, tensors, left)
 
     def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None]) -> None:
         """Make each of `tensors` the sum of what all ranks have that add up `op`, then `settle()`. Who gives them holds them until the step ends."""
