@@ -63,7 +63,7 @@ class ReplayEdges:
 
 
 class ReplayInbound:
-    """A queue of messages that come from pinned host memory: `transport.Inbound`."""
+    """A queue of messages that come from pinned host memory: `ends.Inbound`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ReplayInbound:
 
 
 class ReplayOutbound:
-    """A queue of messages that go to pinned host memory: `transport.Outbound`."""
+    """A queue of messages that go to pinned host memory: `ends.Outbound`."""
 
     reads_later = False
 

@@ -16,14 +16,18 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group.address import is_rank
-from pipetrain.group.asking import Waits
-from pipetrain.group.chain import Chain
+from pipetrain.group.chain import Chain, Everyone
 from pipetrain.group.coordinates import REPLICA_STAGE, Grid, Names, grid_of
-from pipetrain.group.everyone import Everyone
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
-from pipetrain.group.torch_distributed import name_of_attempt, start_torch_distributed
-from pipetrain.group.torch_mesh import check_mesh, grid_of_mesh, make_mesh, ranks_of
+from pipetrain.group.torch_distributed import (
+    check_mesh,
+    grid_of_mesh,
+    make_mesh,
+    name_of_attempt,
+    ranks_of,
+    start_torch_distributed,
+)
 
 _T = TypeVar("_T")
 
@@ -68,9 +72,8 @@ class Group:
         self.grid = Grid(stage=size) if grid is None else grid
         self.coordinates = self.grid.coordinates_of(rank)
         self.names = Names(self.grid)
-        self.board = FailureBoard(store)
-        waits = Waits(store, rank, size, self.names)
-        self.monitor = Monitor(rank, self.board, timeout_seconds, waits, self.names)
+        self.board = FailureBoard(store, rank, size, self.names)
+        self.monitor = Monitor(rank, self.board, timeout_seconds, self.names)
         self.chain = self._chain_of(self.grid.ranks_of_replica(rank), f"replica/{self.coordinates.replica}")
         self.replicas = self._chain_of(self.grid.ranks_of_stage(rank), f"place/{self.coordinates.stage}")
         self.everyone = Everyone(self.chain, self.replicas)

@@ -32,12 +32,11 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
-from pipetrain.transport.carrier import AUTO, NCCL, PINNED, carrier_of
-from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device import CpuDevice, OnWait, _waits_seen
 from pipetrain.transport.forms import Form, TensorForm, flat_bytes
-from pipetrain.transport.host_waits import OnWait, waits_seen
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.pinned import _ReceivingSlot, _Slot
+from pipetrain.transport.transport import AUTO, NCCL, PINNED, carrier_of
 
 LATE = [
     Shared("plain", "gpipe", "overlap"),
@@ -311,7 +310,7 @@ class Watched(CpuDevice):
     """Looks where a GPU would."""
 
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return waits_seen(on_wait)
+        return _waits_seen(on_wait)
 
 
 def test_layers_that_wait_are_named_once() -> None:
@@ -339,7 +338,7 @@ def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyP
 
 class WatchedLate(LateDevice):
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return waits_seen(on_wait)
+        return _waits_seen(on_wait)
 
 
 def test_a_first_step_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.transport.ahead import Ring
 from pipetrain.transport.device import CpuDevice
 from pipetrain.transport.forms import TensorForm
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.rings import Ring
+from pipetrain.transport.lanes import Lanes, line_of
 
 CPU = torch.device("cpu")
 FORM = TensorForm((2, 3), (3, 1), torch.float32, needs_gradient=True)
@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.lanes = Lanes(1, RunsAhead())
-        self.ring = Ring(self.lanes, Op(1, Kind.RECV_F, 0), CPU)
+        self.ring = Ring(self.lanes.ahead, line_of(Lane.RECV, Op(1, Kind.RECV_F, 0)), CPU)
         self.held: dict[int, Tensor] = {}
         self.lanes.start_step()
 
