@@ -12,7 +12,7 @@ replica 1   (1,0) --- (1,1) --- (1,2)  replicas
 from __future__ import annotations
 
 import functools
-import pickle
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 
@@ -96,12 +96,12 @@ class Chain:
         """What each rank gives, in rank order, on every rank."""
         if self.num_ranks == 1:
             return [own]
-        parts = self.down(lambda received: pickle.dumps([*_unbundle(received), own]), what)
+        parts = self.down(lambda received: _bundle([*_unbundle(received), own]), what)
         return _unbundle(self.up(lambda received: parts if received is None else received, what))
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
         """What each rank gives, in rank order, on rank 0; None elsewhere."""
-        parts = self.up(lambda received: pickle.dumps([own, *_unbundle(received)]), what)
+        parts = self.up(lambda received: _bundle([own, *_unbundle(received)]), what)
         return _unbundle(parts) if self.rank == 0 else None
 
     def wait_sent(self, what: str) -> None:
@@ -149,7 +149,7 @@ class Everyone:
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
         """What each rank gives, on every rank."""
-        rows = self.replicas.concatenate(pickle.dumps(self.chain.concatenate(own, what)), what)
+        rows = self.replicas.concatenate(_bundle(self.chain.concatenate(own, what)), what)
         return [part for row in rows for part in _unbundle(row)]
 
     def gather(self, own: bytes, what: str) -> list[bytes] | None:
@@ -157,7 +157,7 @@ class Everyone:
         row = self.chain.gather(own, what)
         if row is None:
             return None
-        rows = self.replicas.gather(pickle.dumps(row), what)
+        rows = self.replicas.gather(_bundle(row), what)
         return None if rows is None else [part for row in rows for part in _unbundle(row)]
 
     def close(self) -> None:
@@ -275,6 +275,15 @@ def _pass_on(source: Neighbour | None, target: Neighbour | None, hand_on: HandOn
     return value
 
 
+def _bundle(parts: list[bytes]) -> bytes:
+    """Several messages as one: how many, how long each is, and all in a row."""
+    return struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)) + b"".join(parts)
+
+
 def _unbundle(data: bytes | None) -> list[bytes]:
-    """The messages that came as one; of None, none."""
-    return [] if data is None else pickle.loads(data)
+    """The other way round; of None, none."""
+    if data is None:
+        return []
+    (count,) = struct.unpack_from("<Q", data)
+    ends = itertools.accumulate(struct.unpack_from(f"<{count}Q", data, 8), initial=8 + 8 * count)
+    return [data[start:end] for start, end in itertools.pairwise(ends)]

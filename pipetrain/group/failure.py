@@ -7,9 +7,10 @@ rank can name the rank and the op at which it began, however many ranks lie betw
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.distributed import Store
 
@@ -127,16 +128,12 @@ class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
     `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then, on any thread, and breaks off what
-    any thread waits in. `has_lost_a_rank` says whether it began with a connection that broke. `named` says what a rank is called in messages; `name` is this one's.
+    any thread waits in. `named` says what a rank is called in messages; `name` is this one's.
     `doing` is what the computing thread is in, for who looks after it; `is_waiting`, whether that is a wait in here.
     """
 
     def __init__(
-        self,
-        rank: int,
-        board: FailureBoard,
-        timeout_seconds: float,
-        named: Callable[[int], str] = "rank {}".format,
+        self, rank: int, board: FailureBoard, timeout_seconds: float, named: Callable[[int], str] = "rank {}".format
     ) -> None:
         self.rank = rank
         self.named = named
@@ -148,7 +145,6 @@ class Monitor:
         self.is_waiting = False
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.has_lost_a_rank = False
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
 
     @property
@@ -166,7 +162,6 @@ class Monitor:
         with self._condition:
             if self._lost is None:
                 self._lost = (peer, f"{what} ({_first_line(error)})")
-                self.has_lost_a_rank = self.failure is None  # afterwards connections are broken on purpose
             self._condition.notify_all()
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -175,11 +170,7 @@ class Monitor:
         Raises:
             PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
         """
-        with self._condition:
-            error = None if ready() else self._wait(ready, what)
-        if error is not None:
-            self.fail(str(error))
-            raise error
+        self._wait(ready, what, itertools.repeat(_POLL_SECONDS), _RANK_HANGS)
 
     def wait_polling(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """As `wait`, for what nobody tells of, such as an event of a device: `ready` is asked again and again.
@@ -187,36 +178,25 @@ class Monitor:
         Raises:
             PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        self._wait(ready, what, _growing_pauses(), _DEVICE_HANGS)
+        if self.failure is not None:
+            raise self._ending(self.failure, what())
 
-        def next_pause() -> float:
-            nonlocal pause
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            return pause
-
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str) -> None:
         with self._condition:
-            error = None if ready() else self._wait(ready, what, next_pause, _DEVICE_HANGS)
-        if error is None and self.failure is not None:
-            error = self._ending(self.failure, what())
+            if ready():
+                return
+            self.is_waiting = True
+            try:
+                error = self._waited(ready, what, pauses, advice)
+            finally:
+                self.is_waiting = False
         if error is not None:
             self.fail(str(error))
             raise error
 
-    def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: Callable[[], str],
-        pause: Callable[[], float] = lambda: _POLL_SECONDS,
-        advice: str = _RANK_HANGS,
-    ) -> PipelineError | None:
-        self.is_waiting = True
-        try:
-            return self._waited(ready, what, pause, advice)
-        finally:
-            self.is_waiting = False
-
     def _waited(
-        self, ready: Callable[[], bool], what: Callable[[], str], pause: Callable[[], float], advice: str
+        self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str
     ) -> PipelineError | None:
         now = time.monotonic()
         deadline, look_at = now + self.timeout_seconds, now + _POLL_SECONDS
@@ -225,13 +205,14 @@ class Monitor:
                 return self._explain_loss(what())
             now = time.monotonic()
             if now >= deadline:
-                return self._explain_timeout(what(), advice)
+                hangs = f"{what()}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
+                return self._ending(self.board.post(hangs, asks=True), what())
             if now >= look_at:
                 look_at = now + _POLL_SECONDS
                 failure = self.failure or self.board.read()
                 if failure is not None:
                     return self._ending(failure, what())
-            self._condition.wait(min(deadline - now, look_at - now, pause()))
+            self._condition.wait(min(deadline - now, look_at - now, next(pauses)))
         return None
 
     def look(self) -> None:
@@ -257,10 +238,6 @@ class Monitor:
             "machine or the network between them is down: see its own output"
         )
         return self._ending(first, what)
-
-    def _explain_timeout(self, what: str, advice: str) -> PipelineError:
-        text = f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
-        return self._ending(self.board.post(text, asks=True), what)
 
     def _ending(self, first: str, what: str) -> PipelineError:
         """The first failure, and what this rank waits in; after a time-out what each rank waits in."""
@@ -301,6 +278,13 @@ class Watchdog:
         self._is_closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._monitor.timeout_seconds)
+
+
+def _growing_pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        yield pause
 
 
 def _first_line(error: BaseException) -> str:

@@ -128,24 +128,14 @@ class Group:
 
     def largest(self, value: int) -> int:
         """The largest `value` of any rank. Collective."""
-        with self._naming_a_loss():
-            return self.everyone.largest(value, "what all ranks agree on")
+        return self.everyone.largest(value, "what all ranks agree on between two steps")
 
     def from_first(self, value: _T) -> _T:
         """The `value` of rank 0, of what JSON knows (a tuple becomes a list). Collective."""
-        with self._naming_a_loss():
-            shared: _T = json.loads(self.everyone.broadcast(json.dumps(value).encode(), "what rank 0 says"))
-            return shared
-
-    @contextlib.contextmanager
-    def _naming_a_loss(self) -> Iterator[None]:
-        """A rank that dies between two steps breaks the connection of those that want to agree with it."""
-        try:
-            yield
-        except PipelineError as error:
-            if not self.monitor.has_lost_a_rank:
-                raise
-            raise PipelineError(f"{self.monitor.name} lost another rank between two steps ({error})") from error
+        shared: _T = json.loads(
+            self.everyone.broadcast(json.dumps(value).encode(), "what rank 0 says between two steps")
+        )
+        return shared
 
     # For libraries of torch.distributed ---------------------------------------------------------------------------
 
@@ -214,15 +204,7 @@ def join_group(
     name = f"pipetrain/{name_of_attempt()}/group-{number}{members}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store()) if size > 1 else None
     return Group(
-        rank,
-        size,
-        chosen,
-        store,
-        timeout_seconds,
-        grid=grid,
-        mesh=given,
-        members=ranks,
-        owns_process_group=owns,
+        rank, size, chosen, store, timeout_seconds, grid=grid, mesh=given, members=ranks, owns_process_group=owns
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -94,13 +94,14 @@ def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
         TypeError: a value that is neither a tensor nor a number, string or None.
         PipelineError: another rank failed meanwhile.
     """
-    manifest = pickle.dumps({name: pack([value], [False], None)[0] for name, value in own.items()})
-    _, *others = map(pickle.loads, chain.concatenate(manifest, "the names of the state"))
+    manifest = {name: pack([value], [False], None)[0].to_json().decode() for name, value in own.items()}
+    _, *others = map(json.loads, chain.concatenate(json.dumps(manifest).encode(), "the names of the state"))
     whole: dict[str, Any] = {}
     if chain.rank == 0:
         whole = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
     for holder, theirs in enumerate(others, start=1):
-        for name, form in theirs.items():
+        for name, text in theirs.items():
+            form = Form.from_json(text)
             if form.tensors:
                 whole[name] = _bring(own[name] if chain.rank == holder else None, form, name, chain)
             else:

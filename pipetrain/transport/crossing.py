@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import pickle
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.transport.forms import is_plain, leaf_names, tree_of_indices
+from pipetrain.transport.forms import is_plain
+from pipetrain.transport.structures import leaf_names, spec_text
 
 # Of numpy's search for an entry in common; beyond it two views count as overlapping.
 _MOST_WORK = 10_000
@@ -35,8 +34,11 @@ def cross(
     for number, leaf in enumerate(leaves):
         if fault := _fault(leaf, device):
             raise TypeError(f"{giver} returned {leaf_names(spec, 'output')[number]} as {fault}")
-    if spec.type is not None and (fault := _fault_of_structure(spec)):
-        raise TypeError(f"{giver} returned {fault}")
+    if not spec.is_leaf():
+        try:
+            spec_text(spec)
+        except TypeError as error:
+            raise TypeError(f"{giver} returned {error}") from None
     may_not_change = {}
     if fixed:
         storages = {n: leaf.untyped_storage()._cdata for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -95,20 +97,6 @@ def _fault_of_value(value: Any) -> str:
     if type(value).__module__ == "numpy":
         return f"a numpy {kind}: return .item() or torch.from_numpy(...)"
     return f"a {kind}: stages exchange (nested) tuples, lists and dicts of tensors, numbers, strings and None"
-
-
-@lru_cache(maxsize=64)
-def _fault_of_structure(spec: pytree.TreeSpec) -> str:
-    """What of a tree's structure other ranks cannot read; empty: nothing."""
-    try:
-        told = pytree.tree_structure(pickle.loads(pickle.dumps(tree_of_indices(spec))))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"a tree which other ranks cannot import by its name ({error}): define its types at the top level of a module"
-    if told != spec:
-        return (
-            f"the tree {spec}, which is not the same on another rank: take strings, numbers or tuples of them as keys"
-        )
-    return ""
 
 
 def overlapping(leaves: Sequence[Any]) -> dict[int, int]:

@@ -229,15 +229,10 @@ def _waits_seen(on_wait: OnWait) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=64)
-def _cuda(device: torch.device) -> CudaDevice:
-    """One for each GPU of the process, which knows all streams that were taken."""
-    return CudaDevice(device)
-
-
+@lru_cache(maxsize=64)  # one for each GPU of the process, which knows all streams that were taken
 def device_of(device: torch.device) -> CpuDevice:
     """The verbs of a torch device."""
-    return _cuda(device) if device.type == "cuda" else CpuDevice()
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
 
 
 def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor:

@@ -6,9 +6,10 @@ with the right size and nothing but the tensors' own bytes is sent.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
+from pipetrain.transport.structures import leaf_names, spec_text, structure
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class TensorForm:
         buffer = torch.empty(0, dtype=self.dtype, device=memory.device)
         return buffer.set_(memory, 0, self._sent_shape, self.strides)
 
+    def record(self) -> list[Any]:
+        return ["tensor", self.shape, self.strides, str(self.dtype), self.needs_gradient, self.fixed]
+
 
 @dataclass(frozen=True)
 class AliasForm:
     """The very tensor that stands in an earlier leaf of the message; it is sent once."""
 
     leaf: int
+
+    def record(self) -> list[Any]:
+        return ["alias", self.leaf]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +78,9 @@ class ValueForm:
 
     def __hash__(self) -> int:
         return hash(repr(self.value))
+
+    def record(self) -> list[Any]:
+        return [type(self.value).__name__, str(self.value)]
 
 
 _LeafForm = TensorForm | AliasForm | ValueForm
@@ -91,27 +102,40 @@ class Form:
         """What a leaf is called in an error."""
         return f"the gradient of leaf {index}" if self.spec is None else leaf_names(self.spec, "output")[index]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _form_of, (None if self.spec is None else tree_of_indices(self.spec), self.leaves)
+    def to_json(self) -> bytes:
+        leaves = [leaf.record() for leaf in self.leaves]
+        return json.dumps([None if self.spec is None else spec_text(self.spec), leaves]).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> Form:
+        spec, leaves = json.loads(text)
+        return Form(None if spec is None else structure(spec), tuple(_leaf_form(*leaf) for leaf in leaves))
 
 
-def _form_of(tree: Any, leaves: tuple[_LeafForm, ...]) -> Form:
-    """From what pickle wrote: a tree can be written where its `TreeSpec` warns."""
-    return Form(None if tree is None else pytree.tree_structure(tree), leaves)
+def _leaf_form(kind: str, *fields: Any) -> _LeafForm:
+    if kind == "tensor":
+        shape, strides, dtype, needs_gradient, fixed = fields
+        return TensorForm(tuple(shape), tuple(strides), _dtype_of(dtype), needs_gradient, fixed)
+    return AliasForm(*fields) if kind == "alias" else ValueForm(_READ[kind](*fields))
 
 
-def tree_of_indices(spec: pytree.TreeSpec) -> Any:
-    """The tree with the index of each leaf in its place."""
-    return pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+def _dtype_of(text: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
+    return dtype
 
 
-def leaf_names(spec: pytree.TreeSpec, root: str) -> list[str]:
-    """What each leaf of a tree is called where the tree is called `root`: `output[1]['mask']`."""
-    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree_of_indices(spec))[0]]
-
-
-# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too.
-_PLAIN = {type(None), bool, int, float, complex, str, torch.dtype, torch.device}
+# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too. How `str` of one is read.
+_PLAIN: Mapping[type, Callable[[str], Any]] = {
+    type(None): lambda _: None,
+    bool: lambda text: text == "True",
+    int: int,
+    float: float,
+    complex: complex,
+    str: str,
+    torch.dtype: _dtype_of,
+    torch.device: torch.device,
+}
+_READ = {kind.__name__: read for kind, read in _PLAIN.items()}
 
 
 def is_plain(value: Any) -> bool:
@@ -173,13 +197,13 @@ def conform(tensors: Sequence[Tensor], form: Form, found: Form, device: torch.de
         raise PipelineError(
             f"{what}: the structure of what the stage sends changed: then {form}, now {found}. {_CHANGED}"
         )
-    given = iter(tensors)
-    laid_out = []
-    for number, (expected, actual) in enumerate(zip(form.leaves, found.leaves)):
+    given, laid_out = iter(tensors), []
+    for index, (expected, actual) in enumerate(zip(form.leaves, found.leaves)):
+        tensor = next(given) if isinstance(actual, TensorForm) else None
         if not _fits(expected, actual):
-            raise PipelineError(f"{what}: {found.name_of(number)} changed: then {expected}, now {actual}. {_CHANGED}")
+            raise PipelineError(f"{what}: {found.name_of(index)} changed: then {expected}, now {actual}. {_CHANGED}")
         if isinstance(expected, TensorForm):
-            laid_out.append(_restride(next(given) if isinstance(actual, TensorForm) else None, expected, device))
+            laid_out.append(_restride(tensor, expected, device))
     return laid_out
 
 
@@ -212,9 +236,10 @@ def _fits(expected: _LeafForm, actual: _LeafForm) -> bool:
         return actual == expected
     if actual == _NO_GRADIENT:
         return not expected.needs_gradient
-    if not isinstance(actual, TensorForm):
-        return False
-    if (actual.shape, actual.dtype, actual.needs_gradient) != (expected.shape, expected.dtype, expected.needs_gradient):
+    if (
+        not isinstance(actual, TensorForm)
+        or replace(actual, strides=expected.strides, fixed=expected.fixed) != expected
+    ):
         return False
     # What was one entry of an expanded dimension may not become many; the other way round a copy spreads it.
     return all(wanted != 0 or stride == 0 for wanted, stride in zip(expected.strides, actual.strides))

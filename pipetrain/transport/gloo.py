@@ -7,7 +7,6 @@ receive is posted, and a gloo transfer counts as complete only for who waits for
 from __future__ import annotations
 
 import functools
-import pickle
 import time
 from collections.abc import Callable, Mapping
 
@@ -184,11 +183,10 @@ def receive_form(pair: Pair, source: int) -> Form:
     finish(pair.recv([size], source, _TAG))
     text = torch.empty(int(size), dtype=torch.uint8)
     finish(pair.recv([text], source, _TAG))
-    form: Form = pickle.loads(text.numpy().tobytes())
-    return form
+    return Form.from_json(text.numpy().tobytes())
 
 
 def send_form(pair: Pair, target: int, form: Form) -> None:
-    text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8)
     for tensor in (torch.tensor([text.numel()]), text):
         finish(pair.send([tensor], target, _TAG))

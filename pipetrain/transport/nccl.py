@@ -187,8 +187,7 @@ def _shut(data: Pair, peer: str, device: Device, monitor: Monitor) -> None:
     ended = device.record(device.current())  # the caller's stream comes after all that the steps have launched
     device.waited("the last messages")
     monitor.wait_polling(
-        lambda: device.has_ended(ended),
-        lambda: f"{monitor.name} waits for its device: the last messages with {peer}",
+        lambda: device.has_ended(ended), lambda: f"{monitor.name} waits for its device: the last messages with {peer}"
     )
     data.shutdown()  # type: ignore[attr-defined]
 

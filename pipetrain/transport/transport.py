@@ -165,17 +165,16 @@ class Transport:
         def arrived(found: Form, collect: Collect, land: Callable[[], None] = _nothing, /) -> None:
             self._arrived[op] = (found, collect)
             self._forms[op] = found
-            if land is _nothing:
+
+            def landed() -> None:
+                land()
                 self._hold_early(op, collect)
-                self._ended.append((op, land))
-            else:
-                self._ended.append((op, lambda: self._land(op, collect, land)))
+
+            if land is _nothing:
+                landed()
+            self._ended.append((op, land if land is _nothing else landed))
 
         self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
-
-    def _land(self, op: Op, collect: Collect, land: Callable[[], None]) -> None:
-        land()
-        self._hold_early(op, collect)
 
     def _hold_early(self, op: Op, collect: Collect) -> None:
         """An input that has come counts as an activation from now on."""

@@ -205,7 +205,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
         return chain
 
     agreeing = meet("pipetrain/attempt-0/group-0")
-    agreeing.broadcast(json.dumps("the run folder").encode(), 0, "what rank 0 says")
+    agreeing.broadcast(json.dumps("the run folder").encode(), 0, "what rank 0 says between two steps")
 
     name = "pipetrain/attempt-0/group-1"
     chain = meet(name)
@@ -225,7 +225,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"
     ]
-    agreeing.concatenate(b"%d" % (num_ranks - 1 if own > of else 0), "what all ranks agree on")
+    agreeing.concatenate(b"%d" % (num_ranks - 1 if own > of else 0), "what all ranks agree on between two steps")
     connection.send(None)
     connection.recv()
     assert len(pairs) == 2

@@ -271,10 +271,6 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-class Key:
-    """Equal to itself alone."""
-
-
 @dataclass
 class Parts:
     one: Tensor
@@ -294,7 +290,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "enum": (lambda y: (y, Colour.RED), r"output\[1\] as an enum, .*: return its .value"),
     "dataclass": (lambda y: (y, Parts(y)), r"output\[1\] as a Parts, a dataclass that torch does not look into"),
     "set": (lambda y: (y, {1}), r"output\[1\] as a set: stages exchange"),
-    "key": (lambda y: {Key(): y}, r"which is not the same on another rank: take strings"),
+    "key": (lambda y: {Colour.RED: y}, "a dict with the key .* of type .*Colour: take strings"),
     "local type": (lambda y: collections.namedtuple("Local", "a")(y), "which other ranks cannot import by its name"),
 }
 
