@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program, Turns
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import gives, local_source, receive_of, send_of, takes
+from pipetrain.schedule.messages import local_source, reads_boundary, receive_of, send_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seed
+from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
@@ -228,12 +228,12 @@ class Executor:
     def _backward(self, turn: _Turn) -> None:
         op, lane, program, step = turn
         gradients: Sequence[Any] = ()
-        if op.stage < program.schedule.num_stages - 1 and takes(program.schedule, op):
+        if op.stage < program.schedule.num_stages - 1 and reads_boundary(program.schedule, op):
             gradients = self._received(op, program).leaves
         with self._lanes.timed(lane, op):
             stage = self._stages[op.stage]
             wanted_back = stage.backward(turn.microbatch, gradients, scale=step.scale, part=op.part)
-        if op.stage > program.schedule.first_backward and gives(op):
+        if op.stage > program.schedule.first_backward and writes_boundary(op):
             self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
 
     def _backward_weights(self, turn: _Turn) -> None:

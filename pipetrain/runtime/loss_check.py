@@ -11,11 +11,11 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some rows: the leaves of their output and target, what they are of the batch, and their loss."""
+    """Some rows: the leaves of their output and target, their share of the batch, and their loss where it is known."""
 
     output: list[Any]
     target: list[Any]
@@ -70,10 +70,10 @@ class _Part(NamedTuple):
 
 @dataclass
 class LossCheck:
-    """Compares on the last stage's rank, and on no other. `reduction` is what the user says that `loss_fn` is: `mean` or `sum`.
+    """Compares on the last stage's rank. `reduction` is what the user says that `loss_fn` is: `mean` or `sum`.
 
-    A loss that cannot be evaluated so, or gives another value for the same output (it draws random numbers, or has a state), is left alone. It
-    is called on a copy, so that a state of its own stays as it is.
+    A loss that cannot be evaluated so, or gives another value for the same output (random numbers, a state), is left alone. It is called on a
+    copy: a state of its own stays as it is, unless a function closes over it.
     """
 
     loss_fn: LossFn
@@ -82,22 +82,20 @@ class LossCheck:
     last_layer: int
     fetch: Fetch
     warns: bool  # of several replicas one
-
-    def __post_init__(self) -> None:
-        self.is_done = False
+    is_done: bool = False
 
     @contextmanager
     def over(self, step: Step) -> Iterator[None]:
-        """In the block `step` runs, with a graph. The generators are the caller's to restore.
+        """Around a step with a graph. The generators are the caller's to restore.
 
         Raises:
             ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
         """
-        counted = [number for number, share in enumerate(step.shares) if share]
+        counted = [index for index, share in enumerate(step.shares) if share]
         if self.is_done or step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
             yield
             return
-        kept, specs, room = dict[int, list[Any]](), list[pytree.TreeSpec](), _MOST_BYTES
+        kept, specs, room = dict[int, list[Any]](), set[pytree.TreeSpec](), _MOST_BYTES
         added: dict[int, Tensor] = {}  # by the layers, to what loss_fn gave
 
         def keep(microbatch: int, layer: int, output: Any) -> None:
@@ -110,82 +108,70 @@ class LossCheck:
             room -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             if room >= 0 or not kept:
                 kept[microbatch] = [_Kept.of(leaf) for leaf in leaves]
-                specs.append(spec)
+                specs.add(spec)
 
         step.on_layer = keep
         yield
         step.on_layer = None
+        parts = [
+            _Part(
+                [leaf.back() if isinstance(leaf, _Kept) else leaf for leaf in leaves],
+                pytree.tree_leaves(step.targets[index]),
+                step.shares[index],
+                step.outputs[index] / step.weights[index] - added.get(index, 0),
+            )
+            for index, leaves in sorted(kept.items())
+        ]
         try:
-            values = self._evaluate(step, kept, specs, added)
+            (spec,) = specs
+            target_spec = pytree.tree_structure(step.targets[next(iter(kept))])
+            values = self._evaluate(parts, set(step.whole_targets), spec, target_spec)
         except Exception as error:
             self.is_done = True
-            _LOG.debug(
-                "whether the loss is a %s was not looked at: %s: %s", self.reduction, type(error).__name__, error
-            )
+            name = type(error).__name__
+            _LOG.debug("whether the loss is a %s was not looked at: %s: %s", self.reduction, name, error)
             return
-        if all(map(math.isfinite, values[:3])):
+        if all(map(math.isfinite, values)):
             self.is_done = True
             self._judge(len(step.shares), *values)
 
     def _evaluate(
-        self,
-        step: Step,
-        kept: dict[int, list[Any]],
-        specs: Sequence[pytree.TreeSpec],
-        added: Mapping[int, Tensor],
+        self, parts: list[_Part], whole: set[int], spec: pytree.TreeSpec, target_spec: pytree.TreeSpec
     ) -> tuple[float, float, float, float]:
         """The loss of all that was kept, the mean of the losses of its parts, their sum, and how far rounding may take two of them apart."""
-        if any(spec != specs[0] for spec in specs):
-            raise _NotComparable("outputs of several structures")
-        target_spec = pytree.tree_structure(step.targets[next(iter(kept))])
-        parts = [
-            _Part(
-                [leaf.back() if isinstance(leaf, _Kept) else leaf for leaf in leaves],
-                pytree.tree_leaves(step.targets[number]),
-                step.shares[number],
-                step.outputs[number] / step.weights[number] - added.get(number, 0),
-            )
-            for number, leaves in sorted(kept.items())
-        ]
-        whole = set(step.whole_targets)
         loss_fn: LossFn = _copy_of(self.loss_fn)
 
         def loss_of(output: list[Any], target: list[Any]) -> Tensor:
             with torch.no_grad():
-                return loss_fn(pytree.tree_unflatten(output, specs[0]), pytree.tree_unflatten(target, target_spec))
+                return loss_fn(pytree.tree_unflatten(output, spec), pytree.tree_unflatten(target, target_spec))
 
-        first, terms = parts[0], sum(leaf.numel() for part in parts for leaf in part.output if isinstance(leaf, Tensor))
+        first = parts[0]
         assert first.loss is not None
-        found = [first.loss, loss_of(_cloned(first.output), _cloned(first.target))]
+        again = loss_of(_cloned(first.output), _cloned(first.target))
+        rounding = _rounding(first.loss, [leaf for part in parts for leaf in part.output if isinstance(leaf, Tensor)])
         if len(parts) > 1:
-            found.append(
-                loss_of(_joined([part.output for part in parts]), _joined([part.target for part in parts], whole))
-            )
+            joined = _joined([part.output for part in parts]), _joined([part.target for part in parts], whole)
+            together = loss_of(*joined)
         else:
-            parts = self._halves(first, whole, target_spec)
-            found.append(first.loss)
-        found += [loss_of(part.output, part.target) if part.loss is None else part.loss for part in parts]
-        there = found[0].device
-        once, again, together, *losses = self.fetch(
-            torch.stack([loss.detach().to(there).double() for loss in found]), "the loss of the first step as a whole"
-        ).tolist()
-        rounding = _rounding(first, terms)
-        if math.isfinite(once) and not _are_close(once, again, abs(once), rounding):
+            together, outputs = first.loss, _cut_in_two(_cloned(first.output))
+            targets = _cut_in_two(_cloned(first.target), whole)
+            counts: list[int | float] = [
+                next(leaf.shape[0] for leaf in output if isinstance(leaf, Tensor)) for output in outputs
+            ]
+            if self.count_fn is not None:
+                counts = counts_of([pytree.tree_unflatten(half, target_spec) for half in targets], self.count_fn)
+            if not all(counts):
+                raise _NotComparable("a half in which nothing counts")
+            halves = zip(outputs, targets, weights_of(counts))
+            parts = [_Part(output, target, share, loss_of(output, target)) for output, target, share in halves]
+        found = [first.loss, again, together, *(part.loss for part in parts if part.loss is not None)]
+        stacked = torch.stack([loss.detach().to(first.loss.device).double() for loss in found])
+        once, twice, whole_loss, *losses = self.fetch(stacked, "the loss of the first step as a whole").tolist()
+        if math.isfinite(once) and not _are_close(once, twice, abs(once), rounding):
             raise _NotComparable("another loss for the same output")
         share = sum(part.share for part in parts)
         mean = sum(part.share / share * loss for part, loss in zip(parts, losses))
-        return together, mean, sum(losses), rounding
-
-    def _halves(self, part: _Part, whole: set[int], spec: pytree.TreeSpec) -> list[_Part]:
-        outputs, targets = _cut_in_two(_cloned(part.output)), _cut_in_two(_cloned(part.target), whole)
-        counts: list[int | float] = [
-            next(leaf.shape[0] for leaf in output if isinstance(leaf, Tensor)) for output in outputs
-        ]
-        if self.count_fn is not None:
-            counts = counts_of([pytree.tree_unflatten(target, spec) for target in targets], self.count_fn)
-        if not all(counts):
-            raise _NotComparable("a half in which nothing counts")
-        return [_Part(*parts) for parts in zip(outputs, targets, weights_of(counts))]
+        return whole_loss, mean, sum(losses), rounding
 
     def _judge(self, num_microbatches: int, together: float, mean: float, added: float, rounding: float) -> None:
         scale = max(abs(together), abs(mean))
@@ -216,22 +202,23 @@ class LossCheck:
             )
 
 
-def _joined(parts: Sequence[list[Any]], whole: set[int] | None = None) -> list[Any]:
+def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[Any]:
     """The leaves of several parts as those of one; `whole` are the same in each."""
-    return [
-        column[0]
-        if number in (whole or ())
-        else torch.cat([_rows(leaf) for leaf in column])
-        if isinstance(column[0], Tensor)
-        else _same(column)
-        for number, column in enumerate(zip(*parts, strict=True))
-    ]
+    joined = []
+    for index, column in enumerate(zip(*parts, strict=True)):
+        if isinstance(column[0], Tensor) and index not in whole:
+            joined.append(torch.cat(column))
+        elif isinstance(column[0], Tensor) or all(leaf == column[0] for leaf in column):
+            joined.append(column[0])
+        else:
+            raise _NotComparable(f"a {type(column[0]).__name__} that is another for each microbatch")
+    return joined
 
 
-def _cut_in_two(leaves: list[Any], whole: set[int] | None = None) -> list[list[Any]]:
+def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[Any]]:
     columns = [
-        torch.tensor_split(_rows(leaf), 2) if isinstance(leaf, Tensor) and number not in (whole or ()) else (leaf, leaf)
-        for number, leaf in enumerate(leaves)
+        torch.tensor_split(leaf, 2) if isinstance(leaf, Tensor) and index not in whole else (leaf, leaf)
+        for index, leaf in enumerate(leaves)
     ]
     return [list(half) for half in zip(*columns)]
 
@@ -241,57 +228,28 @@ def _cloned(leaves: list[Any]) -> list[Any]:
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _rows(leaf: Tensor) -> Tensor:
-    if not leaf.dim():
-        raise _NotComparable("a tensor without dimensions")
-    return leaf
-
-
-def _same(column: Sequence[Any]) -> Any:
-    if any(type(leaf) is not type(column[0]) or leaf != column[0] for leaf in column):
-        raise _NotComparable(f"a {type(column[0]).__name__} that is another for each microbatch")
-    return column[0]
-
-
 def _copy_of(value: Any) -> Any:
-    """A loss, or what it holds, with a state of its own: also in what a function closes over. Weights are not copied."""
+    """A loss, or what it holds, with a state of its own. Weights are not copied."""
     if isinstance(value, partial):
         named = {name: _copy_of(one) for name, one in value.keywords.items()}
         return partial(_copy_of(value.func), *map(_copy_of, value.args), **named)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copy_of(value.__self__))
-    if isinstance(value, FunctionType):
-        return value if value.__closure__ is None else _with_own_cells(value)
-    if isinstance(value, (nn.Module, Tensor, list, tuple, dict, set)):
-        modules = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, nn.Module)]
-        return copy.deepcopy(value, {id(weight): weight for module in modules for weight in module.parameters()})
-    try:
-        return copy.copy(value)
-    except TypeError:  # a module of Python, a lock: they have no state that a loss would change
-        return value
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value, {id(weight): weight for weight in value.parameters()})
+    return copy.copy(value)
 
 
-def _with_own_cells(function: FunctionType) -> FunctionType:
-    cells = tuple(CellType(_copy_of(cell.cell_contents)) for cell in function.__closure__ or ())
-    own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure=cells)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
-def _rounding(part: _Part, terms: int) -> float:
+def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
     """How far apart two sums of so many terms may be that differ in their order, as a part of them: the root of their number in roundings.
 
     16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis
     (2019).
     """
-    assert part.loss is not None
-    dtypes = [
-        part.loss.dtype,
-        *(leaf.dtype for leaf in part.output if isinstance(leaf, Tensor) and leaf.is_floating_point()),
-    ]
-    is_double = all(dtype is torch.float64 for dtype in dtypes)
-    summed = torch.finfo(torch.float64 if is_double else torch.float32).eps * math.sqrt(terms)
-    return 4 * (torch.finfo(part.loss.dtype).eps + summed)
+    is_double = all(one.dtype is torch.float64 for one in (loss, *outputs) if one.is_floating_point())
+    summed = torch.finfo(torch.float64 if is_double else torch.float32).eps
+    terms = sum(output.numel() for output in outputs)
+    return 4 * (torch.finfo(loss.dtype).eps + summed * math.sqrt(terms))
 
 
 def _are_close(one: float, other: float, scale: float, rounding: float) -> bool:

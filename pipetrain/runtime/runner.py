@@ -27,10 +27,10 @@ from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.loss_check import LossCheck
 from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.runtime.skips import Skips
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
+from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import LossFn
 from pipetrain.transport.device import bring, fetch
 from pipetrain.transport.lanes import Lanes
@@ -171,9 +171,8 @@ class CallRunner:
             # As they are given, before they are on the device: there a count would wait for all that it still has to do.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
-        left = self._skips.told
         call = self._calls.agree(
-            kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=left
+            kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=self._skips.reported
         )
         without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
         with self.failing_together(
@@ -276,14 +275,12 @@ class CallRunner:
         else:
             program = self._programs.inference(call.num_microbatches, call.skipped)
         self.transport.start_step(self._calls.forms(call), described=call.described)
-        step.explain = self._skips.explain
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))
             if step.with_graph and self._loss_check is not None:
                 around.enter_context(self._loss_check.over(step))
             if step.with_graph:
-                self._skips.hear(call.left)
-                around.enter_context(self._skips.over(step))
+                around.enter_context(self._skips.over(step, call.left))
             self.executor.run(program, step)
         if step.with_graph:
             self._shared_gradients.finish(self.fetch)

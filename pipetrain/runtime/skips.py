@@ -1,22 +1,20 @@
-"""What layers of one stage leave for those of another in a dict, a list, a module or an object that both hold: it is refused by name.
-
-Only outputs go from stage to stage. On one rank the other stage finds what another microbatch left, and on two it finds nothing.
+"""Tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold: refused by name.
 
     F1 of stage 0   puts a tensor there, as in F0: so it is no table that is made once                 [1]
-    F0 of stage 1   computes with it, or with what was computed from it, up to its output              [2]
+    F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
 
-Where the other stage is on another rank, that one looks in the next step: [1] goes along with what ranks agree on anyway. What is only noted
-down (statistics, a log) is let through, and so are numbers, of which nobody sees where they go.
+Only outputs go from stage to stage: on one rank the other stage finds what another microbatch left, and on two it finds nothing.
+There the other rank looks in its second step: [1] goes along with what ranks agree on anyway. What is only noted down
+(statistics, a log) may be shared.
 """
 
 from __future__ import annotations
 
-import weakref
+import traceback
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,96 +28,81 @@ from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.leaves import named_paths, paths
 from pipetrain.stage.traces import is_of_the_user
 
-_LOSS = "loss_fn"  # what it is called among the layers
-_NOT_STATE = frozenset({"_parameters", "_buffers", "_modules"})
-Told = tuple[
-    int, str, int
-]  # of something that is shared its name as a number, a place in it, and the stage that leaves tensors there
-_MOST_TOLD = 16
+Reported = tuple[int, str, int]  # the number of a shared thing, a key in it, the stage that leaves tensors there
+_NUM_STEPS = 2  # that are looked at
+_MOST_REPORTED = 16
 _MOST_ENTRIES = 1000  # of a container that is looked into
+_INSTEAD = (
+    "Return it as part of the output (a tuple), from layer to layer, or choose a balance that puts both on one stage"
+)
 
 
-@dataclass
-class _Shared:
-    """Something that layers of several stages hold: what it is called in each of them, and in which microbatches each put tensors there."""
+class _Shared(NamedTuple):
+    """Something that layers of several stages hold, and what it is called in each stage."""
 
     thing: Any
-    names: dict[int, str] = field(default_factory=dict)
-    written: dict[int, set[int]] = field(default_factory=dict)
+    names: dict[int, tuple[str, str]]  # the path, and whose
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those in it, also in a list or tuple there, by where they are; none of a very long one."""
-        if isinstance(self.thing, (dict, list, deque)) and len(self.thing) > _MOST_ENTRIES:
-            return {}
-        if isinstance(self.thing, (list, deque)):
-            found = {f"[{number}]": value for number, value in enumerate(self.thing)}
-        elif isinstance(self.thing, dict):
-            found = {f"[{key!r}]": value for key, value in self.thing.items()}
-        else:
-            found = {f".{key}": value for key, value in vars(self.thing).items() if key not in _NOT_STATE}
-        for key, value in list(found.items()):
-            if isinstance(value, (list, tuple)):
-                found |= {f"{key}[{number}]": one for number, one in enumerate(value[:_MOST_ENTRIES])}
-        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        """Those in it, also in containers there, by key; of a very long container none."""
+        is_container = isinstance(self.thing, (dict, list, deque))
+        trees = {"": self.thing} if is_container else {f".{name}": value for name, value in vars(self.thing).items()}
+        return {
+            name + pytree.keystr(path): leaf
+            for name, tree in trees.items()
+            if not isinstance(tree, (dict, list, deque)) or len(tree) <= _MOST_ENTRIES
+            for path, leaf in pytree.tree_flatten_with_path(tree)[0]
+            if isinstance(leaf, Tensor)
+        }
 
-    @property
-    def number(self) -> int:
-        """Of what it is called first: the same on every rank."""
-        return zlib.crc32(self.names[min(self.names)].encode())
-
-    def changes(self, stage: int) -> bool:
-        """Whether a stage puts a tensor there for each microbatch."""
-        return len(self.written.get(stage, ())) > 1
-
-    def called(self, stage: int, key: str) -> str:
-        """A place in it, as it is called in a stage."""
-        path, _, owner = self.names[stage].rpartition(" of ")
-        return f"{path}{key} of {owner}" if path else f"{key.removeprefix('.')} of {owner}"
+    def called(self, stage: int, key: str = "") -> str:
+        path, owner = self.names[stage]
+        return f"{f'{path}{key}'.removeprefix('.')} of {owner}" if path or key else owner
 
 
 class _Left(NamedTuple):
-    """A tensor that a stage has put somewhere, or one that was computed from it."""
+    """A tensor that a stage has left, or one that was computed from it. It is held, so that no other gets its identity."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: Tensor
     stage: int
     shared: _Shared
     key: str
 
-    def is_for_others(self, own_stages: Set[int]) -> bool:
-        """Whether a stage of this rank leaves it for each microbatch where one of another rank might look."""
-        return (
-            self.stage in own_stages and self.shared.changes(self.stage) and not self.shared.names.keys() <= own_stages
-        )
 
+class Skips(TorchFunctionMode):
+    """Looks at the first steps. `layers` are those that this rank knows, by their index in the model.
 
-class Skips:
-    """Looks at the first two steps. `layers` are those that this rank knows, by their place in the model; `told` is what this rank says to
-    the others of what is held there too."""
+    As a mode it follows what an F computes from what another stage left: entered when something is left for a second microbatch.
+    """
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
-        self._roots: dict[int, tuple[int, str, Any]] = {
-            number: (plan.stage_of(number), f"layer {number} ({type(layer).__name__})", layer)
-            for number, layer in layers.items()
-        }
-        self._roots[plan.num_layers] = (plan.num_stages - 1, _LOSS, loss_fn)
-        self._plan = plan
-        self._knows_all = len(layers) == plan.num_layers
-        self._own_stages = frozenset(plan.stages_of(rank))
-        found = _shared_by(self._roots.values()) if plan.num_stages > 1 else []
-        self._shared = [shared for shared in found if shared.names.keys() & self._own_stages]
-        self._steps_left = 2
-        self.told: list[Told] = []
+        super().__init__()
+        self._stages = frozenset(plan.stages_of(rank))
+        self._stage_ranks = plan.stage_ranks
+        self._names = {index: f"layer {index} ({type(layer).__name__})" for index, layer in layers.items()}
+        self._names[plan.num_layers] = "loss_fn"
+        found: dict[int, _Shared] = {}
+        seen: defaultdict[int, set[int]] = defaultdict(set)
+        for index, root in {**layers, plan.num_layers: loss_fn}.items() if plan.num_stages > 1 else ():
+            stage = plan.num_stages - 1 if root is loss_fn else plan.stage_of(index)
+            for path, thing in (named_paths if root is loss_fn else paths)(root, _can_be_changed, seen[stage]):
+                found.setdefault(id(thing), _Shared(thing, {})).names.setdefault(stage, (path, self._names[index]))
+        self._shared = [one for one in found.values() if len(one.names) > 1 and one.names.keys() & self._stages]
+        self.reported: list[Reported] = []
+        self._num_steps = 0
+        self._is_on = False
         self._now: Op | None = None  # the F that runs
-        self._before: list[dict[str, Tensor]] = []  # what was in each at its start
+        self._before: list[set[int]] = []  # the tensors in each shared thing at its start
+        self._leaves_in: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by thing and stage: microbatches
         self._left: dict[int, _Left] = {}  # by the identity of the tensor
         self._computed: dict[int, _Left] = {}  # in the F that runs
 
     @contextmanager
-    def over(self, step: Step) -> Iterator[None]:
-        """In the block `step` runs, with a graph.
+    def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
+        """Around a step with a graph; `reported` is what ranks before this one have found.
 
         Raises:
-            ValueError: (what runs in it) a layer computes with what another stage left.
+            ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
         """
         if not self._shared:
             yield
@@ -131,164 +114,113 @@ class Skips:
             if before is not None:
                 before(microbatch, layer, output)
 
-        with ExitStack() as watch:
-            if self._left:
-                watch.enter_context(_Watch(self))
-            step.on_layer, step.on_op = on_layer, lambda op: self._on_op(op, watch)
-            try:
-                yield
-            finally:
-                step.on_layer, step.on_op = before, None
-                self._now, self._before = None, []
-                self._end_step()
+        self._hear(reported)
+        step.on_layer, step.on_op, step.explain = on_layer, self._on_op, self._explain
+        try:
+            yield
+        finally:
+            step.on_layer, step.on_op, step.explain = before, None, None
+            if self._is_on:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._end_step()
+
+    def _hear(self, reported: Sequence[Reported]) -> None:
+        """What this rank has where a stage of another leaves tensors, its own stages are not to compute with."""
+        for shared in self._shared:
+            tensors = shared.tensors() if reported else {}
+            for number, key, stage in reported:
+                if number == _number(shared) and stage not in self._stages and key in tensors:
+                    self._leaves_in[id(shared.thing), stage] |= {0, 1}
+                    self._left[id(tensors[key])] = _Left(tensors[key], stage, shared, key)
+        self._turn_on()
+
+    def _turn_on(self) -> None:
+        if not self._is_on and any(map(self._is_left_each_time, self._left.values())):
+            self._is_on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _is_left_each_time(self, left: _Left) -> bool:
+        return len(self._leaves_in[id(left.shared.thing), left.stage]) > 1
+
+    def _on_op(self, op: Op) -> None:
+        """[1] Note what the F before this op has left."""
+        if self._now is not None and self._now.microbatch is not None:
+            stage = self._now.stage
+            for shared, old in zip(self._shared, self._before):
+                for key, tensor in shared.tensors().items() if stage in shared.names else ():
+                    if id(tensor) not in old:
+                        self._leaves_in[id(shared.thing), stage].add(self._now.microbatch)
+                        self._left[id(tensor)] = _Left(tensor, stage, shared, key)
+            self._turn_on()
+        self._computed.clear()
+        self._now = op if op.kind is Kind.F else None
+        self._before = [set(map(id, shared.tensors().values())) for shared in self._shared] if self._now else []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling() and (source := self._source((args, kwargs))):
+            tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+            self._computed |= {id(tensor): source._replace(tensor=tensor) for tensor in tensors}
+        return result
+
+    def _source(self, tree: Any) -> _Left | None:
+        """What another stage left that is in `tree`, or that something in it was computed from in the F that runs."""
+        found = (self._computed.get(id(leaf)) or self._left.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
+        others = (left for left in found if left is not None and self._now and left.stage != self._now.stage)
+        return next(filter(self._is_left_each_time, others), None)
+
+    def _check(self, layer: int, output: Any) -> None:
+        """[2]"""
+        left = self._source(output)
+        if left is not None and self._now is not None:
+            stage = self._now.stage
+            raise ValueError(
+                f"{self._names[layer]} of stage {stage} computes with {left.shared.called(stage, left.key)}, where stage {left.stage} leaves a "
+                f"tensor in each forward ({left.shared.called(left.stage, left.key)}): it is that of another microbatch, and on two ranks "
+                f"nothing comes. {_INSTEAD}"
+            )
 
     def _end_step(self) -> None:
-        self._steps_left -= 1
-        known = dict.fromkeys(
-            (left.shared.number, left.key, left.stage)
+        self._num_steps += 1
+        self.reported = [
+            (_number(left.shared), left.key, left.stage)
             for left in self._left.values()
-            if left.is_for_others(self._own_stages)
-        )
-        self.told = list(known)[:_MOST_TOLD] if self._steps_left else []
-        if not self._steps_left:
-            self._shared = []
+            if left.stage in self._stages
+            and self._is_left_each_time(left)
+            and not left.shared.names.keys() <= self._stages
+        ][:_MOST_REPORTED]
+        if self._num_steps == _NUM_STEPS:
+            self._shared, self.reported = [], []
+        self._is_on, self._now, self._before = False, None, []
         self._left.clear()
         self._computed.clear()
 
-    def hear(self, told: Iterable[Told]) -> None:
-        """What the ranks before have told, before a step: what this rank has in those places, its own stages are not to compute with."""
-        if not self._shared:
-            return
-        by_number = {shared.number: shared for shared in self._shared}
-        for number, key, stage in told:
-            shared = by_number.get(number)
-            if (
-                shared is not None
-                and stage not in self._own_stages
-                and (tensor := shared.tensors().get(key)) is not None
-            ):
-                shared.written[stage] = {0, 1}
-                self._left[id(tensor)] = _Left(weakref.ref(tensor), stage, shared, key)
-
-    def _on_op(self, op: Op, watch: ExitStack) -> None:
-        if self._now is not None and self._look_for_new(self._now):
-            watch.enter_context(_Watch(self))
-        self._computed.clear()
-        self._now = op if op.kind is Kind.F else None
-        self._before = [shared.tensors() for shared in self._shared] if self._now else []
-
-    def _look_for_new(self, op: Op) -> bool:
-        """[1] Note down what an F has left; whether it is the first to do so again, so that from now on it is watched who reads it."""
-        assert op.microbatch is not None
-        has_watched = any(shared.changes(stage) for shared in self._shared for stage in shared.names)
-        for shared, before in zip(self._shared, self._before):
-            old = set(map(id, before.values()))
-            new = {key: one for key, one in shared.tensors().items() if id(one) not in old}
-            if new and op.stage in shared.names:
-                shared.written.setdefault(op.stage, set()).add(op.microbatch)
-                self._left |= {id(one): _Left(weakref.ref(one), op.stage, shared, key) for key, one in new.items()}
-        return not has_watched and any(shared.changes(op.stage) for shared in self._shared)
-
-    def left_by_another(self, tensor: Tensor) -> _Left | None:
-        """What another stage left that this tensor is, or was computed from in the F that runs."""
-        if self._now is None:
-            return None
-        for known in (self._computed, self._left):
-            left = known.get(id(tensor))
-            if left is not None and left.tensor() is tensor:
-                return left if left.stage != self._now.stage and left.shared.changes(left.stage) else None
-        return None
-
-    def note(self, tensor: Tensor, source: _Left | None) -> None:
-        """It was computed from `source`."""
-        if source is not None:
-            self._computed[id(tensor)] = source._replace(tensor=weakref.ref(tensor))
-
-    def _check(self, number: int, output: Any) -> None:
-        """[2] Raises:
-        ValueError: the output of layer `number` was computed from what another stage left.
-        """
-        found = (self.left_by_another(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-        left = next(filter(None, found), None)
-        if left is not None:
-            stage, name, _ = self._roots[number]
-            raise ValueError(
-                f"{name} of stage {stage} computes with {left.shared.called(stage, left.key)}, where stage {left.stage} leaves a tensor in "
-                f"each forward ({left.shared.called(left.stage, left.key)}): it is that of another microbatch, and on two ranks nothing comes. "
-                f"{_INSTEAD}"
-            )
-
-    # Several ranks ------------------------------------------------------------------------------------------------
-
-    def explain(self, error: Exception, stage: int) -> ValueError | None:
-        """What an error in F of a stage means, where a layer looks for something in what a layer of another stage holds too."""
+    def _explain(self, error: Exception, stage: int) -> ValueError | None:
+        """What an error in F of a stage means, where a layer looks for something that a stage on another rank may have left."""
         if not isinstance(error, (KeyError, IndexError, AttributeError)):
             return None
-        scope, names = _scope_of(error)
-        ranks = self._plan.stage_ranks
-        lacking = [
-            (own, self._holder(thing, lambda where: ranks[where] != ranks[stage]))
-            for _, thing in paths(scope, lambda one: _lacks(one, error), names=names)
-            if (own := self._holder(thing, lambda where: where == stage))
-        ]
-        if lacking and all(other for _, other in lacking):
-            own, other = lacking[0]
-            return ValueError(
-                f"stage {stage} finds nothing in {own} ({type(error).__name__}: {error}), which is {other} too: what one rank leaves there does "
-                f"not come to the other. {_INSTEAD}"
-            )
-        if lacking and not self._knows_all:
-            error.add_note(
-                f"if a layer of another stage is to put it into {lacking[0][0]}: on this rank it never comes. {_INSTEAD}"
-            )
-        return None
-
-    def _holder(self, thing: Any, is_wanted: Callable[[int], bool]) -> str:
-        """What something is called in one of the stages that are wanted; nothing where none has it."""
-        for where, name, root in self._roots.values():
-            found = next(paths(root, lambda one: one is thing), None) if is_wanted(where) else None
-            if found is not None:
-                return f"{_called(found[0], name)} of stage {where}"
-        return ""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        names = set(frame.f_code.co_names)
+        scope = {**{name: frame.f_globals[name] for name in names & frame.f_globals.keys()}, **frame.f_locals}
+        lacking = {id(thing) for _, thing in paths(scope, lambda thing: _lacks(thing, error), names=names)} - {
+            id(scope)
+        }
+        found = [one for one in self._shared if id(one.thing) in lacking and stage in one.names]
+        ranks = self._stage_ranks
+        others = [next((s for s in one.names if ranks[s] != ranks[stage]), None) for one in found]
+        if not lacking or len(found) < len(lacking) or None in others:
+            return None
+        other = others[0]
+        assert other is not None
+        return ValueError(
+            f"stage {stage} finds nothing in {found[0].called(stage)} of stage {stage} ({type(error).__name__}: {error}), which is "
+            f"{found[0].called(other)} of stage {other} too: what one rank leaves there does not come to the other. {_INSTEAD}"
+        )
 
 
-_INSTEAD = (
-    "Return it as part of the output (a tuple), from layer to layer, or choose a balance that puts both on one stage"
-)
-
-
-class _Watch(TorchFunctionMode):
-    """Follows what an F computes from what another stage left."""
-
-    def __init__(self, skips: Skips) -> None:
-        super().__init__()
-        self._skips = skips
-
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        found = map(self._skips.left_by_another, _tensors_in((args, kwargs)))
-        source = next(filter(None, found), None)
-        result = function(*args, **kwargs)
-        for tensor in _tensors_in(result):
-            self._skips.note(tensor, source)
-        return result
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _shared_by(roots: Iterable[tuple[int, str, Any]]) -> list[_Shared]:
-    """What can be changed and is held in several stages."""
-    found: dict[int, _Shared] = {}
-    seen: defaultdict[int, set[int]] = defaultdict(set)
-    for stage, name, root in roots:
-        walk = named_paths if name == _LOSS else paths
-        for path, thing in walk(root, _can_be_changed, seen[stage]):
-            found.setdefault(id(thing), _Shared(thing)).names.setdefault(stage, _called(path, name))
-    return [shared for shared in found.values() if len(shared.names) > 1]
+def _number(shared: _Shared) -> int:
+    """The same on every rank: of its name in the first stage that has it."""
+    return zlib.crc32(shared.called(min(shared.names)).encode())
 
 
 def _can_be_changed(thing: Any) -> bool:
@@ -297,25 +229,10 @@ def _can_be_changed(thing: Any) -> bool:
     )
 
 
-def _scope_of(error: Exception) -> tuple[dict[str, Any], Set[str]]:
-    """What the code that raised could name, and all names in it."""
-    trace = error.__traceback__
-    assert trace is not None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = trace.tb_frame
-    names = set(frame.f_code.co_names)
-    return {**{name: frame.f_globals[name] for name in names & frame.f_globals.keys()}, **frame.f_locals}, names
-
-
 def _lacks(thing: Any, error: Exception) -> bool:
     """Whether `error` may have come of looking for something that is not in `thing`."""
     if isinstance(error, KeyError):
-        return isinstance(thing, dict) and all(error.args[:1] != (key,) for key in thing)
+        return isinstance(thing, dict) and error.args[0] not in thing
     if isinstance(error, IndexError):
         return isinstance(thing, (list, deque)) and not thing
     return isinstance(error, AttributeError) and error.obj is thing and _can_be_changed(thing)
-
-
-def _called(path: str, owner: str) -> str:
-    return f"{path} of {owner}" if path else owner

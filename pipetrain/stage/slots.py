@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -98,7 +98,8 @@ class LateBoundSet:
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
-    where it does not, and the slots are empty, R does, which runs the same operations.
+    where it does not, and the slots are empty, R does, which runs the same operations. `split`: some of what fills the slots waits for W
+    longer than the rest.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class LateBoundSet:
         selection: Selection | None = None,
         watches: bool = True,
         witness: Witness | None = None,
+        split: bool = False,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -119,6 +121,7 @@ class LateBoundSet:
         self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
         self._fills = keep or proof is not None
+        self._split = split
         self._casts = casts
         self._name_of = name_of
         self._meter = meter
@@ -174,19 +177,15 @@ class LateBoundSet:
             if self._outputs is None:
                 return hooks
             return _both(hooks, self._outputs.in_forward(self._layer, self._slots.__len__))
-        hooks = saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
-        return hooks if self._outputs is None else _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
-
-    def watching(self) -> AbstractContextManager[object]:
-        """What a layer runs under in F that has no hooks: it may change in place what layers before it gave."""
         if self._outputs is None:
-            return nullcontext()
-        return self._outputs.in_forward(self._layer, self._slots.__len__, keeps=False)
+            return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(self._pack_beside_mode, self._unpack_in_recompute)
+        return _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
 
-    def after_layer(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """A layer of F has run that was `given` tensors of these `versions`: it may be compiled, so that nobody saw what it writes."""
+    def before_layer(self, given: Sequence[Tensor]) -> None:
+        """F comes to a layer that gets `given`."""
         if self._outputs is not None:
-            self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
+            self._outputs.before_layer(self._layer, given, is_free=self._layer in self._free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks: it is to start again without."""
@@ -278,8 +277,14 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def _count(self, size: SetSize | None) -> None:
-        """Tell the meter of what fills the slots, for as long as there is one of them."""
+        """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
         slots = [slot for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        if self._split:
+            tensors = [slot.tensor for slot in slots if slot.tensor is not None]
+            self.num_bytes = self._meter.uncounted_bytes(tensors)
+            for slot, tensor in zip(slots, tensors):
+                slot.counted = CountedBytes(self._meter, 0, (tensor,))
+            return
         counted = (size or SetSize()).counted(self._meter, (slot.tensor for slot in slots if slot.tensor is not None))
         self.num_bytes = counted.num_bytes
         for slot in slots:
@@ -317,6 +322,10 @@ class LateBoundSet:
         self._filled = number + 1
         if self._filled == self._end:
             self._at_last_slot()
+
+    def _pack_beside_mode(self, tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
+            self._pack_in_recompute(tensor)
 
     def _at_last_slot(self) -> None:
         if self.proof is not None:

@@ -34,15 +34,15 @@ MUTANTS = (
     Mutant(
         "a stage computes with what another left",
         "pipetrain/runtime/skips.py",
-        "        if left is not None:\n            stage, name, _",
-        "        if False:\n            stage, name, _",
+        "        if left is not None and self._now is not None:",
+        "        if False:",
         ("tests/runtime/test_skips.py", "-k", "of_one_rank"),
     ),
     Mutant(
         "a table that is made once is a skip",
         "pipetrain/runtime/skips.py",
-        "        return len(self.written.get(stage, ())) > 1",
-        "        return len(self.written.get(stage, ())) > 0",
+        "        return len(self._leaves_in[id(left.shared.thing), left.stage]) > 1",
+        "        return len(self._leaves_in[id(left.shared.thing), left.stage]) > 0",
         ("tests/runtime/test_skips.py", "-k", "may_be_shared"),
     ),
     Mutant(
@@ -54,9 +54,9 @@ MUTANTS = (
     ),
     Mutant(
         "a missing skip is a bare KeyError",
-        "pipetrain/runtime/runner.py",
-        "        step.explain = self._skips.explain\n",
-        "",
+        "pipetrain/runtime/skips.py",
+        "        step.on_layer, step.on_op, step.explain = on_layer, self._on_op, self._explain",
+        "        step.on_layer, step.on_op = on_layer, self._on_op",
         ("tests/runtime/test_skips.py", "-k", "between_ranks"),
     ),
     Mutant(
@@ -424,8 +424,8 @@ MUTANTS = (
     ),
     Mutant(
         "what parts give a weight that they share is added at once",
-        "pipetrain/runtime/segmented.py",
-        "        self._shared = _shared_parameters(self._parts)\n",
+        "pipetrain/stage/segments.py",
+        "        self._shared = list(shared.values())\n",
         "        self._shared: list[nn.Parameter] = []\n",
         ("tests/runtime/test_segments.py", "-k", "crosses"),
     ),

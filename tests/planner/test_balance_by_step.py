@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from examples import examples
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipetrain.config.load import load
@@ -115,6 +116,7 @@ POLICIES = st.sampled_from(
 def test_it_is_never_slower_than_equal_work(
     work: list[float], num_stages: int, num_microbatches: int, family: str, policy: RecomputePolicy
 ) -> None:
+    assume(not (family == "zb-h1" and policy.in_parts))  # refused: halves of a backward have no parts
     given = Problem(work, ScheduleSpec(family, tuple(range(num_stages)), num_microbatches, policy=policy))
     found = given.found()
     assert (len(found), sum(found), min(found) >= 1) == (num_stages, len(work), True)
