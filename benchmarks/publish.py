@@ -19,10 +19,7 @@ from .result import Table, Target
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    *sorted((ROOT / "benchmarks").glob("*/README.md")),
-    ROOT / "docs" / "MEMORY.md",
-)
+PAGES = sorted((ROOT / "benchmarks").glob("*/README.md"))
 
 
 def publish(folder: Path) -> list[str]:

@@ -36,10 +36,8 @@ from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
-from pipetrain.loop.over_replicas import OverReplicas
-from pipetrain.loop.phase_steps import PhaseSteps, phase_of
-from pipetrain.loop.steps import Steps, equal_work
-from pipetrain.loop.tokens import TokensSeen
+from pipetrain.loop.over_replicas import OverReplicas, TokensSeen
+from pipetrain.loop.steps import PhaseSteps, Steps, equal_work, phase_of
 from pipetrain.model.hf.download import bring_model
 from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, make_spec

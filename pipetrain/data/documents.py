@@ -142,7 +142,12 @@ class OneKind:
         if field != self._seen:
             raise ValueError(f"it has `{field}`, those before have `{self._seen}`: a corpus is of texts or of chats")
         if field == MESSAGES:
-            _check_messages(row[MESSAGES])
+            messages = row[MESSAGES]
+            if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+                raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
+            for number, message in enumerate(messages):
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
             return row
         if not isinstance(row[field], str):
             raise ValueError(f"`{field}` is no text but a {type(row[field]).__name__}")
@@ -166,14 +171,6 @@ def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> 
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
 
 
 def _documents_of(piece: Piece, place: Place, is_heldout: bool) -> Iterator[Document]:
@@ -240,6 +237,10 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
         f"{config.path}[{config.split}]",
         f"{config.heldout_path or config.path}[{config.heldout_split or config.split}]",
     ]
+    digests = []  # of its files, where it has some, for its rows follow from them; what was made in memory has the library's
+    for part in parts:
+        files = [Path(file["filename"]) for file in part.cache_files]
+        digests.append(digest_of(scan(files, memory)) if files else str(part._fingerprint))
 
     def rows() -> Iterator[_Row]:
         for number, part in enumerate(parts):
@@ -248,7 +249,7 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
 
     return Corpus(
         names,
-        json.dumps([_digest(part, memory) for part in parts]),
+        json.dumps(digests),
         sum(map(len, parts)),
         lambda: _documents_of_rows(rows, config.heldout_fraction if heldout is None else 0.0, config.text_field),
     )
@@ -273,12 +274,6 @@ def _load(key: str, path: str, subset: str | None, split_key: str, split: str) -
     if split not in found:
         raise ValueError(f"{split_key}={split}: {path} has the splits {', '.join(found)}{nearest(split, list(found))}")
     return found[split]
-
-
-def _digest(part: Any, memory: Path) -> str:
-    """Of its files, where it has some: its rows follow from them. What was made in memory has a fingerprint of the library's."""
-    files = [Path(file["filename"]) for file in part.cache_files]
-    return digest_of(scan(files, memory)) if files else str(part._fingerprint)
 
 
 def _as_bytes(row: bytes | Row) -> bytes:

@@ -1,14 +1,20 @@
 """From documents to a folder of tokens, in the cache or ahead by `pipetrain tokenize`: read, encode and write beside each other, in batches.
 
-A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
+Whoever comes first makes a folder, while the others wait for it. It holds a lock of the kernel's, which ends with its process, writes a
+draft and renames it when it is whole. A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.data.corpus import (
@@ -30,11 +37,11 @@ from pipetrain.data.corpus import (
     split_files,
 )
 from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
-from pipetrain.data.token_cache import Tell, cache_root, made_once
 from pipetrain.data.token_file import (
     FORMAT,
     HELDOUT,
     PARTS,
+    TOKENS_JSON,
     TRAIN,
     PartWriter,
     TokenSheet,
@@ -43,7 +50,11 @@ from pipetrain.data.token_file import (
 )
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
+Tell = Callable[[float], None]
+"""Is told how much of something is done, from 0 to 1."""
+
 WAIT_SECONDS = 600.0  # for a process that tokenizes and does not come on
+_PAUSE_SECONDS = 0.1  # between two looks at it
 
 
 def tokenized(
@@ -63,6 +74,63 @@ def tokenized(
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
     return made_once(folder, make, timeout_seconds=timeout_seconds)
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """`data.cache_dir`, or a folder of this user's cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
+
+
+def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: float) -> Path:
+    """`folder`, which `make(draft folder)` has filled: now, earlier, or in another process meanwhile.
+
+    Raises:
+        ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
+    """
+    if _is_whole(folder):
+        return folder
+    draft = folder.with_name(f"{folder.name}.draft")
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
+    size, since = -1, time.monotonic()
+
+    def made_meanwhile() -> bool:
+        nonlocal size, since
+        with contextlib.suppress(FileNotFoundError):  # the draft was renamed meanwhile
+            if (now := sum(file.stat().st_size for file in draft.glob("*/*"))) != size:
+                size, since = now, time.monotonic()
+        if time.monotonic() - since > timeout_seconds:
+            maker = Path(lock.lock_file).read_text() or "another process"
+            raise ValueError(
+                f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
+                "end it, or choose another data.cache_dir"
+            )
+        return _is_whole(folder)
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(Timeout):  # it is whole now
+            lock.acquire(poll_interval=_PAUSE_SECONDS, cancel_check=made_meanwhile)
+        if not _is_whole(folder):
+            Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            draft.mkdir()
+            make(draft)
+            draft.rename(folder)
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={folder.parent}: tokens cannot be kept there ({error.strerror or error}); choose another data.cache_dir"
+        ) from error
+    finally:
+        if lock.is_locked:
+            shutil.rmtree(draft, ignore_errors=True)
+        lock.release()
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / TOKENS_JSON).is_file()
 
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:

@@ -9,10 +9,10 @@ Nobody gathers the model, and of several replicas the first writes it. The names
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from pipetrain.model.spec import ModelSpec
 from pipetrain.model.trained import Model
+
+_Key = TypeVar("_Key")
 
 WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
 
@@ -98,28 +100,43 @@ def write_index(folder: Path, shards: list[str]) -> None:
     draft.replace(index)
 
 
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of several safetensors files as one mapping; each is read when it is asked for."""
+class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
+    """Tensors by name, each read or made by `get` when it is asked for; `key_of` is what it is given for a name."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._path_of: dict[str, Path] = {}
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._path_of.update(dict.fromkeys(file.keys(), path))
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} is no safetensors file ({error})") from error
+    def __init__(self, key_of: Mapping[str, _Key], get: Callable[[_Key], Tensor]) -> None:
+        self._key_of = key_of
+        self._get = get
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._path_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        return self._get(self._key_of[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._path_of)
+        return iter(self._key_of)
 
     def __len__(self) -> int:
-        return len(self._path_of)
+        return len(self._key_of)
+
+
+def tensors_in(paths: Iterable[Path]) -> LazyTensors[tuple[Path, str]]:
+    """The tensors of several safetensors files.
+
+    Raises:
+        ValueError: one is no such file.
+    """
+
+    def read(key: tuple[Path, str]) -> Tensor:
+        with safe_open(key[0], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key[1])
+            return tensor
+
+    found: dict[str, tuple[Path, str]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update({name: (path, name) for name in file.keys()})  # noqa: SIM118, it is no mapping
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is no safetensors file ({error})") from error
+    return LazyTensors(found, read)
 
 
 def has_weights(folder: Path) -> bool:
@@ -135,7 +152,7 @@ def check_weights(folder: Path) -> None:
         raise ValueError(f"{folder}: there are no weights; the run is still going on, or it failed")
 
 
-def read_weights(folder: Path) -> TensorFiles:
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
     """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
 
     Raises:
@@ -150,7 +167,7 @@ def read_weights(folder: Path) -> TensorFiles:
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
-    return TensorFiles(paths)
+    return tensors_in(paths)
 
 
 def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:

@@ -19,8 +19,8 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.counting import Counted
 from pipetrain.runtime.cut import cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.runtime.given_batch import check_batch
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Op
+from pipetrain.stage.segments import AnyStage
 from pipetrain.transport.forms import Form
 
 # So that a header stays within its fixed size.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from pipetrain.group.clocks import Clock
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
+from pipetrain.stage.segments import AnyStage
 from pipetrain.timeline.step_report import RankReport
 from pipetrain.transport.device import DeviceMemory
 from pipetrain.transport.lanes import Recording

@@ -53,7 +53,6 @@ from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
-from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
 from pipetrain.runtime.skips import Skips
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.events import OpEvent
@@ -62,9 +61,11 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import set_trainable
+from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
+from pipetrain.transport.crossing import cross
 from pipetrain.transport.fetch import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
 
@@ -257,6 +258,7 @@ class Pipeline:
                 own,
                 parts.parts[index] if parts.in_parts else (),
                 first_layer=self.plan.layers_of(index).start,
+                cross=cross,
                 device=self.device,
                 meter=self._meter,
                 loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,

@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from torch import nn
 
 from pipetrain.runtime.program import Program
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.policy import EVERY, FIRST, OFF
+from pipetrain.stage.segments import AnyStage
 
 Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 _NOTHING: Places = frozenset()

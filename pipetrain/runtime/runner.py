@@ -28,10 +28,10 @@ from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.loss_check import LossCheck
 from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.runtime.skips import Skips
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
+from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import LossFn
 from pipetrain.transport.fetch import bring, fetch
 from pipetrain.transport.lanes import Lanes

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.families import AUTO, ComputeLanes, Shape
-from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import AllKept, with_recompute
+from pipetrain.schedule.recompute import AllKept, order_of, with_recompute
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 _KINDS = kinds_where(lambda row: row.in_csv)

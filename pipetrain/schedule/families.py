@@ -63,24 +63,17 @@ def gpipe(shape: Shape) -> ComputeLanes:
     part of one order that nobody waits against, all F stage by stage and then all B from the last stage.
     """
     lanes: ComputeLanes = []
-    for rank in range(shape.num_ranks):
-        stages = shape.stages_of(rank)
-        forwards = [op for stage in stages for op in _forwards_of(stage, shape)]
-        lanes.append(forwards + [op for stage in reversed(stages) for op in _backwards_of(stage, shape)])
-    return lanes
-
-
-def _forwards_of(stage: int, shape: Shape) -> list[Op]:
     microbatches = range(shape.num_microbatches)
-    if shape.alternate_last and stage == shape.num_stages - 1:
-        return [Op(stage, kind, microbatch) for microbatch in microbatches for kind in (Kind.F, Kind.B)]
-    return [Op(stage, Kind.F, microbatch) for microbatch in microbatches]
-
-
-def _backwards_of(stage: int, shape: Shape) -> list[Op]:
-    if shape.alternate_last and stage == shape.num_stages - 1:
-        return []
-    return [Op(stage, Kind.B, microbatch) for microbatch in range(shape.num_microbatches)]
+    for rank in range(shape.num_ranks):
+        forwards, backwards = list[Op](), list[Op]()
+        for stage in shape.stages_of(rank):
+            if shape.alternate_last and stage == shape.num_stages - 1:
+                forwards += [Op(stage, kind, i) for i in microbatches for kind in (Kind.F, Kind.B)]
+            else:
+                forwards += [Op(stage, Kind.F, i) for i in microbatches]
+                backwards = [Op(stage, Kind.B, i) for i in microbatches] + backwards
+        lanes.append(forwards + backwards)
+    return lanes
 
 
 def inference(shape: Shape) -> ComputeLanes:
@@ -111,17 +104,12 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     them cover slow hops.
     """
     _one_stage_per_rank(shape, "1f1b")
-    in_flight = in_flight_of(shape)
-    return [
-        _in_turns(stage, in_flight[stage], shape) for rank in range(shape.num_ranks) for stage in shape.stages_of(rank)
-    ]
-
-
-def _in_turns(stage: int, in_flight: int, shape: Shape) -> list[Op]:
-    microbatches = range(shape.num_microbatches)
-    forwards = [Op(stage, Kind.F, microbatch) for microbatch in microbatches]
-    backwards = [Op(stage, Kind.B, microbatch) for microbatch in microbatches]
-    return merge_in_turns(forwards, backwards, in_flight)
+    in_flight, microbatches = in_flight_of(shape), range(shape.num_microbatches)
+    lanes = []
+    for stage in map(shape.stage_ranks.index, range(shape.num_ranks)):
+        forwards, backwards = ([Op(stage, kind, i) for i in microbatches] for kind in (Kind.F, Kind.B))
+        lanes.append(merge_in_turns(forwards, backwards, in_flight[stage]))
+    return lanes
 
 
 def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: int) -> list[Op]:

@@ -123,7 +123,9 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
 
     The two ends of a transfer, with one and the same, come together: of a message its send, then its receive.
     """
-    pending, behind = list(graph.num_before), _behind(graph)
+    pending = list(graph.num_before)
+    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
+    behind = {place: place + 1 for queue in queues for place in queue[:-1]}  # the next op of each lane
     for place in behind.values():
         pending[place] += 1
     ready = [(turns[place], place) for place, count in enumerate(pending) if count == 0]
@@ -143,12 +145,6 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
                 if pending[follower] == 0:
                     heapq.heappush(ready, (turns[follower], follower))
     return order
-
-
-def _behind(graph: OpGraph) -> dict[int, int]:
-    """Of each op of a compute or recompute lane the next one."""
-    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
-    return {place: place + 1 for queue in queues for place in queue[:-1]}
 
 
 def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipetrain.model.trained import Model, Optimizer
-from pipetrain.model.weights import TensorFiles
+from pipetrain.model.weights import tensors_in
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
 from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
 
@@ -35,9 +37,9 @@ class Snapshot:
                 f"{folder}: {STATE} is of step {self.state.step}, the manifest of step {self._manifest.step}"
             )
 
-    def tensors(self, part: Part) -> TensorFiles:
+    def tensors(self, part: Part) -> Mapping[str, Tensor]:
         """All tensors of a part, of all ranks that wrote it."""
-        return TensorFiles([self.folder / path for path in self._manifest.paths(part)])
+        return tensors_in(self.folder / path for path in self._manifest.paths(part))
 
     def restore_weights(self, model: Model) -> None:
         """This rank's parameters and buffers.
@@ -61,7 +63,7 @@ class Snapshot:
         self.restore_weights(model)
         restore_optimizer(model, optimizer, self.tensors(Part.OPTIMIZER))
         if rank < self.state.num_ranks:
-            restore_generators(TensorFiles([self.folder / rank_path(Part.GENERATORS, rank)]), device)
+            restore_generators(tensors_in([self.folder / rank_path(Part.GENERATORS, rank)]), device)
 
 
 def rank_path(part: Part, rank: int) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipetrain.config.records import RunConfig
 from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
-from pipetrain.model.weights import WEIGHTS_AT_END, TensorFiles, Together, has_weights, read_weights
+from pipetrain.model.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
@@ -200,7 +200,7 @@ def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     """Weights only: from a safetensors file, a run that is done, or a snapshot."""
     weights: Mapping[str, Tensor]
     if path.is_file():
-        weights = from_file(TensorFiles([path]))
+        weights = from_file(tensors_in([path]))
     elif has_weights(path / WEIGHTS_AT_END):
         weights = from_file(read_weights(path / WEIGHTS_AT_END))
     else:

@@ -23,10 +23,9 @@ from pipetrain.cli.main import main
 from pipetrain.config.records import DataConfig
 from pipetrain.data import documents, tokenizing
 from pipetrain.data.dataset import Data, check_data, make_data, make_tokenizer
-from pipetrain.data.token_cache import made_once
 from pipetrain.data.token_file import TRAIN, TokenPart, read_part, read_sheet
 from pipetrain.data.tokenizer import ByteTokenizer
-from pipetrain.data.tokenizing import corpus_of, tokenized
+from pipetrain.data.tokenizing import corpus_of, made_once, tokenized
 
 LINES = [f"Hello there {number}, how are you today?" for number in range(40)]
 

@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         "replicas take slices as if all were of one size",
         "pipetrain/data/batch.py",
-        "number * size + min(number, larger)",
-        "number * size",
+        "first * size + min(first, larger)",
+        "first * size",
         ("tests/data/test_shares.py",),
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a killed process left is among the tokens of the next",
-        "pipetrain/data/token_cache.py",
+        "pipetrain/data/tokenizing.py",
         "shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed",
         "pass",
         ("tests/data/test_token_folders.py", "-k", "killed"),

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "the native engine does not share out its optimizer state",
         "pipetrain/engine/native.py",
-        "self._pipeline.replica_process_group() if zero else None",
+        "self._pipeline.replica_process_group() if config.parallel.zero else None",
         "None",
         ("tests/train/test_zero.py", "-k", "share"),
     ),

@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "early: R goes where no place is free",
-        "pipetrain/schedule/gaps.py",
+        "pipetrain/schedule/places.py",
         " or (size is not None and alive[earlier] >= size)",
         "",
         ("tests/schedule/test_schedule_waits.py", "-k", "early"),
@@ -40,14 +40,14 @@ MUTANTS = (
     ),
     Mutant(
         "R does not wait for the op in front of it",
-        "pipetrain/schedule/hold_back.py",
+        "pipetrain/schedule/recompute.py",
         "waits[op] = tuple(dict.fromkeys((*waits.get(op, ()), before)))",
         "waits[op] = waits.get(op, ())",
         ("tests/planner/test_list_order.py", "-k", "in_front"),
     ),
     Mutant(
         "kept sets fill all places although an R needs one",
-        "pipetrain/schedule/keep.py",
+        "pipetrain/schedule/places.py",
         "                for place in range(read, end + 1):\n                    self._needed[place] += 1\n",
         "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_families.py"),

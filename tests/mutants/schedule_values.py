@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "a part takes as long to add up as its stage",
         "pipetrain/schedule/simulate.py",
-        "if op.part is not None and op.peer is None else 1.0",
-        "if op.part is not None and not op.kind.row.per_stage else 1.0",
+        "if op.part is not None and op.peer is None:",
+        "if op.part is not None and not op.kind.row.per_stage:",
         ("tests/schedule/test_replica_reduces.py", "-k", "parts_hide or by_layers"),
     ),
 )

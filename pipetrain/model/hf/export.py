@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
-from pipetrain.model.hf.lora import MergedWeights, write_adapters
+from pipetrain.model.hf.lora import merged_weights, write_adapters
 from pipetrain.model.hf.parts import HfNames, Parts, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
@@ -60,7 +60,7 @@ def export_model(
                 write_adapters(tensors, model, parts, lora, base, draft)
                 _copy_beside(source, draft)
             return
-        tensors = MergedWeights(tensors, model, lora)
+        tensors = merged_weights(tensors, model, lora)
     _check_whole(model, tensors)
     with _whole_or_not(out) as draft:
         shards = [shard_name(number, len(stages)) for number in range(len(stages))]

@@ -224,7 +224,9 @@ class _Stage:
         if what == 0:
             number, self.forwards = self.forwards, self.forwards + 1
             if self.has_backward and self._can_keep(number):
-                self._keep(number)
+                self._alive += self._parts
+                self._later.add(number)
+                self._set_is_there(number)
             return Op(self._stage, self._kinds[what], number)
         if what == 1:
             return self._next_part(what, self._without_set, self._brought)
@@ -259,11 +261,6 @@ class _Stage:
         if number in self._not_kept or self._alive + self._parts > self._places:
             return False
         return self._without_set == number or (len(self._later) + 1) * self._parts < self._places
-
-    def _keep(self, number: int) -> None:
-        self._alive += self._parts
-        self._later.add(number)
-        self._set_is_there(number)
 
     def _set_is_there(self, number: int) -> None:
         self._has_set[number] = True

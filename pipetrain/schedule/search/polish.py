@@ -173,9 +173,8 @@ class _Model:
             for i in self._microbatches[1:]:
                 first, second = Op(stage, kind, i - 1), Op(stage, kind, i)
                 if kind is RECOMPUTE:
-                    model.Add(
-                        self._start[second] >= self._start[first] + self._seconds(first) * self._is_recomputed(first)
-                    )
+                    recomputed = self._kept[stage, i - 1].Not()
+                    model.Add(self._start[second] >= self._start[first] + self._seconds(first) * recomputed)
                 else:
                     model.Add(self._start[second] >= self._ended(first))
         if stage >= problem.first_backward:
@@ -291,9 +290,6 @@ class _Model:
 
     def _ended(self, op: Op) -> Any:
         return self._start[op] + self._seconds(op)
-
-    def _is_recomputed(self, op: Op) -> Any:
-        return self._kept[op.stage, op.microbatch or 0].Not()
 
 
 def least_whole(problem: OrderProblem) -> int:

@@ -22,9 +22,9 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
-from pipetrain.schedule.hold_back import order_of
 from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
 from pipetrain.schedule.policy import Keep
+from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.climb import Effort, climb
@@ -99,14 +99,10 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
         halves = spec.split_backward and family not in ALWAYS_SPLIT
         if family in ALWAYS_SPLIT and not spec.split_backward:
             continue
-        for warmup in _warmups(spec) if family in WITH_WARMUP else (None,):
+        for warmup in (None, 2 * spec.num_stages, 3 * spec.num_stages) if family in WITH_WARMUP else (None,):
             named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
             with contextlib.suppress(ValueError):  # it holds more than the stash
                 yield held_to(spec, order_of(make(named)))
-
-
-def _warmups(spec: ScheduleSpec) -> tuple[int | None, ...]:
-    return (None, *(spec.num_stages * times for times in (2, 3)))
 
 
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
@@ -118,7 +114,9 @@ def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Ef
     found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
     if found.is_proven or not polishes:
         return found
-    polished = polish(problem, _listed(spec, found), replace(effort, seconds=effort.seconds - first.seconds))
+    order = order_of(found.schedule)
+    listed = ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)
+    polished = polish(problem, listed, replace(effort, seconds=effort.seconds - first.seconds))
     better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
     return _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
 
@@ -154,12 +152,6 @@ def _found(
         split_backward=spec.split_backward,
     )
     return FoundSchedule(best, seconds, min(seconds, max(least, least_seconds)))
-
-
-def _listed(spec: ScheduleSpec, found: FoundSchedule) -> ListedOrder:
-    """The order of a schedule, by stages."""
-    order = order_of(found.schedule)
-    return ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)
 
 
 # What was found before, a file per problem in the user's cache folder: $XDG_CACHE_HOME or ~/.cache, pipetrain/orders ------------------

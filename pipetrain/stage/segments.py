@@ -12,22 +12,24 @@ microbatch, from seeds to the proof, it does for a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from pipetrain.stage.leaves import NameOf, no_names
-from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.past import Past
-from pipetrain.stage.probe import HeldOutsideProbe
-from pipetrain.stage.selective import Wanted
 from pipetrain.stage.stage import LossFn, PartOf, Stage, StageInput, StageOutput
-from pipetrain.transport.crossing import cross, memories
+from pipetrain.stage.tensor_copies import storage_key
+
+# The leaves of an output, their tree, the device, who gives them, and memories (by the identity of their storage) that nobody may change
+# in place, and why -> the leaves as the next one gets them, and which of them it may not change.
+Cross = Callable[
+    [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
+]
 
 
 @dataclass
@@ -42,7 +44,8 @@ class _Passing:
 class SegmentedStage:
     """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B of a part are told which.
 
-    A set that is kept goes back whole: B of all parts, one after the other.
+    A set that is kept goes back whole: B of all parts, one after the other. `cross` is what passes between stages of one rank;
+    `options` are those of `Stage`.
     """
 
     def __init__(
@@ -52,12 +55,9 @@ class SegmentedStage:
         sizes: Sequence[int],
         *,
         first_layer: int,
-        device: torch.device,
-        meter: ActivationMeter,
+        cross: Cross,
         loss_fn: LossFn | None = None,
-        name_of: NameOf = no_names,
-        selective: Sequence[Wanted] = (),
-        keep_layers: Collection[int] = (),
+        **options: Any,
     ) -> None:
         assert sum(sizes) == len(layers)
         assert min(sizes) > 0
@@ -65,55 +65,49 @@ class SegmentedStage:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.loss_fn = loss_fn
-        self._parts = []
+        self.parts: list[Stage] = []
+        self._cross = cross
+        self._passing: dict[int, _Passing] = {}
         start = 0
         for number, size in enumerate(sizes):
-            self._parts.append(
-                Stage(
-                    index,
-                    self.layers[start : start + size],
-                    first_layer=first_layer + start,
-                    device=device,
-                    meter=meter,
-                    loss_fn=loss_fn if number == len(sizes) - 1 else None,
-                    name_of=name_of,
-                    part=PartOf(number, self.layers),
-                    selective=selective,
-                    keep_layers=keep_layers,
-                )
-            )
+            options |= {"first_layer": first_layer + start, "part": PartOf(number, self.layers)}
+            loss = loss_fn if number == len(sizes) - 1 else None
+            self.parts.append(Stage(index, self.layers[start : start + size], loss_fn=loss, **options))
             start += size
-        self._passing: dict[int, _Passing] = {}
-        self._shared = _shared_parameters(self._parts)
-        self._probe = HeldOutsideProbe(self._name_of, meter)
+        seen: dict[int, int] = {}  # the first part that a parameter is of
+        own = [
+            (part, parameter) for part, parameters in enumerate(parameters_of_parts(self)) for parameter in parameters
+        ]
+        shared = {id(parameter): parameter for part, parameter in own if seen.setdefault(id(parameter), part) != part}
+        self._shared = list(shared.values())
 
     @property
     def device(self) -> torch.device:
-        return self._parts[0].device
+        return self.parts[0].device
 
     @property
     def end(self) -> str:
         """Who gives what leaves the stage, in an error."""
-        return self._parts[-1].end
+        return self.parts[-1].end
 
     @property
     def set_bytes(self) -> dict[int, int]:
         """Microbatch -> bytes of its set, all parts together."""
-        return _summed([part.set_bytes for part in self._parts])
+        return _summed([part.set_bytes for part in self.parts])
 
     @property
     def stash_bytes(self) -> dict[int, int]:
         """Microbatch -> bytes of its parts' inputs."""
-        return _summed([part.stash_bytes for part in self._parts])
+        return _summed([part.stash_bytes for part in self.parts])
 
     @property
     def kept_bytes(self) -> dict[int, int]:
         """Microbatch -> bytes of outputs that are kept for R of its parts."""
-        return _summed([part.kept_bytes for part in self._parts])
+        return _summed([part.kept_bytes for part in self.parts])
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """The layers by their global index."""
-        return {number: layer for part in self._parts for number, layer in part.layers_by_number().items()}
+        return dict(enumerate(self.layers, self.first_layer))
 
     # F ------------------------------------------------------------------------------------------------------------
 
@@ -134,43 +128,33 @@ class SegmentedStage:
             TypeError: what may not cross from part to part. As `Stage.forward`.
         """
         assert not split, f"stage {self.index} has parts, and B of parts has no halves"
-        probe = None if keep or self._probe.done else self._probe
-        if probe is not None:
-            probe.start()
-        inputs = given if probe is None else replace(given, on_layer=self._with_probe(probe, given))
-        held: list[Any] = list(given.leaves)  # what may stay, for the probe
-        for part in self._parts:
-            is_last = part is self._parts[-1]
+        inputs = given
+        for part in self.parts:
+            is_last = part is self.parts[-1]
             # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
             output = part.forward(
                 microbatch, inputs, keep=keep, prove=prove, has_backward=is_last and has_backward, witness=witness
             )
             if not is_last:
-                inputs = _handed_over(part, output, inputs)
-            if probe is not None:
-                held += (*part.held_tensors(microbatch), *inputs.leaves)
-        if probe is not None:
-            probe.end(output.leaves, held)
+                inputs = self._handed_over(part, output, inputs)
         if has_backward or any(output.wants_gradient):
             self._passing[microbatch] = _Passing(len(given.leaves), shared=[None] * len(self._shared))
         return output
 
-    def _with_probe(self, probe: HeldOutsideProbe, given: StageInput) -> Callable[[int, Any], None]:
-        def on_layer(number: int, value: Any) -> None:
-            if number < self.first_layer + len(self.layers):  # the loss has the number after the last layer's
-                probe.after_layer(number - self.first_layer)
-            if given.on_layer is not None:
-                given.on_layer(number, value)
-
-        return on_layer
+    def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
+        """The output of `part`, which got `given`, as the next one gets it: as a stage of the same rank would."""
+        memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
+        leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
+        wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
+        return replace(given, leaves=tuple(leaves), spec=output.spec, wants_gradient=wants, is_shared=True, fixed=fixed)
 
     # R and B ------------------------------------------------------------------------------------------------------
 
     def recompute(self, microbatch: int, part: int | None) -> None:
         """R of one part, as `Stage.recompute`."""
         assert part is not None
-        if self._parts[part].holds(microbatch):
-            self._parts[part].recompute(microbatch)
+        if self.parts[part].holds(microbatch):
+            self.parts[part].recompute(microbatch)
 
     def backward(
         self,
@@ -185,17 +169,20 @@ class SegmentedStage:
         Returns the gradient of each leaf of the part's input, as `Stage.backward`.
         """
         passing = self._passing[microbatch]
-        last = len(self._parts) - 1
+        last = len(self.parts) - 1
         for number in range(last, -1, -1) if part is None else (part,):
-            own, given = self._parts[number], gradients if number == last else passing.gradients
+            given = gradients if number == last else passing.gradients
             passing.gradients = ()
-            if own.holds(microbatch):
+            if self.parts[number].holds(microbatch):
                 with self._collecting(passing):
-                    passing.gradients = own.backward(microbatch, given, scale=scale)
+                    passing.gradients = self.parts[number].backward(microbatch, given, scale=scale)
         found = list(passing.gradients)
         if not part:  # the first part, or all
             del self._passing[microbatch]
-            self._add_shared(passing)
+            with torch.no_grad():
+                for parameter, own in zip(self._shared, passing.shared):
+                    if own is not None:
+                        parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
             found += [None] * (passing.num_inputs - len(found))
         return found
 
@@ -212,110 +199,51 @@ class SegmentedStage:
             for parameter, before in zip(self._shared, outside):
                 parameter.grad = before
 
-    def _add_shared(self, passing: _Passing) -> None:
-        with torch.no_grad():
-            for parameter, own in zip(self._shared, passing.shared):
-                if own is None:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = own
-                else:
-                    parameter.grad += own
-
     def backward_weights(self, microbatch: int) -> None:
         raise AssertionError(f"stage {self.index} has parts, and B{microbatch} of parts has no halves")
 
     def end_step(self) -> None:
         """As `Stage.end_step`."""
         assert not self._passing, f"stage {self.index} still holds microbatches {', '.join(map(str, self._passing))}"
-        for part in self._parts:
+        for part in self.parts:
             part.end_step()
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""
         self._passing.clear()
-        for part in self._parts:
+        for part in self.parts:
             part.drop()
 
     # Without a graph ----------------------------------------------------------------------------------------------
 
     def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
         """F without a graph, as `Stage.infer`; a part finds what it kept in `past` by its own layers."""
-        for part in self._parts:
+        for part in self.parts:
             output = part.infer(given, with_loss=with_loss, past=past)
             given = replace(given, leaves=output.leaves, spec=output.spec)
         return output
 
     def prepare(self, past: Past) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.prepare(past)
-
-    def _name_of(self, number: int) -> str:
-        return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
 
 
 AnyStage = Stage | SegmentedStage
 
 
 def make_stage(
-    index: int,
-    layers: Sequence[nn.Module],
-    sizes: Sequence[int],
-    *,
-    first_layer: int,
-    device: torch.device,
-    meter: ActivationMeter,
-    loss_fn: LossFn | None = None,
-    name_of: NameOf = no_names,
-    selective: Sequence[Wanted] = (),
-    keep_layers: Collection[int] = (),
+    index: int, layers: Sequence[nn.Module], sizes: Sequence[int], *, cross: Cross, **options: Any
 ) -> AnyStage:
-    """A stage in parts of `sizes` layers; where there are fewer than two parts, one as a whole."""
-    make = Stage if len(sizes) < 2 else partial(SegmentedStage, sizes=sizes)
-    return make(
-        index,
-        layers,
-        first_layer=first_layer,
-        device=device,
-        meter=meter,
-        loss_fn=loss_fn,
-        name_of=name_of,
-        selective=selective,
-        keep_layers=keep_layers,
-    )
+    """A stage in parts of `sizes` layers; where there are fewer than two parts, one as a whole. `options` are those of `Stage`."""
+    if len(sizes) < 2:
+        return Stage(index, layers, **options)
+    return SegmentedStage(index, layers, sizes, cross=cross, **options)
 
 
 def parameters_of_parts(stage: AnyStage) -> list[list[nn.Parameter]]:
     """Of each part of a stage its parameters, in the order of its layers."""
-    parts = stage._parts if isinstance(stage, SegmentedStage) else [stage]
+    parts = stage.parts if isinstance(stage, SegmentedStage) else [stage]
     return [[parameter for layer in part.layers for parameter in layer.parameters()] for part in parts]
-
-
-def _handed_over(part: Stage, output: StageOutput, given: StageInput) -> StageInput:
-    """The output of `part`, which got `given`, as the next one gets it: as a stage of the same rank would."""
-    fixed = memories(given.leaves, given.fixed)
-    leaves, may_not_change = cross(output.leaves, output.spec, part.device, part.end, fixed)
-    wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
-    return replace(
-        given,
-        leaves=tuple(leaves),
-        spec=output.spec,
-        wants_gradient=wants,
-        is_shared=True,
-        fixed=may_not_change,
-    )
-
-
-def _shared_parameters(parts: Sequence[Stage]) -> list[nn.Parameter]:
-    """Those of more than one part."""
-    seen: dict[int, int] = {}
-    shared: dict[int, nn.Parameter] = {}
-    for number, part in enumerate(parts):
-        for layer in part.layers:
-            for parameter in layer.parameters():
-                if seen.setdefault(id(parameter), number) != number:
-                    shared[id(parameter)] = parameter
-    return list(shared.values())
 
 
 def _summed(of_parts: Sequence[dict[int, int]]) -> dict[int, int]:
