@@ -155,6 +155,16 @@ class _Met:
     rules: Sequence[_Rule]
 
 
+def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """`pack`, so that what it does itself does not pass a mode."""
+
+    def run(tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
+            pack(tensor)
+
+    return run
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Of what runs in a layer, gives what was `met` there to `run`, with its arguments."""
 
