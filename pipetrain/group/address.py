@@ -1,8 +1,4 @@
-"""The address at which the ranks meet: whether it can be reached, and if not, from where it was tried. Needs no torch.
-
-Torch itself tells of an address that does not answer by a traceback, after its own time-out, and not from which of this
-machine's addresses it tried.
-"""
+"""The address at which the ranks meet: whether it can be reached, and if not, from where it was tried. Needs no torch."""
 
 from __future__ import annotations
 

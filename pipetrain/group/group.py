@@ -39,12 +39,9 @@ _numbers: Counter[str] = Counter()
 class Group:
     """One rank among `size`, which agree over chains from neighbour to neighbour, wait with a time-out, and fail together.
 
-    What a rank opens does not grow with the number of ranks, and no wait is for a device. `store` is this group's own part of
-    the store at which the ranks meet, None for a rank alone; `coordinates` are the rank's in the `grid`. `chain` are the ranks of its
-    replica, `replicas` those that stand where it does in each replica, `everyone` all. With
-    `owns_process_group` torch.distributed was started for this group, and ends with it.
-
-    `mesh` is what torch.distributed has of the grid, where the user made it; `members`, which ranks of torch.distributed these are.
+    `store` is this group's part of the store at which the ranks meet, None for a rank alone; `coordinates` are the rank's in the
+    `grid`. `chain` are the ranks of its replica, `replicas` those at its place in each replica, `everyone` all. `mesh` is the user's of
+    the grid, `members` are the ranks of torch.distributed, which ends with the group where that `owns_process_group`.
 
     As a context manager it is closed at the end; an error in the block is told to the other ranks instead.
 

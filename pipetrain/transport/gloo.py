@@ -1,7 +1,6 @@
-"""Messages between neighbouring stages on the CPU, over gloo.
+"""Messages between neighbouring stages on the CPU, over gloo: a communicator per stage edge and direction, a waiting thread per end.
 
-Each stage edge and direction has a communicator of its own and a waiting thread on each end: a gloo send blocks until its
-receive is posted, and a gloo transfer counts as complete only for who waits for it.
+A gloo send blocks until its receive is posted, and a transfer counts as complete only for who waits for it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from pipetrain.transport.pinned import PinnedEdges
 _MOST_NAMED = 8  # ranks, in a message
 AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
 GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
-PER_EDGE, PER_PAIR = "edge", "pair"  # what there is a communicator of NCCL for, in each direction
+PER_EDGE = "edge"  # what there is a communicator of NCCL for, in each direction; or "pair"
 
 
 class Transport:
