@@ -179,6 +179,9 @@ class LayerState:
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
             self._learning = True
+            # They change without a new version, but no backward reads them.
+            norms = [module for module in modules if isinstance(module, _NormBase)]
+            self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
             self.draws_in_python = [draws_in_python(part) for part in (*self._layers, self._loss_fn)]
 
     def _buffers(self) -> list[Tensor]:
@@ -190,7 +193,7 @@ class LayerState:
     def _sort_buffers(self, buffers: list[Tensor]) -> None:
         """Which are copied before each F that has an R, and which watched."""
         self._last_buffers = buffers
-        known = self._changing_buffers
+        known = self._changing_buffers.keys() | self._normal
         self._copied = [buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]
         self._watched = [buffer for buffer in buffers if not is_small(buffer) and id(buffer) not in known]
         self._simple = all(map(is_simple, self._copied))
@@ -215,14 +218,9 @@ class LayerState:
         self._changing_buffers = {id(buffer): buffer for buffer in changed}
         keys = [storage_key(buffer) for buffer in changed]
         self._sharing = len(set(keys)) < len(keys)
-        # Not those of normalisation layers: they change without a new version, but no backward reads them.
-        norms = [module for module in self._modules if isinstance(module, _NormBase)]
-        self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
         self._changing_storages = frozenset(keys) - {0}
-        before.buffers = before.buffers.only(
-            [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
-        )
         self._sort_buffers(self._buffers())
+        before.buffers = before.buffers.only(self._copied)
         self._learning = False
 
     def _refuse_changed_parameters(self, before: Before) -> None:
