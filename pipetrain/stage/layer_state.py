@@ -24,7 +24,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.seeding import draws_in_python
 from pipetrain.stage.tensor_copies import (
-    Storages,
     TensorCopies,
     fingerprint,
     is_simple,
@@ -93,7 +92,6 @@ class LayerState:
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
         self._simple = True  # whether all that is copied is
-        self._sharing = False  # whether what changes shares memory
         self._learning = True
         self.look()
         self._refuse_lazy()
@@ -122,8 +120,7 @@ class LayerState:
         buffers = self._buffers()
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
             self._sort_buffers(buffers)
-        storages: Storages | None = {} if self._sharing else None
-        copies = TensorCopies(self._copied, storages, simple=self._simple) if self._copied else NO_COPIES
+        copies = TensorCopies(self._copied, simple=self._simple) if self._copied else NO_COPIES
         watched = [(buffer, version_of(buffer)) for buffer in self._watched] if self._watched else []
         return Before(False, copies, watched)
 
@@ -165,7 +162,7 @@ class LayerState:
     def copies_of(self, number: int) -> TensorCopies:
         """The buffers of one layer, or of the loss, as they are now."""
         root = self._layers[number] if number < len(self._layers) else self._loss_fn
-        return TensorCopies(root.buffers() if isinstance(root, nn.Module) else (), {})
+        return TensorCopies(root.buffers() if isinstance(root, nn.Module) else ())
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -205,7 +202,7 @@ class LayerState:
         distinct = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         return Before(
             True,
-            TensorCopies(self._buffers(), {}),
+            TensorCopies(self._buffers()),
             parameters=[(parameter, version_of(parameter)) for parameter in distinct],
             fingerprints=[fingerprint(parameter) for parameter in distinct],
             structure=[(module, dict(module._parameters), dict(module._modules)) for module in self._modules],
@@ -216,9 +213,7 @@ class LayerState:
         self._refuse_changed_parameters(before)
         changed = before.buffers.changed()
         self._changing_buffers = {id(buffer): buffer for buffer in changed}
-        keys = [storage_key(buffer) for buffer in changed]
-        self._sharing = len(set(keys)) < len(keys)
-        self._changing_storages = frozenset(keys) - {0}
+        self._changing_storages = frozenset(map(storage_key, changed)) - {0}
         self._sort_buffers(self._buffers())
         before.buffers = before.buffers.only(self._copied)
         self._learning = False
