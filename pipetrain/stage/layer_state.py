@@ -24,7 +24,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.seeding import draws_in_python
 from pipetrain.stage.tensor_copies import (
-    Storages,
     TensorCopies,
     fingerprint,
     is_simple,
@@ -93,7 +92,6 @@ class LayerState:
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
         self._simple = True  # whether all that is copied is
-        self._sharing = False  # whether what changes shares memory
         self._learning = True
         self.look()
         self._refuse_lazy()
@@ -122,8 +120,7 @@ class LayerState:
         buffers = self._buffers()
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
             self._sort_buffers(buffers)
-        storages: Storages | None = {} if self._sharing else None
-        copies = TensorCopies(self._copied, storages, simple=self._simple) if self._copied else NO_COPIES
+        copies = TensorCopies(self._copied, simple=self._simple) if self._copied else NO_COPIES
         watched = [(buffer, version_of(buffer)) for buffer in self._watched] if self._watched else []
         return Before(False, copies, watched)
 
@@ -165,7 +162,7 @@ class LayerState:
     def copies_of(self, number: int) -> TensorCopies:
         """The buffers of one layer, or of the loss, as they are now."""
         root = self._layers[number] if number < len(self._layers) else self._loss_fn
-        return TensorCopies(root.buffers() if isinstance(root, nn.Module) else (), {})
+        return TensorCopies(root.buffers() if isinstance(root, nn.Module) else ())
 
     # What there is ------------------------------------------------------------------------------------------------
 
@@ -179,6 +176,9 @@ class LayerState:
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
             self._learning = True
+            # They change without a new version, but no backward reads them.
+            norms = [module for module in modules if isinstance(module, _NormBase)]
+            self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
             self.draws_in_python = [draws_in_python(part) for part in (*self._layers, self._loss_fn)]
 
     def _buffers(self) -> list[Tensor]:
@@ -190,7 +190,7 @@ class LayerState:
     def _sort_buffers(self, buffers: list[Tensor]) -> None:
         """Which are copied before each F that has an R, and which watched."""
         self._last_buffers = buffers
-        known = self._changing_buffers
+        known = self._changing_buffers.keys() | self._normal
         self._copied = [buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]
         self._watched = [buffer for buffer in buffers if not is_small(buffer) and id(buffer) not in known]
         self._simple = all(map(is_simple, self._copied))
@@ -202,7 +202,7 @@ class LayerState:
         distinct = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         return Before(
             True,
-            TensorCopies(self._buffers(), {}),
+            TensorCopies(self._buffers()),
             parameters=[(parameter, version_of(parameter)) for parameter in distinct],
             fingerprints=[fingerprint(parameter) for parameter in distinct],
             structure=[(module, dict(module._parameters), dict(module._modules)) for module in self._modules],
@@ -213,16 +213,9 @@ class LayerState:
         self._refuse_changed_parameters(before)
         changed = before.buffers.changed()
         self._changing_buffers = {id(buffer): buffer for buffer in changed}
-        keys = [storage_key(buffer) for buffer in changed]
-        self._sharing = len(set(keys)) < len(keys)
-        # Not those of normalisation layers: they change without a new version, but no backward reads them.
-        norms = [module for module in self._modules if isinstance(module, _NormBase)]
-        self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-        self._changing_storages = frozenset(keys) - {0}
-        before.buffers = before.buffers.only(
-            [b for b in before.buffers.tensors if is_small(b) or id(b) in self._changing_buffers]
-        )
+        self._changing_storages = frozenset(map(storage_key, changed)) - {0}
         self._sort_buffers(self._buffers())
+        before.buffers = before.buffers.only(self._copied)
         self._learning = False
 
     def _refuse_changed_parameters(self, before: Before) -> None:

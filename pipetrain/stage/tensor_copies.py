@@ -40,21 +40,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 class TensorCopies:
-    """Some tensors with the values that they had.
+    """Some tensors with the values that they had; each has a copy of its own. `simple`: each is known to be `is_simple`."""
 
-    With `storages`, what shares memory shares it in the copies, too; several of these may share one such table. `simple`:
-    each is known to be `is_simple`.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], storages: Storages | None = None, *, simple: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, simple: bool = False) -> None:
         self.tensors = list(tensors)
         with torch.no_grad():
-            if storages is None and simple:
-                self.copies = [tensor.clone() for tensor in self.tensors]
-            elif storages is None:
-                self.copies = [copy_of(tensor) for tensor in self.tensors]
-            else:
-                self.copies = [_copy_sharing(tensor, storages) for tensor in self.tensors]
+            self.copies = [tensor.clone() if simple else copy_of(tensor) for tensor in self.tensors]
 
     def changed(self) -> list[Tensor]:
         """Those that have other values now; waits for the device."""
@@ -128,18 +119,6 @@ def copy_of(tensor: Tensor) -> Tensor:
         # Strides decide how a kernel adds up: a copy must have those of its tensor.
         return view_into(copy_of_storage(tensor), tensor)
     return copy
-
-
-def _copy_sharing(tensor: Tensor, storages: Storages) -> Tensor:
-    """A copy that looks into the copy of the tensor's storage."""
-    if not is_dense(tensor) or type(tensor) is not Tensor:
-        return copy_of(tensor)
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        if storage.nbytes() > max(SMALL_BYTES, 4 * tensor.nbytes):  # a small part of something large
-            return copy_of(tensor)
-        storages[storage._cdata] = copy_of_storage(tensor)
-    return view_into(storages[storage._cdata], tensor)
 
 
 def copy_of_storage(tensor: Tensor) -> UntypedStorage:

@@ -67,13 +67,6 @@ MUTANTS = (
         ("tests/runtime/test_state.py", "-k", "only_what_changes"),
     ),
     Mutant(
-        "copies do not share memory",
-        "pipetrain/stage/layer_state.py",
-        "storages: Storages | None = {} if self._sharing else None",
-        "storages: Storages | None = None",
-        ("tests/regressions/test_changing_buffers.py", "-k", "reads_the_buffer"),
-    ),
-    Mutant(
         "parameters are not compared around F",
         "pipetrain/stage/layer_state.py",
         "        self._refuse_changed_parameters(before)\n",

@@ -116,6 +116,27 @@ MUTANTS = (
         ("tests/runtime/test_selective.py", "-k", "other_stages_may"),
     ),
     Mutant(
+        "R ends at its last slot whatever the last layer saves",
+        "pipetrain/stage/stage.py",
+        " or late.last_signatures() == self._proved\n",
+        " or True\n",
+        ("tests/regressions/test_saved_tensors.py", "-k", "begins_later"),
+    ),
+    Mutant(
+        "a large BatchNorm is watched by its version",
+        "pipetrain/stage/layer_state.py",
+        "        known = self._changing_buffers.keys() | self._normal\n",
+        "        known = self._changing_buffers.keys()\n",
+        ("tests/regressions/test_changing_buffers.py", "-k", "batch_norm_that_is_first"),
+    ),
+    Mutant(
+        "memory outside of saved tensors is not told of",
+        "pipetrain/stage/inspection.py",
+        "            self.held_outside = made.bytes_left((output, again))\n",
+        "",
+        ("tests/runtime/test_probe.py",),
+    ),
+    Mutant(
         "no version check at the end of F",
         "pipetrain/stage/slots.py",
         "            if alias._version != version:\n",

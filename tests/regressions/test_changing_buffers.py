@@ -212,3 +212,41 @@ def test_nested_buffers() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of a prototype
             check_state(lambda layout=layout: [Nested(layout), nn.Linear(4, 4)], ["overlap", "never"])
+
+
+def warm_later(step: int, model: nn.Sequential) -> None:
+    WARM[0] = step > 0
+
+
+def test_a_large_batch_norm_that_is_first_used_later() -> None:
+    """Symptom: running statistics updated twice per microbatch. Cause: a large buffer was watched by its version, which batch_norm leaves."""
+
+    class UsesItLater(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(20_000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.repeat(1, 5_000))[:, :4] * x if WARM[0] else x * 2
+
+    check_state(lambda: [UsesItLater()], ["overlap", "never"], before_step=warm_later)
+
+
+class DoublesItsInputLater(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if WARM[0]:
+            x.data.mul_(2)
+        return x * x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Scales(grow_once_warm, 100_000), DoublesItsInputLater], ids=["buffer", "input"]
+)
+def test_what_begins_to_change_through_data_is_named(make: Callable[[], nn.Module]) -> None:
+    """Symptom: silent wrong gradients. Cause: no version tells of a change through `.data`; the witness sees what R makes of it."""
+    WARM[0] = False
+    with Pipeline([make(), nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
+        pipeline.step(*batch())
+        WARM[0] = True
+        with pytest.raises(RecomputeMismatch, match=r"layer \d .*: the recompute saves other values.* first step"):
+            pipeline.step(*batch())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from beside_the_loop import ALWAYS, EVERY_MODE, batch, check, mean_square
+from beside_the_loop import ALWAYS, EVERY_MODE, assert_same_gradients, batch, check, mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.slots import RecomputeMismatch
 
@@ -74,6 +77,32 @@ def test_operation_that_fills_what_it_has_saved(recompute: RecomputePolicy, plac
         recompute=recompute,
         balance=[2 + len(after[place]), 1],
     )
+
+
+class FillsLaterInTime(nn.Module):
+    """From its second step on its last operation fills what it has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rrelu(x, 0.1, 0.9, training=True) if IS_NOISY[0] else nn.functional.leaky_relu(x, 0.1)
+
+
+IS_NOISY = [False]
+
+
+def test_an_operation_that_fills_what_it_has_saved_begins_later() -> None:
+    """Symptom: gradients of 1e25. Cause: R ended at its last slot, as was proved of another last operation."""
+
+    policy = RecomputePolicy(last_stage="always", verify="first")
+    options: dict[str, Any] = {"num_stages": 2, "stages_per_rank": 2, "schedule": "interleaved", "balance": [2, 1]}
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 4), FillsLaterInTime(), nn.Linear(4, 4))
+    theirs = copy.deepcopy(ours)
+    with Pipeline(ours, mean_square, num_microbatches=3, recompute=policy, **options) as pipeline:
+        for step in range(2):
+            IS_NOISY[0] = step > 0
+            found = pipeline.step(*batch())
+            assert torch.equal(found, reference_step(theirs, mean_square, *batch(), num_microbatches=3, step=step))
+            assert_same_gradients(ours, theirs)
 
 
 class ChangesThroughData(nn.Module):
