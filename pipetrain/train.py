@@ -54,7 +54,7 @@ from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
 from pipetrain.timeline.step_report import RankPlace
 from pipetrain.timeline.stragglers import StragglerWatch
-from pipetrain.transport.carrier import PINNED
+from pipetrain.transport.transport import PINNED
 
 gc.freeze()  # nor is any of them looked at later
 gc.enable()

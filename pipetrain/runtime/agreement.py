@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.group.everyone import Everyone
+from pipetrain.group.chain import Everyone
 from pipetrain.group.group import Group
 
 

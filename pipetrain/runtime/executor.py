@@ -26,7 +26,6 @@ from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.structures import spec_text, structure
 from pipetrain.transport.transport import Transport, fixed_leaves, wanted
 
 
@@ -243,8 +242,7 @@ class Executor:
 
     def _send(self, turn: _Turn) -> None:
         result = self._results.pop(turn.op)
-        text = "" if result.spec is None else spec_text(result.spec)
-        self._transport.send(turn.op, result.leaves, result.wants_gradient, text, result.fixed)
+        self._transport.send(turn.op, result.leaves, result.wants_gradient, result.spec, result.fixed)
 
     def _receive(self, turn: _Turn) -> None:
         self._transport.post(turn.op)
@@ -282,8 +280,7 @@ class Executor:
         message = receive_of(program.schedule, op)
         if message is not None:
             leaves, form = self._transport.take(message)
-            spec = structure(form.spec) if form.spec else None
-            return _Received(leaves, wanted(form), fixed_leaves(form), spec, is_shared=False)
+            return _Received(leaves, wanted(form), fixed_leaves(form), form.spec, is_shared=False)
         source = local_source(program.schedule, op)
         assert source is not None
         result = self._results.pop(source)

@@ -28,7 +28,7 @@ from pipetrain.runtime.cut import weights_of
 from pipetrain.runtime.executor import Step
 from pipetrain.stage.added_losses import WithLosses
 from pipetrain.stage.stage import LossFn
-from pipetrain.transport.fetch import Fetch
+from pipetrain.transport.device import Fetch
 
 # Outputs that are kept at once, in all; of larger ones the first alone.
 _MOST_BYTES = 1 << 28

@@ -63,10 +63,10 @@ from pipetrain.stage.past import set_trainable
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.carrier import NCCL, PINNED, carrier_of
 from pipetrain.transport.crossing import cross
-from pipetrain.transport.fetch import fetch
+from pipetrain.transport.device import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
+from pipetrain.transport.transport import NCCL, PINNED, carrier_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
-from pipetrain.group.failure import PipelineError
+from pipetrain.group.failure import PipelineError, Watchdog
 from pipetrain.group.group import Group
-from pipetrain.group.watchdog import Watchdog
 from pipetrain.model.sharing import SharedState
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.plan.plan import Plan
@@ -33,7 +32,7 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import LossFn
-from pipetrain.transport.fetch import bring, fetch
+from pipetrain.transport.device import bring, fetch
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport, make_edges
 

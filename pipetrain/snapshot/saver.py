@@ -149,8 +149,15 @@ class Saver:
         elif save.committing:
             self.last_step, self._save = save.state.step, None
         else:
+
+            def commit() -> None:
+                if self._rank == 0:
+                    _write_manifest(save.draft, save.state)
+                    folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
+                    folders.prune(self._folder, save.state.step, self._keep_last, self._keep_multiples_of)
+
             save.committing = True
-            save.job = _in_thread(lambda: self._commit(save) if self._rank == 0 else None)
+            save.job = _in_thread(commit)
 
     def wait(self) -> None:
         """Until there is no save on its way. Collective."""
@@ -191,11 +198,6 @@ class Saver:
             self._say(self._failure(step, error))
             return 0
         return token
-
-    def _commit(self, save: _Save) -> None:
-        _write_manifest(save.draft, save.state)
-        folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
-        folders.prune(self._folder, save.state.step, self._keep_last, self._keep_multiples_of)
 
     def _failure(self, step: int, error: BaseException) -> str:
         steps = folders.steps_in(self._folder)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
@@ -99,7 +100,8 @@ class LateBoundSet:
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
-    where it does not, and the slots are empty, R does, which runs the same operations.
+    where it does not, and the slots are empty, R does, which runs the same operations. `split`: some of what fills the slots waits for W
+    longer than the rest.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class LateBoundSet:
         selection: Selection | None = None,
         watches: bool = True,
         witness: Witness | None = None,
+        split: bool = False,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -125,6 +128,7 @@ class LateBoundSet:
         self.layer = -1  # that F or R is in
         self.num_bytes = 0  # of what fills the slots
         self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
+        self._split = split
         self._casts = casts
         self._name_of = name_of
         self._meter = meter
@@ -145,8 +149,8 @@ class LateBoundSet:
 
     # Layers -----------------------------------------------------------------------------------------------------
 
-    def start_layer(self, given: Sequence[Tensor] = ()) -> AbstractContextManager[object]:
-        """F or R goes on to its next layer, which gets `given`, and runs under what this returns.
+    def start_layer(self) -> AbstractContextManager[object]:
+        """F or R goes on to its next layer, which runs under what this returns.
 
         Raises:
             SetComplete: R need not go on.
@@ -162,11 +166,11 @@ class LateBoundSet:
         looks = self._watches or self._casts is not None or self.layer in self.whole
         # Not held: they refer to this set.
         hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
-        if self._outputs is not None:
-            self._outputs.before_layer(self.layer, given, is_free=not has_hooks)
-        if self._outputs is None or not has_hooks:
-            return hooks if has_hooks else nullcontext()
-        return _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+        if not has_hooks:
+            return nullcontext()
+        return (
+            hooks if self._outputs is None else _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+        )
 
     def _start_layer_of_recompute(self) -> AbstractContextManager[object]:
         self.layer -= 1
@@ -177,12 +181,17 @@ class LateBoundSet:
         self.layer += 1
         if self.layer in self.whole:
             self._filled = self._end_of(self.layer)
-        looks = self.proof is not None or self._casts is not None
-        pack = self._compare if looks else self._fill
+        pack = self._fill if self.proof is None and self._casts is None else self._compare
         if self._outputs is None:
             return saved_tensors_hooks(pack, self._unpack_in_recompute)
         hooks = saved_tensors_hooks(beside_mode(pack), self._unpack_in_recompute)
         return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
+
+    def before_layer(self, value: Any) -> None:
+        """F comes to the layer after this one, which gets `value`."""
+        if self._outputs is not None:
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            self._outputs.before_layer(self.layer + 1, tensors, is_free=self.layer + 1 in self.free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks."""
@@ -282,8 +291,14 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def _count(self, size: SetSize | None) -> None:
-        """Tell the meter of what fills the slots, for as long as there is one of them."""
+        """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
         slots = [slot for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        if self._split:
+            tensors = [slot.tensor for slot in slots if slot.tensor is not None]
+            self.num_bytes = self._meter.uncounted_bytes(tensors)
+            for slot, tensor in zip(slots, tensors):
+                slot.counted = CountedBytes(self._meter, 0, (tensor,))
+            return
         counted = (size or SetSize()).counted(self._meter, (slot.tensor for slot in slots if slot.tensor is not None))
         self.num_bytes = counted.num_bytes
         for slot in slots:

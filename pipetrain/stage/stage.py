@@ -294,6 +294,7 @@ class Stage:
             watches=is_new,
             # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
             witness=Witness() if witness and not keep and self._stop is not Stop.AT_END else None,
+            split=split,
         )
         if self.kept.layers:
             late.keep_whole(self.kept.free if keep else self.kept.layers, self.kept.free)
@@ -354,9 +355,10 @@ class Stage:
             node = output.grad_fn if isinstance(output, Tensor) else None
             held.ends.append(held.ends[-1] if node is None else node._sequence_nr())
             return output
-        tensors = [] if self._selection is None else _tensors_in(value)
+        if self._selection is not None:
+            late.before_layer(value)
         try:
-            with late.start_layer(tensors):
+            with late.start_layer():
                 output = call(value)
         except BaseException as error:
             self._refuse_gradient_inside(late, number, error, has_input_gradient=held.has_input_gradient)
@@ -636,8 +638,3 @@ class Stage:
         with torch.inference_mode():
             for layer in self.layers:
                 prepare_cached(layer, past)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """What a layer gets."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -102,7 +102,7 @@ def test_bfloat16_weights_and_their_masters_survive_kills_and_other_stages(folde
 
 
 @pytest.mark.slow
-def test_a_damaged_snapshot_is_told_and_the_one_before_used(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_damaged_snapshot_is_told_and_the_one_before_used(folder: pathlib.Path) -> None:
     process = start(folder, PIPETRAIN, "run_dir=damaged", "snapshot.keep_last=3")
     wait_until(lambda: len(steps_in(folder / "damaged" / "snapshots")) >= 2, process)
     process.send_signal(signal.SIGTERM)

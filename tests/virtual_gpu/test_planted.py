@@ -22,8 +22,8 @@ from pipetrain.schedule import check, launches
 from pipetrain.snapshot import saver
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.stage import Stage
+from pipetrain.transport.ahead import Ring
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.rings import Ring
 from pipetrain.transport.transport import Transport
 from virtual_gpu.cases import Case, batch_norm, bfloat16, bridges, conjugate, differences, dropout, frozen, gaps, play
 from virtual_gpu.hangs import find_hangs
@@ -231,7 +231,7 @@ PLANTED = (
     ),
     Planted(
         "a buffer is used again whatever still reads it on the device",
-        broken(Ring, "_used_again", " if self._lanes.comes_after(Lane.RECV, self._op, moment)", ""),
+        broken(Ring, "_used_again", " if self._ahead.comes_after(self._line, moment)", ""),
         Case("1f1b", ranks=3, microbatches=8),
     ),
     Planted(

@@ -101,7 +101,7 @@ class VirtualRanks:
                 stack.enter_context(mock.patch.object(target, name, value))
 
             stack.enter_context(nccl_there())
-            from pipetrain.group import chain, neighbour
+            from pipetrain.group import chain
             from pipetrain.runtime import pipeline, runner
             from pipetrain.snapshot import saver
             from pipetrain.transport import nccl
@@ -112,7 +112,7 @@ class VirtualRanks:
             put(runner, "make_edges", _nccl_edges)
             for module in (chain, nccl):
                 put(module, "make_pair", self._hosts.pair)
-            for module in (neighbour, nccl):
+            for module in (chain, nccl):
                 put(module, "break_off", lambda pair, _: pair.cut())
             put(Lanes, "on", _marked(Lanes.on, self))
             put(nccl.Communicator, "tell", _told(nccl.Communicator.tell, self))
