@@ -33,7 +33,7 @@ class Call:
 
     `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
     the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
-    stages all come before it. No rank runs the microbatches `skipped`: they count nothing. `weights` is what each weighs in the
+    stages all come before it. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
     loss of all replicas, where targets are counted or there are several replicas; else None.
     """
 
@@ -42,7 +42,7 @@ class Call:
     signature: int
     first_backward: int
     described: tuple[bool, bool]
-    skipped: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
     weights: list[float] | None = None
     left: tuple[tuple[int, str, int], ...] = ()  # what ranks say of `runtime/skips.py`
 
@@ -183,15 +183,15 @@ class Calls:
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
         # A count may be so small beside the others that its share is 0.
-        skipped = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
+        idle = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
         before, after = self._told.setdefault(number, (_Told(), _Told()))
         return Call(
             num_microbatches=m,
             rows=header["rows"],
             signature=number,
             first_backward=header["first_backward"],
-            described=(before.tell(changes[0], m, skipped), after.tell(changes[1], m, skipped)),
-            skipped=skipped,
+            described=(before.tell(changes[0], m, idle), after.tell(changes[1], m, idle)),
+            idle=idle,
             weights=weights,
             left=tuple(map(tuple, header.get("left", ()))),
         )
@@ -205,12 +205,12 @@ class _Told:
     num_changes: int | None = None
     microbatches: set[int] = field(default_factory=set)
 
-    def tell(self, num_changes: int, num_microbatches: int, skipped: frozenset[int]) -> bool:
+    def tell(self, num_changes: int, num_microbatches: int, idle: frozenset[int]) -> bool:
         """Whether messages carry their form in the call that comes; if so it is told then."""
         if self.num_changes != num_changes:
             self.num_changes = num_changes
             self.microbatches.clear()
-        untold = set(range(num_microbatches)) - skipped - self.microbatches
+        untold = set(range(num_microbatches)) - idle - self.microbatches
         self.microbatches |= untold
         return bool(untold)
 

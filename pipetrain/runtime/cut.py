@@ -36,16 +36,17 @@ def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tre
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """The leaves of each microbatch that are the same tensor in all, by number, with what they are called."""
-    found, number = dict[int, str](), 0
+    """The leaves of each microbatch that are the same tensor in all, by index, with what they are called and what that means."""
+    found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):
-            number += 1
+            index += 1
             continue
         for inner, value in pytree.tree_flatten_with_path(leaf.value)[0]:
             if isinstance(value, torch.Tensor):
-                found[number] = name + pytree.keystr(path) + pytree.keystr(inner)
-            number += 1
+                full = name + pytree.keystr(path) + pytree.keystr(inner)
+                found[index] = f"{full}, which is Whole: every microbatch gets the very same tensor"
+            index += 1
     return found
 
 

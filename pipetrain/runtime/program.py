@@ -21,7 +21,7 @@ from pipetrain.schedule.schedule import Schedule
 COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The ops of one rank, numbered; those that compute first, or all as they are launched. Op n belongs to `lanes[n]`.
 
@@ -94,26 +94,21 @@ class Turns:
         self._open = [len(waits) for waits in program.waits]  # what each op still waits for
         self._heads = [queue.start for queue in program.queues]  # the first of each queue that had no turn yet
         self._ended = [False] * len(program.ops)
-        self._num_left = len(program.ops)
+        self.num_left = len(program.ops)  # ops that have not ended
 
-    @property
-    def over(self) -> bool:
-        """Whether every op has ended."""
-        return self._num_left == 0
-
-    def take(self, queue: int) -> int | None:
-        """The op of this queue whose turn it is, which then has had it; None where there is none or it still waits."""
-        head = self._heads[queue]
-        if head == self._program.queues[queue].stop or self._open[head]:
-            return None
-        self._heads[queue] = head + 1
-        return head
+    def take(self) -> int | None:
+        """The next op whose turn it is, which then has had it; None where there is none."""
+        for queue, head in enumerate(self._heads):
+            if head != self._program.queues[queue].stop and not self._open[head]:
+                self._heads[queue] = head + 1
+                return head
+        return None
 
     def end(self, place: int) -> None:
         """This op has ended: those that wait for it wait for one op less."""
         assert not self._ended[place], f"{self._program.ops[place]} ended twice"
         self._ended[place] = True
-        self._num_left -= 1
+        self.num_left -= 1
         for follower in self._program.followers[place]:
             self._open[follower] -= 1
 

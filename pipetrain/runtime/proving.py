@@ -29,21 +29,22 @@ class Proving:
         self._proved: set[Hashable] = set()
         self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
-    def choose(self, signature: int, step: int, program: Program) -> Places:
-        """What is proved in this step, of a call with this signature."""
+    def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
+        """What is proved in this step, of a call with this signature; the microbatches `idle` do not run."""
         if self._verify == OFF:
             return _NOTHING
         kind = (signature, *self._flags())
         if kind not in self._proved:
-            self._proved.add(kind)
-            return _in_turn(program, 0) | (program.recomputed if self._verify == EVERY else _NOTHING)
+            if first := _in_turn(program, 0, idle):  # nothing of a replica whose microbatches are all idle
+                self._proved.add(kind)
+            return first | (program.recomputed if self._verify == EVERY else _NOTHING)
         if self._verify == FIRST:
             return _NOTHING
         if self._verify == EVERY:
             return program.recomputed
         assert isinstance(self._verify, int)
         turn, rest = divmod(step, self._verify)
-        return _NOTHING if rest else _in_turn(program, turn) & program.recomputed
+        return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
 
     def witnessed(self, step: int, program: Program) -> Places:
         """One recomputed microbatch of each stage, in turn."""
@@ -66,11 +67,11 @@ def _modes(layers: Iterable[nn.Module]) -> Iterable[bool]:
     return (module.training for layer in layers for module in layer.modules())
 
 
-def _in_turn(program: Program, turn: int) -> Places:
+def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
     """One microbatch of each stage: of those with an R where there are any, else of all."""
     found: dict[int, list[int | None]] = {}
     for kind in (Kind.F, Kind.R):
-        ops = [op for op in program.ops if op.kind is kind]
+        ops = [op for op in program.ops if op.kind is kind and op.microbatch not in idle]
         found |= {stage: [op.microbatch for op in ops if op.stage == stage] for stage in {op.stage for op in ops}}
     found = {stage: list(dict.fromkeys(microbatches)) for stage, microbatches in found.items()}  # R may come in parts
     return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

@@ -242,6 +242,7 @@ class CallRunner:
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""
         m, last = call.num_microbatches, self._plan.num_stages - 1
+        step.idle = call.idle
         step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
         if 0 in self._stages:
             step.microbatches = cut(self._here(inputs), m)
@@ -267,14 +268,14 @@ class CallRunner:
         self._meter.exclude(self._weights())
         if step.with_graph:
             self._meter.start_step()
-            program = self._programs.training(call.first_backward, call.skipped)
-            step.proved = self._proving.choose(call.signature, step.index, program)
+            program = self._programs.training(call.first_backward)
+            step.proved = self._proving.choose(call.signature, step.index, program, call.idle)
             # Not on a GPU: it may choose other kernels in R, and the host would have to wait for it.
             if not self._device.runs_ahead:
                 step.witnessed = self._proving.witnessed(step.index, program) - step.proved
             self.trained = program.schedule
         else:
-            program = self._programs.inference(call.num_microbatches, call.skipped)
+            program = self._programs.inference(call.num_microbatches)
         self.transport.start_step(self._calls.forms(call), described=call.described)
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))

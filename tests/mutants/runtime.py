@@ -102,20 +102,6 @@ MUTANTS = (
         ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
     ),
     Mutant(
-        "programs without some microbatches are kept without end",
-        "pipetrain/runtime/call_programs.py",
-        "if len(self._with_skipped) > _MOST_WITH_SKIPPED:",
-        "if False:",
-        ("tests/runtime/test_counting.py", "-k", "programs"),
-    ),
-    Mutant(
-        "a given schedule may leave out microbatches",
-        "pipetrain/runtime/call_programs.py",
-        "    if schedule.skipped:",
-        "    if False:",
-        ("tests/runtime/test_counting.py", "-k", "given_schedule"),
-    ),
-    Mutant(
         "a plan's receives ahead are not obeyed",
         "pipetrain/runtime/call_programs.py",
         "        transport_ahead=plan.transport_ahead,\n",
@@ -146,15 +132,15 @@ MUTANTS = (
     Mutant(
         "forms are taken to be known of microbatches that never came",
         "pipetrain/runtime/calls.py",
-        "untold = set(range(num_microbatches)) - skipped - self.microbatches",
-        "untold = set() if self.microbatches else set(range(num_microbatches)) - skipped",
+        "untold = set(range(num_microbatches)) - idle - self.microbatches",
+        "untold = set() if self.microbatches else set(range(num_microbatches)) - idle",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
         "forms of microbatches that did not come stay known when what needs a gradient changes",
         "pipetrain/runtime/calls.py",
         "            self.microbatches.clear()\n        untold",
-        "            self.microbatches -= set(range(num_microbatches)) - skipped\n        untold",
+        "            self.microbatches -= set(range(num_microbatches)) - idle\n        untold",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
@@ -209,15 +195,15 @@ MUTANTS = (
     Mutant(
         "the seed does not know the microbatch",
         "pipetrain/runtime/executor.py",
-        "layer_seed(self.seed, self.index, number, layer)",
-        "layer_seed(self.seed, self.index, 0, layer)",
+        "functools.partial(layer_seed, step.seed, step.index, step.first_microbatch + microbatch)",
+        "functools.partial(layer_seed, step.seed, step.index, 0)",
         ("tests/runtime/test_parity.py", "-k", "ten_steps and overlap"),
     ),
     Mutant(
         "a lazy conjugate is carried out after F has ended",
         "pipetrain/runtime/executor.py",
-        "            if not is_last:  # before the op ends: what it gives may have to be copied\n                self._give(",
-        "        if not is_last:\n            self._give(",
+        "                if not is_last:  # before the op ends: what it gives may have to be copied\n                    self._given",
+        "            if not is_last:\n                self._given",
         ("tests/virtual_gpu/test_matrix.py", "-k", "conjugate"),
     ),
     Mutant(
@@ -237,15 +223,15 @@ MUTANTS = (
     Mutant(
         "replicas drop the same",
         "pipetrain/runtime/executor.py",
-        "        number = self.first_microbatch + microbatch\n",
-        "        number = microbatch\n",
+        "step.index, step.first_microbatch + microbatch)",
+        "step.index, microbatch)",
         ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(
         "Whole may be changed",
         "pipetrain/runtime/executor.py",
-        "_why_fixed(step.whole_inputs)",
-        "{}",
+        "spec, step.whole_inputs, is_shared",
+        "spec, {}, is_shared",
         ("tests/regressions/test_whole_inputs.py", "-k", "whole_changed"),
     ),
     Mutant(
@@ -375,10 +361,17 @@ MUTANTS = (
         ("tests/runtime/test_change.py", "-k", "proved"),
     ),
     Mutant(
+        "what an op that does nothing waited for is forgotten",
+        "pipetrain/runtime/executor.py",
+        "            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
+        "            if op.microbatch in step.idle:\n                return True\n            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
+        ("tests/runtime/test_device.py", "-k", "counts_nothing"),
+    ),
+    Mutant(
         "evaluation runs what counts nothing",
-        "pipetrain/runtime/runner.py",
-        "self._programs.inference(call.num_microbatches, call.skipped)",
-        "self._programs.inference(call.num_microbatches)",
+        "pipetrain/runtime/executor.py",
+        "                if op.microbatch in step.idle:",
+        "                if op.microbatch in step.idle and step.with_graph:",
         ("tests/runtime/test_counting.py", "-k", "evaluation"),
     ),
     Mutant(
