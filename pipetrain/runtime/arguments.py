@@ -44,12 +44,32 @@ def checked_seed(seed: Any) -> int:
     return int(seed)
 
 
-def check_callable(name: str, function: Any, gives: str) -> None:
-    """Raises:
-    ValueError: what was given can neither be called nor is None.
+def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, layers: Iterable[Any]) -> None:
+    """Refuse what cannot be called, and a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
+
+    Raises:
+        ValueError: with the argument, or with the names of the parameters.
     """
-    if function is not None and not callable(function):
-        raise ValueError(f"{name}={function!r}: give a function {gives}, or leave {name} out")
+    for name, function, gives in (
+        ("loss_fn", loss_fn, "of an output and its target"),
+        ("count_fn", count_fn, "of a microbatch's target"),
+        ("on_event", on_event, "of an OpEvent"),
+    ):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name}={function!r}: give a function {gives}, or leave {name} out")
+    of_layers = {id(parameter) for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters()}
+    own = [
+        name
+        for module in _modules_of(loss_fn)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in of_layers
+    ]
+    if own:
+        rest = f" and {len(own) - 2} more" if len(own) > 2 else ""
+        raise ValueError(
+            f"loss_fn has parameters of its own to train ({', '.join(own[:2])}{rest}), which the pipeline would neither clip, "
+            "update nor save: make what has them the last layer, or freeze them with requires_grad_(False)"
+        )
 
 
 def mistake_in_step(scale: Any) -> str | None:
@@ -71,27 +91,6 @@ def checked_reduction(reduction: Any) -> str:
             f"loss_reduction={reduction!r}: allowed are 'mean' (loss_fn is a mean over rows, or over what count_fn counts) and 'sum'"
         )
     return str(reduction)
-
-
-def check_loss_is_plain(loss_fn: Any, layers: Iterable[Any]) -> None:
-    """Refuse a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
-
-    Raises:
-        ValueError: with their names.
-    """
-    of_layers = {id(parameter) for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters()}
-    own = [
-        name
-        for module in _modules_of(loss_fn)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in of_layers
-    ]
-    if own:
-        rest = f" and {len(own) - 2} more" if len(own) > 2 else ""
-        raise ValueError(
-            f"loss_fn has parameters of its own to train ({', '.join(own[:2])}{rest}), which the pipeline would neither clip, "
-            "update nor save: make what has them the last layer, or freeze them with requires_grad_(False)"
-        )
 
 
 def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Plan) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore
 
 from pipetrain.group.failure import PipelineError
-from pipetrain.group.group import Group
 from pipetrain.group.watchdog import Watchdog
-from pipetrain.model.sharing import SharedState
-from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
-from pipetrain.runtime.arguments import MEAN, SUM
+from pipetrain.runtime.arguments import SUM
+from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
@@ -28,13 +26,10 @@ from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.loss_check import LossCheck
 from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.runtime.skips import Skips
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.stage.stage import LossFn
-from pipetrain.transport.fetch import bring, fetch
-from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.fetch import bring
 from pipetrain.transport.transport import Transport, make_edges
 
 
@@ -47,106 +42,47 @@ class CallRunner:
 
     def __init__(
         self,
-        group: Group,
+        parts: Assembly,
         plan: Plan,
         programs: Programs,
-        stages: Mapping[int, AnyStage],
-        lanes: Lanes,
-        meter: ActivationMeter,
-        loss_fn: LossFn | None,
+        stages: Stages,
+        policy: RecomputePolicy,
         count_fn: CountFn | None,
-        verify: str | int,
-        shared_gradients: SharedGradients,
-        copies: Mapping[str, nn.Parameter] | None,
-        skips: Skips,
-        *,
-        loss_reduction: str = MEAN,
-        checks_loss: bool = False,
+        loss_reduction: str,
+        checks_loss: bool,
     ) -> None:
+        group = parts.group
+        self._parts = parts
         self._group = group
-        self._meter = meter
-        self._loss_fn = loss_fn
+        self._device = parts.lanes.device
         self._count_fn = count_fn
-        self._copies = copies
         self._loss_reduction = loss_reduction
-        self._skips = skips
+        self._skips = Skips(parts.known_layers, parts.loss_fn, plan, parts.place)
         self._loss_check = None
-        if checks_loss and loss_fn is not None and plan.num_stages - 1 in stages:
-            self._loss_check = LossCheck(
-                loss_fn,
-                count_fn,
-                loss_reduction,
-                plan.num_layers - 1,
-                self.fetch,
-                warns=group.coordinates.replica == 0,
-            )
-        self._adopt(plan, programs, stages, verify, shared_gradients)
+        if checks_loss and parts.loss_fn is not None and plan.num_stages - 1 in stages:
+            warns = group.coordinates.replica == 0
+            last_layer = plan.num_layers - 1
+            self._loss_check = LossCheck(parts.loss_fn, count_fn, loss_reduction, last_layer, parts.fetch, warns)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        before = lanes.device.memory().other_bytes
-        replicas = _stage_ranks_of_replicas(group, plan)
-        stage_ranks = replicas[group.coordinates.replica]
-        edges = None
-        if group.store is not None:
-            several = len(replicas) > 1
-            edges = make_edges(
-                PrefixStore(f"replica/{group.coordinates.replica}", group.store) if several else group.store,
-                lanes,
-                group.monitor,
-                group.device,
-                stage_ranks,
-                edges=plan.edges,
-                communicators=plan.communicators,
-                of_all=group.store,
-            )
-        self.transport = Transport(
-            stage_ranks,
-            group.rank,
-            edges,
-            meter,
-            group.device,
-            lanes,
-            programs.whole().schedule.tied,
-            replicas,
-            group.monitor.named,
-        )
-        after = lanes.device.memory().other_bytes
+        before = self._device.memory().other_bytes
+        self.transport = _connect(parts, plan, programs)
+        after = self._device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
-        self.executor = Executor(
-            group.rank, stages, self.transport, lanes, group.monitor, group.board, shared_gradients
-        )
+        self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
+        self.adopt(plan, programs, stages, policy)
         group.monitor.on_failure = self._break_off
-        self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
-        self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
+        self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
-    def _adopt(
-        self,
-        plan: Plan,
-        programs: Programs,
-        stages: Mapping[int, AnyStage],
-        verify: str | int,
-        shared_gradients: SharedGradients,
-    ) -> None:
-        group = self._group
-        self._plan = plan
-        self._programs = programs
-        self._stages = stages
-        self._proving = Proving(stages, verify)
-        self._calls = Calls(group.chain, plan, stages, self._copies, group.replicas, group.monitor)
-        self._shared_gradients = shared_gradients
-
-    def change(
-        self,
-        plan: Plan,
-        programs: Programs,
-        stages: Mapping[int, AnyStage],
-        verify: str | int,
-        shared_gradients: SharedGradients,
-    ) -> None:
+    def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
         """What the next calls run by; the connections stay. On every rank, between the same two calls."""
-        self._adopt(plan, programs, stages, verify, shared_gradients)
-        self.executor.change(stages, shared_gradients)
+        group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
+        self._plan, self._programs, self._stages = plan, programs, stages
+        self._proving = Proving(stages, policy.verify)
+        self._calls = Calls(group.chain, plan, stages, copies, group.replicas, group.monitor)
+        self._shared_gradients = self._parts.shared_gradients(stages, programs)
+        self.executor.change(stages, self._shared_gradients)
 
     def run(
         self,
@@ -156,7 +92,6 @@ class CallRunner:
         targets: Any,
         *,
         is_training: bool,
-        shared: SharedState,
         mistake: str | None = None,
     ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
@@ -184,7 +119,7 @@ class CallRunner:
             if mistake is not None:  # of this rank, not of the first
                 raise ValueError(f"{mistake} (on {self._group.monitor.name})")
             self._cut(call, step, inputs, targets)
-            with shared.unchanged(is_training=is_training):
+            with self._parts.shared.unchanged(is_training=is_training):
                 self._execute(call, step)
         return call
 
@@ -220,7 +155,7 @@ class CallRunner:
 
     def generation(self, prompts: Prompts, *, choose: Choose | None, on_token: OnToken | None) -> Generation:
         """This rank's part of a call of `generate`, on which all ranks have agreed."""
-        self._meter.exclude(self._weights())
+        self._parts.meter.exclude(self._weights())
         return Generation(
             prompts,
             self._plan,
@@ -228,7 +163,7 @@ class CallRunner:
             self._programs.inference(1),
             self.executor,
             self.transport,
-            self.fetch,
+            self._parts.fetch,
             self._group.device,
             choose=choose,
             on_token=on_token,
@@ -250,7 +185,7 @@ class CallRunner:
         if last not in self._stages:
             return
         if step.with_loss:
-            if self._loss_fn is None:
+            if self._parts.loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
             check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets = cut_targets(self._here(targets), call.rows, m)
@@ -265,9 +200,9 @@ class CallRunner:
         return on_device(batch, partial(bring, where=self._group.device, device=self._device))
 
     def _execute(self, call: Call, step: Step) -> None:
-        self._meter.exclude(self._weights())
+        self._parts.meter.exclude(self._weights())
         if step.with_graph:
-            self._meter.start_step()
+            self._parts.meter.start_step()
             program = self._programs.training(call.first_backward)
             step.proved = self._proving.choose(call.signature, step.index, program, call.idle)
             # Not on a GPU: it may choose other kernels in R, and the host would have to wait for it.
@@ -285,7 +220,7 @@ class CallRunner:
                 around.enter_context(self._skips.over(step, call.left))
             self.executor.run(program, step)
         if step.with_graph:
-            self._shared_gradients.finish(self.fetch)
+            self._shared_gradients.finish(self._parts.fetch)
 
     def _weights(self) -> Iterator[Tensor]:
         for stage in self._stages.values():
@@ -301,18 +236,10 @@ class CallRunner:
         """
         root, what, data = self._plan.stage_ranks[-1], f"the loss of step {step.index}", b""
         if self._group.chain.rank == root:
-            own = losses.told(step.outputs, step.first_microbatch, self.fetch)
+            own = losses.told(step.outputs, step.first_microbatch, self._parts.fetch)
             data = losses.added_up(self._group.replicas.concatenate(own, what))
         data = self._group.chain.broadcast(data, root, what)
         return losses.checked(data, step.index)
-
-    def fetch(self, tensor: Tensor, what: str) -> Tensor:
-        """A tensor of this rank's device on the host; `what` it is, for who waits too long.
-
-        Raises:
-            PipelineError: another rank failed, or the device did not get there.
-        """
-        return fetch(tensor, what, self._device, self._group.monitor)
 
     def close(self) -> None:
         """End the threads and connections between stages."""
@@ -326,9 +253,26 @@ class CallRunner:
         self._group.everyone.abort()
 
 
-def _stage_ranks_of_replicas(group: Group, plan: Plan) -> list[list[int]]:
-    """Which rank holds each stage, in each replica."""
-    return [
+def _connect(parts: Assembly, plan: Plan, programs: Programs) -> Transport:
+    """The transport of this rank, once the ranks of neighbouring stages, and of the same stages in other replicas, have met."""
+    group, lanes = parts.group, parts.lanes
+    replica = group.coordinates.replica
+    replicas = [
         [group.grid.ranks_of_replica(first)[place] for place in plan.stage_ranks]
         for first in group.grid.ranks_of_stage(0)
     ]
+    edges = None
+    if group.store is not None:
+        several = len(replicas) > 1
+        edges = make_edges(
+            PrefixStore(f"replica/{replica}", group.store) if several else group.store,
+            lanes,
+            group.monitor,
+            group.device,
+            replicas[replica],
+            edges=plan.edges,
+            communicators=plan.communicators,
+            of_all=group.store,
+        )
+    tied, named = programs.whole().schedule.tied, group.monitor.named
+    return Transport(replicas[replica], group.rank, edges, parts.meter, group.device, lanes, tied, replicas, named)
