@@ -35,8 +35,8 @@ from pipetrain.runtime.call_programs import GivenSchedule
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
+from pipetrain.runtime.generation import Request, agree
 from pipetrain.runtime.measure import measure_rank
-from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.sync_watch import waits_told
@@ -45,7 +45,6 @@ from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.stage.past import set_trainable
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
 from pipetrain.transport.carrier import PINNED
@@ -365,8 +364,7 @@ class Pipeline(StageWeights):
             ValueError: what no text can be made from; layers that cannot go on from the tokens before. The same on every rank.
             PipelineError: another rank failed.
         """
-        if self._closed:
-            raise PipelineError("the pipeline is closed")
+        self._check_open()
         if self.num_replicas > 1:
             raise ValueError(
                 f"generate was called with num_replicas={self.num_replicas}: make a Pipeline of one replica for it"
@@ -374,23 +372,14 @@ class Pipeline(StageWeights):
         self._runner.check_whole()
         self._emit_events()
 
-        def own() -> Prompts:
+        def make() -> Request:
             sampling = Sampling(temperature, top_k, top_p, seed)
-            return check_prompts(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                eos=eos,
-                context=context,
-                num_groups=num_groups,
-            )
+            limits = {"max_new_tokens": max_new_tokens, "context": context, "num_groups": num_groups}
+            return Request.of(prompts, sampling=sampling, eos=eos, **limits)
 
-        agreed = agree_on(own if self.is_first else None, mistake_in_layers(self._parts.layers), self._group.chain)
-        with self._in_eval_mode(), self._runner.failing_together():
-            try:
-                return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
-            finally:
-                set_trainable(self._parts.layers.values())
+        request = agree(make if self.is_first else None, self._parts.layers, self._group.chain)
+        with self._in_eval_mode():
+            return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
         """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.

@@ -21,13 +21,13 @@ from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.counting import CountFn, count_targets
 from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
 from pipetrain.runtime.executor import Executor, Step
-from pipetrain.runtime.generation import Choose, Generation, OnToken
+from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.loss_check import LossCheck
-from pipetrain.runtime.prompts import Prompts
 from pipetrain.runtime.proving import Proving
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.transport.fetch import bring
 from pipetrain.transport.transport import Transport, make_edges
@@ -153,21 +153,26 @@ class CallRunner:
         finally:
             self._group.monitor.doing = None
 
-    def generation(self, prompts: Prompts, *, choose: Choose | None, on_token: OnToken | None) -> Generation:
-        """This rank's part of a call of `generate`, on which all ranks have agreed."""
+    def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
+        """The new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
         self._parts.meter.exclude(self._weights())
-        return Generation(
-            prompts,
-            self._plan,
-            self._group.chain,
-            self._programs.inference(1),
-            self.executor,
-            self.transport,
-            self._parts.fetch,
-            self._group.device,
-            choose=choose,
-            on_token=on_token,
-        )
+        program, chain = self._programs.inference(1), self._group.chain
+        with self.failing_together():
+            try:
+                return Generation(
+                    request,
+                    self._plan,
+                    chain,
+                    program,
+                    self.executor,
+                    self.transport,
+                    self._parts.fetch,
+                    self._group.device,
+                    choose,
+                    on_token,
+                ).run()
+            finally:
+                set_trainable(self._parts.layers.values())
 
     def _raise_what_others_found(self) -> None:
         """All has been launched, and another thread has failed the pipeline meanwhile: the device has nothing of worth."""

@@ -251,8 +251,8 @@ MUTANTS = (
     Mutant(
         "who chooses gets tensors of inference mode",
         "pipetrain/runtime/generation.py",
-        "self._choose(logits.clone())",
-        "self._choose(logits)",
+        "self.choose(logits.clone())",
+        "self.choose(logits)",
         ("tests/runtime/test_generation.py::test_what_layers_keep_while_generating_can_be_trained_with",),
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS = (
     ),
     Mutant(
         "what layers kept of inference mode stays so",
-        "pipetrain/runtime/pipeline.py",
+        "pipetrain/runtime/runner.py",
         "                set_trainable(self._parts.layers.values())\n",
         "                pass\n",
         ("tests/runtime/test_generation.py::test_what_layers_keep_while_generating_can_be_trained_with",),
