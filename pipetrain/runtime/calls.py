@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.chain import Chain
 from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.counting import Counted
-from pipetrain.runtime.cut import cut, num_rows, row_counts, rows_fault, weights_of
-from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.arguments import check_batch
+from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Op
 from pipetrain.transport.forms import Form
@@ -133,14 +132,10 @@ class Calls:
             header = json.loads(self._chain.down(add, what))
             changes = (header["changes"] - self._num_changes, header["changes"])
         else:
-            whole = self._chain.up(add, what)
-            header = json.loads(self._chain.broadcast(whole, 0, what))
+            header = json.loads(self._chain.broadcast(self._chain.up(add, what), 0, what))
             changes = (header["changes"], header["changes"])
         headers = [header] if self._replicas is None else self._compare(header, kind, what)
-        weights, problem = None, next(filter(None, map(_problem_of, headers)), None)
-        if problem is not None and len(headers) > 1:
-            where = next(number for number, one in enumerate(headers) if _problem_of(one))
-            problem += f" (in replica {where})"
+        problem, weights = _problem_of_all(headers), None
         if problem is None and (count is not None or len(headers) > 1):
             weights, problem = _weights_of(headers)
         if problem:
@@ -237,6 +232,14 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
     except ValueError as error:
         return [], str(error)
     return [list(itertools.islice(weights, len(own))) for own in counts], None
+
+
+def _problem_of_all(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first replica's that has one."""
+    for replica, header in enumerate(headers):
+        if problem := _problem_of(header):
+            return problem if len(headers) == 1 else f"{problem} (in replica {replica})"
+    return None
 
 
 def _problem_of(header: Mapping[str, Any]) -> str | None:

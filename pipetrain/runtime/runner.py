@@ -14,17 +14,24 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.watchdog import Watchdog
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
-from pipetrain.runtime.arguments import SUM
+from pipetrain.runtime.arguments import SUM, check_batch
 from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
-from pipetrain.runtime.counting import CountFn, count_targets
-from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
+from pipetrain.runtime.cut import (
+    CountFn,
+    count_targets,
+    cut,
+    cut_targets,
+    on_device,
+    row_counts,
+    weights_of,
+    whole_tensors,
+)
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
-from pipetrain.runtime.given_batch import check_batch
 from pipetrain.runtime.loss_check import LossCheck
-from pipetrain.runtime.proving import Proving
+from pipetrain.runtime.program import Proving
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import set_trainable

@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "a count is taken as it comes",
-        "pipetrain/runtime/counting.py",
+        "pipetrain/runtime/cut.py",
         "    if value is not None and 0 <= value < math.inf:\n        return value",
         "    return found",
         ("tests/regressions/test_uncounted_microbatches.py", "-k", "count_that_is_no_number"),
@@ -257,21 +257,21 @@ MUTANTS = (
     ),
     Mutant(
         "inputs may require a gradient",
-        "pipetrain/runtime/given_batch.py",
+        "pipetrain/runtime/arguments.py",
         "    if with_graph and tensor.requires_grad:",
         "    if False:",
         ("tests/regressions/test_needed_gradients.py", "-k", "inputs_that_require"),
     ),
     Mutant(
         "arrays go to every microbatch",
-        "pipetrain/runtime/given_batch.py",
+        "pipetrain/runtime/arguments.py",
         '    if hasattr(leaf, "__array__") and',
         "    if False and",
         ("tests/regressions/test_wrong_arguments.py", "-k", "no_tensors"),
     ),
     Mutant(
         "lists of rows go to every microbatch",
-        "pipetrain/runtime/given_batch.py",
+        "pipetrain/runtime/arguments.py",
         "        _refuse_lists(batch, name, rows)",
         "        pass",
         ("tests/regressions/test_wrong_arguments.py", "-k", "no_tensors"),
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "a kind of step is proved once for all",
-        "pipetrain/runtime/proving.py",
+        "pipetrain/runtime/program.py",
         "        kind = (signature, *self._flags())",
         "        kind = signature",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),

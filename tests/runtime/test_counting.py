@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.call_programs import Programs
-from pipetrain.runtime.counting import counts_of
+from pipetrain.runtime.cut import counts_of
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.csv_file import write_csv
