@@ -19,10 +19,7 @@ from .result import Table, Target
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    *sorted((ROOT / "benchmarks").glob("*/README.md")),
-    *(ROOT / "docs" / page for page in ("BENCHMARKS.md", "MEMORY.md", "SCALING.md")),
-)
+PAGES = sorted((ROOT / "benchmarks").glob("*/README.md"))
 
 
 def publish(folder: Path) -> list[str]:

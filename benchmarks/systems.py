@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.plan.climb import Effort
 from pipetrain.plan.measured import measure_costs
 from pipetrain.plan.plan import make_plan
-from pipetrain.plan.search import best_schedule
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv, write_csv
@@ -26,6 +24,8 @@ from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import best_schedule
 
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # round and round; there and back; other families here have one
 

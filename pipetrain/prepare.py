@@ -17,13 +17,12 @@ from typing import Any
 
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
-from pipetrain.config.together import check_run, check_samples, check_schedule, check_ties
+from pipetrain.config.together import check_run, check_samples, check_schedule
+from pipetrain.engine.available import check_engine
 from pipetrain.group.coordinates import Grid
 from pipetrain.model.size import ModelSize, size_of
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
-from pipetrain.plan.climb import Effort
 from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
-from pipetrain.plan.order_cache import cache_folder
 from pipetrain.plan.plan import Plan, make_plan, place_stages
 from pipetrain.plan.profile import (
     bytes_of_layers,
@@ -33,7 +32,6 @@ from pipetrain.plan.profile import (
     read_profile,
     seconds_of_layers,
 )
-from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -44,6 +42,8 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import FoundSchedule, best_schedule, cache_folder
 from pipetrain.timeline.shown import Shown, show_schedule
 
 _BYTES = 256  # tokens of data.tokenizer=byte
@@ -71,10 +71,11 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
             value and what is allowed.
     """
     check_run(config)
+    check_engine(config)
     pipeline = config.pipeline
     world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
     check_samples(config, world.num_replicas)
-    config = _with_replicas(config, world.num_replicas)
+    given, config = config, _with_replicas(config, world.num_replicas)
     size = size_of(config.model, sequence_length=config.data.sequence_length)
     plan = make_plan(
         size.num_layers,
@@ -95,7 +96,8 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     )
     plan, note = _balanced(config, plan, size)
     tied, found = plan.tied_stages(size.tied), None
-    check_ties(config, tied)
+    # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
+    check_engine(given, world.num_replicas, tied)
     _policy(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
@@ -147,6 +149,7 @@ def prepare_phases(
         ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
     """
     check_run(config)
+    check_engine(config)
     prepared: list[PreparedPhase] = []
     for phase, order in zip_longest(phases_of(config), orders):
         own = phase.config

@@ -26,7 +26,7 @@ from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
-from pipetrain.engine.available import check_available
+from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.which import make_engine
 from pipetrain.group.address import is_rank
 from pipetrain.group.failure import PipelineError
@@ -36,10 +36,8 @@ from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
-from pipetrain.loop.over_replicas import OverReplicas
-from pipetrain.loop.phase_steps import PhaseSteps, phase_of
-from pipetrain.loop.steps import Steps, equal_work
-from pipetrain.loop.tokens import TokensSeen
+from pipetrain.loop.over_replicas import OverReplicas, TokensSeen
+from pipetrain.loop.steps import PhaseSteps, Steps, equal_work, phase_of
 from pipetrain.model.hf.download import bring_model
 from pipetrain.model.size import size_of
 from pipetrain.model.spec import ModelSpec, make_spec
@@ -133,8 +131,8 @@ def _data(config: RunConfig, group: Group) -> list[Data]:
 def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
     """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
     if config.model.name == HUGGING_FACE and group.rank == 0:
+        from pipetrain.model.hf.export import keep_files
         from pipetrain.model.hf.source import find_source
-        from pipetrain.snapshot.export import keep_files
 
         assert config.model.path is not None
         keep_files(find_source(config.model.path, config.model.revision), folder.model)
@@ -311,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(sys.argv[1:] if arguments is None else arguments)
         check_run(config)
+        check_engine(config)
         check_trackers(config.observe)
         check_available(config)
         check_start(config.resume, config.init_from, config.run_dir)

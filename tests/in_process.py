@@ -19,12 +19,14 @@ from pipetrain.group.failure import FailureBoard, Monitor
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
-from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
+from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
+from pipetrain.stage.stage import Stage
+from pipetrain.transport.crossing import cross
 from pipetrain.transport.device import CpuDevice, Event
 from pipetrain.transport.forms import Form
 from pipetrain.transport.lanes import Lanes
@@ -121,6 +123,7 @@ class InProcessRun:
                 [layers[index], *(nn.Identity() for _ in range(policy.num_parts(index) - 1))],
                 (1,) * policy.num_parts(index),
                 first_layer=index,
+                cross=cross,
                 device=CPU,
                 meter=meter,
                 loss_fn=mean_square if index == self.schedule.num_stages - 1 else None,
@@ -128,7 +131,7 @@ class InProcessRun:
             for index, owner in enumerate(self.schedule.stage_ranks)
             if owner == place
         }
-        for stage in stages.values():
+        for stage in (one for one in stages.values() if isinstance(one, Stage)):
             stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)

@@ -1,4 +1,4 @@
-"""The file map of docs/ARCHITECTURE.md names every folder of the package and files that are there; each file says what it is about."""
+"""The table of rooms in docs/ARCHITECTURE.md names every folder of the package and files that are there; each file says what it is about."""
 
 import ast
 import pathlib
@@ -10,8 +10,8 @@ PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.read_text())
 
 
-def test_every_folder_is_on_the_map() -> None:
-    (rows,) = re.findall(r"^## File map$(.+?)(?=^## )", PAGE, flags=re.DOTALL | re.MULTILINE)
+def test_every_folder_is_in_the_table() -> None:
+    (rows,) = re.findall(r"^## Rooms$(.+?)(?=^## )", PAGE, flags=re.DOTALL | re.MULTILINE)
     mapped = re.findall(r"^\| `(\S+)/` \| .+ \|$", rows, re.MULTILINE)
     assert sorted(mapped) == sorted({str(path.parent.relative_to(PACKAGE)) for path in FILES} - {"."})
 

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "launcher": {"group.address", "config"},
     "loop": (BELOW_LOOP := LIBRARY | {"runtime", "engine", "snapshot", "observe", "data", "config"}),
     "proof": BELOW_LOOP | {"loop", "launcher"},
-    "prepare": {"schedule", "timeline", "plan", "model", "group.coordinates", "config"},
+    "prepare": {"schedule", "timeline", "plan", "model", "engine.available", "group.coordinates", "config"},
     "train": None,
     "cli": None,
     "__init__": None,
@@ -40,6 +40,8 @@ TORCH_FREE_FILES = {
     "model/hf/hf_size.py",
     "model/hf/source.py",
     "model/hf/download.py",
+    "engine/available.py",
+    "engine/deepspeed/refused.py",
     "snapshot/start.py",
     "group/coordinates.py",
 }  # of a room with torch: what is read before a process starts

@@ -78,7 +78,9 @@ import os, pathlib, subprocess, sys, tempfile
 def test_leaves():
     tempfile.mkstemp(prefix="forgotten-")
     pathlib.Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
-    subprocess.Popen([sys.executable, "-c", "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"])
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('listens', flush=True); time.sleep(60)"
+    left = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert left.stdout.readline()
 
 def test_leaves_nothing(tmp_path):
     (tmp_path / "file").touch()
@@ -88,7 +90,7 @@ def test_leaves_nothing(tmp_path):
 def test_a_run_that_leaves_something_behind_fails(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_left.py").write_text(LEAVES)
     assert pytest_in(tmp_path, "-k", "nothing").splitlines()[-1].strip("= ").startswith("1 passed")
-    found = pytest_in(tmp_path, "-k", "not nothing", LEFT_OVER_PATIENCE_SECONDS="3")
+    found = pytest_in(tmp_path, "-k", "not nothing", LEFT_OVER_PATIENCE_SECONDS="0.2")
     try:
         assert "left behind by the tests" in found
         assert "forgotten-" in found
@@ -125,6 +127,6 @@ def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:
     around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [*command, "--rootdir=.", "-W", "ignore::pytest.PytestUnknownMarkWarning", *words],
-        cwd=folder, env={**around, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), **variables}, capture_output=True, text=True, check=False,
+        cwd=folder, env={**around, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout

@@ -33,7 +33,7 @@ MOST_OF_SIMULATED, MOST_OF_R = 0.04, 1.05
 SEGMENTS, LAYERS = 4, 12
 NUM_LAYERS = (16, 64, 256)
 WIDTH, ROWS = 256, 256  # a layer of some milliseconds, as those of the smallest transformers
-WAYS: tuple[int | str, ...] = (1, SQRT, LAYER_BY_LAYER)
+PASS_SEQUENCES: tuple[int | str, ...] = (1, SQRT, LAYER_BY_LAYER)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class _Stacks:
-    """Stages of equal layers on one rank, by `WAYS`: the most bytes of activations, and of each step the seconds of a microbatch's R,
+    """Stages of equal layers on one rank, by `PASS_SEQUENCES`: the most bytes of activations, and of each step the seconds of a microbatch's R,
     all parts together, in the middle."""
 
     peak_bytes: dict[int | str, int]
@@ -143,14 +143,14 @@ def _measure_law(result: Result, sizes: Sequence[int], *, quick: bool) -> None:
         for size in sizes:
             steps = 1 if quick else max(4, 256 // size)
             ranks: list[_Stacks] = run_ranks(num_stages, _measure_stacks, size, steps, timeout_seconds=900.0)
-            peaks = {way: max(rank.peak_bytes[way] for rank in ranks) for way in WAYS}
-            shares[size] = {way: max(rank.share(way) for rank in ranks) for way in WAYS}
+            peaks = {way: max(rank.peak_bytes[way] for rank in ranks) for way in PASS_SEQUENCES}
+            shares[size] = {way: max(rank.share(way) for rank in ranks) for way in PASS_SEQUENCES}
             held.append(peaks[SQRT])
             lines.append(
                 (
                     f"{size}",
-                    *(f"{peaks[way] / 1e6:.2f}" for way in WAYS),
-                    *(f"{shares[size][way]:.3f}" for way in WAYS[1:]),
+                    *(f"{peaks[way] / 1e6:.2f}" for way in PASS_SEQUENCES),
+                    *(f"{shares[size][way]:.3f}" for way in PASS_SEQUENCES[1:]),
                 )
             )
             what = f"{_stages(num_stages)}, {size} layers: R of sqrt parts / one whole R"
@@ -188,7 +188,7 @@ def _measure_stacks(size: int, steps: int) -> _Stacks:
     layers = [_Layer() for _ in range(size)]
     inputs = torch.randn(4 * ROWS, WIDTH)
     taken: dict[int, float] = defaultdict(float)
-    seconds: dict[int | str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[int | str, list[float]] = {way: [] for way in PASS_SEQUENCES}
     peaks: dict[int | str, int] = {}
 
     def add(event: OpEvent) -> None:
@@ -206,7 +206,7 @@ def _measure_stacks(size: int, steps: int) -> _Stacks:
                     on_event=add,
                 )
             )
-            for way in WAYS
+            for way in PASS_SEQUENCES
         }
         for step in range(steps + 1):
             for way, pipeline in pipelines.items():

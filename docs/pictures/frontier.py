@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.plan.climb import Effort
-from pipetrain.plan.search import best_schedule
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.make import make, make_schedule
 from pipetrain.schedule.policy import Keep, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import best_schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.draw.palette import LOOKS, THEME
 from pipetrain.timeline.draw.table import Table, number

@@ -129,9 +129,9 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
     Raises:
         ValueError: there are none; or nobody said which, and there are snapshots alone.
     """
+    from pipetrain.model.weights import check_weights, has_weights
     from pipetrain.snapshot.files import path_of, steps_in
     from pipetrain.snapshot.start import SNAPSHOTS, find
-    from pipetrain.snapshot.weights import check_weights, has_weights
 
     steps = steps_in(folder.path / SNAPSHOTS)
     if step is None and (has_weights(folder.weights) or not steps):

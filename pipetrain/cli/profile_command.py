@@ -10,6 +10,7 @@ from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_over
 from pipetrain.config.load import load
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
+from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.plan.profile import Advice, Profile, advice_of
 from pipetrain.prepare import conditions_of
@@ -55,6 +56,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     from pipetrain.runtime.profiling import profile_layers
 
     check_run(config)
+    check_engine(config)
     replicas = config.parallel.num_replicas
     if not isinstance(replicas, int):
         raise ValueError(

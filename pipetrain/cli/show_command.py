@@ -15,7 +15,7 @@ from pipetrain.config.load import load
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh, mesh_html, meshes_svg
+from pipetrain.observe.mesh_drawing import MeshShown, draw_mesh, mesh_html
 from pipetrain.plan.profile import read_profile
 from pipetrain.prepare import predict, predict_mesh
 from pipetrain.schedule.alive import idle_places
@@ -96,7 +96,7 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
 
 
 def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:
-    """The schedules in the format that the name of `path` asks for. With `meshes` a page and JSON have these, too, and a picture is theirs.
+    """The schedules in the format that the name of `path` asks for. With `meshes` a page and JSON have these, too.
 
     Raises:
         ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
@@ -106,6 +106,8 @@ def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown
         raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
     if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
         raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
+    if meshes and ending not in _FORMATS_WITH_MESH:
+        raise ValueError(f"--out={path}: {ending} holds no mesh; with --mesh use {' or '.join(_FORMATS_WITH_MESH)}")
     try:
         path.write_text(_FORMATS[ending](shown, meshes))
     except OSError as error:
@@ -121,12 +123,13 @@ def _values(shown: Sequence[Shown], meshes: Sequence[MeshShown]) -> Any:
 
 
 _FORMATS: dict[str, Callable[[Sequence[Shown], Sequence[MeshShown]], str]] = {
-    ".svg": lambda shown, meshes: meshes_svg(meshes) if meshes else svg(*shown),
+    ".svg": lambda shown, _: svg(*shown),
     ".html": lambda shown, meshes: html(*shown, above=list(map(mesh_html, meshes))),
     ".csv": lambda shown, _: write_csv(shown[0].schedule),
     ".trace.json": lambda shown, _: chrome_trace(shown[0].timeline),
     ".json": lambda shown, meshes: json.dumps(_values(shown, meshes), indent=2) + "\n",
 }
 _FORMATS_FOR_SEVERAL = (".svg", ".html")
+_FORMATS_WITH_MESH = (".html", ".json")
 
 COMMAND = Command(_add_arguments, _show)

@@ -20,8 +20,8 @@ from pipetrain.observe.claim import check_unclaimed
 from pipetrain.observe.folder import check_free, choose_folder, reserve_folder
 from pipetrain.observe.trackers.tracker import check_trackers
 from pipetrain.prepare import Run, prepare_phases
+from pipetrain.schedule.bound import proof_of
 from pipetrain.snapshot.start import AUTO, check_start
-from pipetrain.timeline.shown import proof_of
 
 
 def _add_arguments(parser: Parser) -> None:

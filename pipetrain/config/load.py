@@ -6,16 +6,19 @@ The defaults are those of the records. Hydra gets them as a configuration named 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -50,11 +53,17 @@ def load(overrides: Sequence[str] = ()) -> RunConfig:
     """
     for text in overrides:
         check_override(text)
+    groups = choices()
+    chosen: list[Override] = []
+    given: list[Override] = []
     for text in overrides:
-        _check_override(text)
+        override = _parse(text, groups)
+        is_value = override.key_or_group not in groups and override.package is None
+        (given if is_value else chosen).append(override)
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
-            composed = compose("config", overrides=list(overrides))
+        composed = copy.deepcopy(_composed(*(str(choice.input_line) for choice in chosen)))
+        for value in given:
+            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
@@ -80,6 +89,13 @@ def as_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
 
 
+@functools.cache
+def _composed(*chosen: str) -> DictConfig:
+    """What files of `conf/` make together. Values are set after it, so that a sweep composes once for all its jobs."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+        return compose("config", overrides=list(chosen))
+
+
 def _from_values(values: Any) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"a configuration is a mapping from keys to values, this is {type(values).__name__}")
@@ -87,9 +103,8 @@ def _from_values(values: Any) -> RunConfig:
     return build(RunConfig, values)
 
 
-def _check_override(text: str) -> None:
+def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     """One override: readable, of a key or group that exists, with one value."""
-    groups = choices()
     if "=" not in text or text.startswith("="):
         raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *groups])}")
     try:
@@ -109,6 +124,7 @@ def _check_override(text: str) -> None:
         check_key(override.key_or_group)
     elif override.value() not in allowed:
         raise not_a_choice(override.key_or_group, override.value(), allowed)
+    return override
 
 
 def _first_line(error: Exception) -> str:

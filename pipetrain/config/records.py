@@ -32,7 +32,7 @@ EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ORDERS = ("replica-stage", "stage-replica")
 AUTO_REPLICAS = "auto"
-ADAMW, CPU_ADAM, FUSED_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam", "deepspeed_fused_adam")
+ADAMW, CPU_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam")
 # Of `precision`: the dtype of the weights.
 WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
 DEFAULT_STEPS = 200
@@ -261,7 +261,7 @@ _Betas = Annotated[
 class OptimConfig:
     """AdamW with a linear warm-up and a cosine to `final_fraction` of the learning rate."""
 
-    # `adamw` (torch), `deepspeed_cpu_adam` (state on the host) or `deepspeed_fused_adam` (CUDA only).
+    # `adamw` (torch's fused one) or `deepspeed_cpu_adam` (state on the host).
     name: Annotated[str, choice_of(*OPTIMIZERS)] = ADAMW
     learning_rate: Annotated[float, more_than(0)] = 3e-3  # at the end of the warm-up
     weight_decay: Annotated[float, at_least(0)] = 0.1  # for matrices only

@@ -35,12 +35,6 @@ class Share:
 
     def rows_of(self, batch_size: int) -> slice:
         """The samples of a batch that are this replica's."""
-        start, stop = (
-            self._start_of(number * self.num_microbatches, batch_size) for number in (self.replica, self.replica + 1)
-        )
-        return slice(start, stop)
-
-    def _start_of(self, number: int, batch_size: int) -> int:
-        """Where slice `number` of `torch.tensor_split(batch, slices)` begins; of the first that is none, where the last ends."""
         size, larger = divmod(batch_size, self.num_replicas * self.num_microbatches)
-        return number * size + min(number, larger)
+        first, end = (replica * self.num_microbatches for replica in (self.replica, self.replica + 1))  # slices
+        return slice(first * size + min(first, larger), end * size + min(end, larger))

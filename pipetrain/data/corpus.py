@@ -33,7 +33,13 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     Raises ValueError where there is none, or one that may not be read.
     """
     if config.name == "stdlib":
-        return _readable(_stdlib_files(config), "data=stdlib")
+        if config.path is not None:
+            raise ValueError(f"data.path={config.path} is for your own text: type data=text data.path={config.path}")
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _sorted_files(root, "**/*.py") if not _NOT_STDLIB & set(file.relative_to(root).parts)]
+        if not files:
+            raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
+        return _readable(files, "data=stdlib")
     if not config.path:
         raise ValueError(
             f"data.path is not set: data={config.name} reads a file or a folder of text; type data.path=FILE_OR_FOLDER"
@@ -41,13 +47,47 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     return files_at("data.path", config.path, config.pattern)
 
 
-def files_at(key: str, path: str, pattern: str) -> list[pathlib.Path]:
-    """The files that `key=path` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
+def files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
+    """The files that `key=given` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
 
     Raises:
         ValueError: there is none, or one that may not be read.
     """
-    return _readable(_files_at(key, path, pattern), f"{key}={path}")
+    path = pathlib.Path(given).expanduser()
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = _files_in(path, f"{key}={given}", given, pattern)
+    elif path.exists():
+        raise ValueError(f"{key}={given} is neither a file nor a folder: give one that is")
+    else:
+        files = sorted(file for file in map(pathlib.Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        if not files and glob.has_magic(given):
+            raise ValueError(f"{key}={given} matches no file (seen from {pathlib.Path.cwd()}); give a glob that does")
+        if not files:
+            names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)]
+            hint = f"did you mean {key}={near[0]}?" if near else "give a file or folder that exists"
+            raise ValueError(f"{key}={given} is not there (seen from {pathlib.Path.cwd()}); {hint}")
+    return _readable(files, f"{key}={given}")
+
+
+def _files_in(folder: pathlib.Path, key: str, given: str, pattern: str) -> list[pathlib.Path]:
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ValueError(f"{key} may not be read; allow it with: chmod +rx {given}")
+    try:
+        files = _sorted_files(folder, pattern, pattern + GZIP)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"data.pattern={pattern!r} is no pattern inside a folder ({error}); allowed are globs such as '**/*.txt' or '*.md'"
+        ) from None
+    if not files:
+        kinds = collections.Counter(file.suffix for file in folder.rglob("*") if file.is_file())
+        hint = "there is no file in it: give another data.path"
+        if kinds:
+            hint = f"for the commonest kind in it, type data.pattern='**/*{kinds.most_common(1)[0][0]}'"
+        raise ValueError(f"data.pattern={pattern!r} matches no file in {key}; {hint}")
+    return files
 
 
 @contextmanager
@@ -75,43 +115,6 @@ def key_of_text(config: DataConfig) -> str:
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"
 
 
-def _stdlib_files(config: DataConfig) -> list[pathlib.Path]:
-    """The running Python's own library: real text on every machine, without a download."""
-    if config.path is not None:
-        raise ValueError(f"data.path={config.path} is for your own text: type data=text data.path={config.path}")
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _sorted_files(root, "**/*.py") if not _NOT_STDLIB & set(file.relative_to(root).parts)]
-    if not files:
-        raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
-    return files
-
-
-def _files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
-    path = pathlib.Path(given).expanduser()
-    if not path.exists():
-        return _of_glob(key, given, path)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"{key}={given} is neither a file nor a folder: give one that is")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise ValueError(f"{key}={given} may not be read; allow it with: chmod +rx {given}")
-    files = _matching_files(path, pattern)
-    if not files:
-        raise ValueError(f"data.pattern={pattern!r} matches no file in {key}={given}; {_what_is_in(path)}")
-    return files
-
-
-def _of_glob(key: str, given: str, path: pathlib.Path) -> list[pathlib.Path]:
-    found = sorted(pathlib.Path(name) for name in glob.glob(str(path), recursive=True))
-    files = [file for file in found if file.is_file()]
-    if files:
-        return files
-    if glob.has_magic(given):
-        raise ValueError(f"{key}={given} matches no file (seen from {pathlib.Path.cwd()}); give a glob that does")
-    raise ValueError(f"{key}={given} is not there (seen from {pathlib.Path.cwd()}){_neighbour(key, path)}")
-
-
 def _readable(files: list[pathlib.Path], key: str) -> list[pathlib.Path]:
     for file in files:
         if not os.access(file, os.R_OK):
@@ -119,31 +122,9 @@ def _readable(files: list[pathlib.Path], key: str) -> list[pathlib.Path]:
     return files
 
 
-def _matching_files(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    try:
-        return _sorted_files(root, pattern, pattern + GZIP)
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"data.pattern={pattern!r} is no pattern inside a folder ({error}); allowed are globs such as '**/*.txt' or '*.md'"
-        ) from None
-
-
 def _sorted_files(root: pathlib.Path, *patterns: str) -> list[pathlib.Path]:
     found = {file for pattern in patterns for file in root.glob(pattern) if file.is_file()}
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _what_is_in(folder: pathlib.Path) -> str:
-    kinds = collections.Counter(file.suffix for file in folder.rglob("*") if file.is_file())
-    if not kinds:
-        return "there is no file in it: give another data.path"
-    return f"for the commonest kind in it, type data.pattern='**/*{kinds.most_common(1)[0][0]}'"
-
-
-def _neighbour(key: str, path: pathlib.Path) -> str:
-    names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {key}={path.with_name(near[0])}?" if near else "; give a file or folder that exists"
 
 
 _BLOCK = 2**20

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +24,16 @@ from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pie
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
-from pipetrain.data.token_cache import Tell
 from pipetrain.data.token_file import (
     TOKENS_JSON,
     Ids,
-    TokenSheet,
     check_id_file,
     fingerprint_of_ids,
     read_id_file,
     read_sheet,
 )
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
-from pipetrain.data.tokenizing import WAIT_SECONDS, is_bytes, memory_of, split_of, tokenized
+from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, memory_of, split_of, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
@@ -92,28 +91,18 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     elif config.name == "hf":
         check_datasets_installed(config)
     else:
-        _check_files(config, tokenizer)
+        size = sum(file.stat().st_size for file in find_files(config))
+        if config.heldout_path is not None:
+            files_at("data.heldout_path", config.heldout_path, config.pattern)
+        if size == 0 or (is_bytes(config, tokenizer) and size <= config.sequence_length):
+            raise too_short("the text", size, config, "bytes")
     if isinstance(tokenizer, HfTokenizer):
         check_installed(f"data.tokenizer={tokenizer.called}")
 
 
-def make_data(
-    config: DataConfig,
-    seed: int,
-    *,
-    own_tokenizer: str | None = None,
-    timeout_seconds: float = WAIT_SECONDS,
-    tell: Tell | None = None,
-) -> Data:
-    """Find, read, tokenize and cut what `config` names; `seed` orders the training samples and nothing else.
-
-    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
-
-    Raises:
-        ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
-    """
-    opened = open_data(config, seed, own_tokenizer=own_tokenizer, timeout_seconds=timeout_seconds, tell=tell)
-    return opened.cut(config)
+def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
+    """Find, read, tokenize and cut what `config` names, as `open_data`; `seed` orders the training samples and nothing else."""
+    return open_data(config, seed, **how).cut(config)
 
 
 class OpenData:
@@ -155,7 +144,13 @@ def open_data(
     timeout_seconds: float = WAIT_SECONDS,
     tell: Tell | None = None,
 ) -> OpenData:
-    """Find, read and tokenize, as `make_data`."""
+    """Find, read and tokenize what `config` names, to be cut.
+
+    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
+
+    Raises:
+        ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
+    """
     check_data(config, own_tokenizer)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
@@ -172,14 +167,6 @@ def _check_length(config: DataConfig) -> None:
             f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
             f"set data.heldout_bytes={config.sequence_length} or more"
         )
-
-
-def _check_files(config: DataConfig, tokenizer: Tokenizer) -> None:
-    size = sum(file.stat().st_size for file in find_files(config))
-    if config.heldout_path is not None:
-        files_at("data.heldout_path", config.heldout_path, config.pattern)
-    if size == 0 or (is_bytes(config, tokenizer) and size <= config.sequence_length):
-        raise too_short("the text", size, config, "bytes")
 
 
 def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> _LayOut:
@@ -232,16 +219,12 @@ def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> _LayOut:
     if not path.is_dir():
         return _of_id_files(config, path, tokenizer)
     sheet = read_sheet(path)
-    _check_tokenizer(config, sheet, tokenizer)
-    return partial(folder_samples, folder=path, sheet=sheet)
-
-
-def _check_tokenizer(config: DataConfig, sheet: TokenSheet, tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and tokenizer.digest != sheet.tokenizer_digest:
         raise ValueError(
             f"data.path={config.path} was made with the tokenizer {sheet.tokenizer}, and data.tokenizer={tokenizer.called} is another one, or "
             f"has changed since (its SHA-256 is {tokenizer.digest[:12]}..., it was {sheet.tokenizer_digest[:12]}...); tokenize again"
         )
+    return partial(folder_samples, folder=path, sheet=sheet)
 
 
 def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _LayOut:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,75 +49,71 @@ class Document(NamedTuple):
     problem: str | None = None
 
 
-class Corpus(Protocol):
+@dataclass(frozen=True)
+class Corpus:
     """What may be tokenized. `sources` are the names that places speak of; `digest` changes with what `documents` gives."""
 
-    @property
-    def sources(self) -> Sequence[str]: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def documents(self) -> Iterator[Document]: ...
-
-
-@dataclass(frozen=True)
-class TextCorpus:
-    """Files of text, each a document, in the order of their `split`."""
-
-    split: Split
+    sources: Sequence[str]
     digest: str
-
-    @property
-    def sources(self) -> list[str]:
-        return [str(piece.path) for piece in self._pieces]
-
-    @property
-    def _pieces(self) -> tuple[Piece, ...]:
-        return self.split.train + self.split.heldout
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.last - piece.first for piece in self._pieces)
-
-    def documents(self) -> Iterator[Document]:
-        for number, piece in enumerate(self._pieces):
-            yield from _documents_of(piece, Place(number, 0), number >= len(self.split.train))
+    num_bytes: int  # of a data set its rows: nobody knows how many bytes they have
+    documents: Callable[[], Iterator[Document]]
 
 
-@dataclass(frozen=True)
-class JsonCorpus:
-    """Files with a JSON object on each line (empty lines are passed over); `heldout` files are held out as a whole."""
+def text_corpus(split: Split, digest: str) -> Corpus:
+    """Files of text, each a document, in the order of their `split`."""
+    pieces = split.train + split.heldout
 
-    train: Sequence[Scanned]
-    heldout: Sequence[Scanned]
-    heldout_fraction: float  # of the documents in `train`, where there are no `heldout` files
-    text_field: str
+    def documents() -> Iterator[Document]:
+        for number, piece in enumerate(pieces):
+            yield from _documents_of(piece, Place(number, 0), number >= len(split.train))
 
-    @property
-    def sources(self) -> list[str]:
-        return [str(file.path) for file in (*self.train, *self.heldout)]
+    num_bytes = sum(piece.last - piece.first for piece in pieces)
+    return Corpus([str(piece.path) for piece in pieces], digest, num_bytes, documents)
 
-    @property
-    def digest(self) -> str:
-        return digest_of([*self.train, *self.heldout])
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in (*self.train, *self.heldout))
+def json_corpus(train: Sequence[Scanned], heldout: Sequence[Scanned], fraction: float, text_field: str) -> Corpus:
+    """Files with a JSON object on each line (empty lines are passed over); `heldout` files are held out as a whole, else a `fraction`
+    of the documents in `train`."""
+    files = [*train, *heldout]
 
-    def documents(self) -> Iterator[Document]:
-        is_heldout = None if self.heldout else choose_heldout(self._lines_of_train, self.heldout_fraction)
-        one_kind = OneKind(self.text_field)
-        for number, file in enumerate((*self.train, *self.heldout)):
-            for line_number, line in _lines(file.path):
-                held = number >= len(self.train) if is_heldout is None else is_heldout(line)
-                yield _document_of(line, Place(number, line_number), held, one_kind)
+    def rows() -> Iterator[_Row]:
+        for number, file in enumerate(files):
+            with opened(file.path) as lines:
+                for line_number, line in enumerate(lines, 1):
+                    if stripped := line.strip():
+                        yield Place(number, line_number), number >= len(train) if heldout else None, stripped
 
-    def _lines_of_train(self) -> Iterator[bytes]:
-        for file in self.train:
-            for _, line in _lines(file.path):
-                yield line
+    num_bytes = sum(file.size for file in files)
+    names = [str(file.path) for file in files]
+    return Corpus(
+        names, digest_of(files), num_bytes, lambda: _documents_of_rows(rows, 0.0 if heldout else fraction, text_field)
+    )
+
+
+_Row = tuple[
+    Place, bool | None, bytes | Row
+]  # where it stands; whether it is held out, None: by its hash; the row, or its JSON
+
+
+def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text_field: str) -> Iterator[Document]:
+    is_heldout = choose_heldout(lambda: (_as_bytes(row) for _, held, row in rows() if held is None), fraction)
+    one_kind = OneKind(text_field)
+    for place, held, row in rows():
+        size = len(row) if isinstance(row, bytes) else 1
+        held = is_heldout(_as_bytes(row)) if held is None else held
+        content: str | Row = ""
+        problem = None
+        try:
+            content = one_kind.content_of(json.loads(row) if isinstance(row, bytes) else row)
+        except json.JSONDecodeError as error:
+            problem = f"it is no JSON ({error.msg}, column {error.colno})"
+        except UnicodeDecodeError as error:
+            problem = f"it is not UTF-8 (byte {error.start} of the line)"
+        except RecursionError:
+            problem = "it is no JSON that can be read (nested too deeply)"
+        except ValueError as error:
+            problem = str(error)
+        yield Document(content, place, size, held, problem=problem)
 
 
 class OneKind:
@@ -146,7 +142,12 @@ class OneKind:
         if field != self._seen:
             raise ValueError(f"it has `{field}`, those before have `{self._seen}`: a corpus is of texts or of chats")
         if field == MESSAGES:
-            _check_messages(row[MESSAGES])
+            messages = row[MESSAGES]
+            if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+                raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
+            for number, message in enumerate(messages):
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
             return row
         if not isinstance(row[field], str):
             raise ValueError(f"`{field}` is no text but a {type(row[field]).__name__}")
@@ -170,36 +171,6 @@ def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> 
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers, from 1 on."""
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if stripped := line.strip():
-                yield number, stripped
-
-
-def _document_of(line: bytes, place: Place, is_heldout: bool, one_kind: OneKind) -> Document:
-    try:
-        return Document(one_kind.content_of(json.loads(line)), place, len(line), is_heldout)
-    except json.JSONDecodeError as error:
-        problem = f"it is no JSON ({error.msg}, column {error.colno})"
-    except UnicodeDecodeError as error:
-        problem = f"it is not UTF-8 (byte {error.start} of the line)"
-    except RecursionError:
-        problem = "it is no JSON that can be read (nested too deeply)"
-    except ValueError as error:
-        problem = str(error)
-    return Document("", place, len(line), is_heldout, problem=problem)
 
 
 def _documents_of(piece: Piece, place: Place, is_heldout: bool) -> Iterator[Document]:
@@ -236,36 +207,6 @@ def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
     return block[:end], block[end:]
 
 
-@dataclass(frozen=True)
-class HfCorpus:
-    """Rows of a data set; those of `heldout` are held out, or a fraction of `train`, where there is none."""
-
-    train: Any  # datasets.Dataset
-    heldout: Any
-    heldout_fraction: float
-    text_field: str
-    digest: str
-    sources: Sequence[str]
-
-    @property
-    def num_bytes(self) -> int:
-        """Rows: nobody knows how many bytes they have."""
-        return len(self.train) + (0 if self.heldout is None else len(self.heldout))
-
-    def documents(self) -> Iterator[Document]:
-        is_heldout = None
-        if self.heldout is None:
-            is_heldout = choose_heldout(lambda: map(_as_bytes, self.train), self.heldout_fraction)
-        one_kind = OneKind(self.text_field)
-        for number, part in enumerate((self.train, self.heldout)):
-            for line, row in enumerate(() if part is None else part, 1):
-                held = bool(number) if is_heldout is None else is_heldout(_as_bytes(row))
-                try:
-                    yield Document(one_kind.content_of(row), Place(number, line), 1, held)
-                except ValueError as error:
-                    yield Document("", Place(number, line), 1, held, problem=str(error))
-
-
 def check_datasets_installed(config: DataConfig) -> None:
     """Raises:
     ValueError: datasets is not installed, or data.path names nothing.
@@ -276,7 +217,7 @@ def check_datasets_installed(config: DataConfig) -> None:
         raise ValueError('data=hf: datasets is not installed; pip install "pipetrain[hf]" brings it')
 
 
-def hf_corpus(config: DataConfig, memory: Path) -> HfCorpus:
+def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     """The data set that `config` names, downloaded if need be; digests of large files are kept in the folder `memory`.
 
     Raises:
@@ -296,8 +237,22 @@ def hf_corpus(config: DataConfig, memory: Path) -> HfCorpus:
         f"{config.path}[{config.split}]",
         f"{config.heldout_path or config.path}[{config.heldout_split or config.split}]",
     ]
-    digests = [_digest(part, memory) for part in parts]
-    return HfCorpus(train, heldout, config.heldout_fraction, config.text_field, json.dumps(digests), names)
+    digests = []  # of its files, where it has some, for its rows follow from them; what was made in memory has the library's
+    for part in parts:
+        files = [Path(file["filename"]) for file in part.cache_files]
+        digests.append(digest_of(scan(files, memory)) if files else str(part._fingerprint))
+
+    def rows() -> Iterator[_Row]:
+        for number, part in enumerate(parts):
+            for line, row in enumerate(part, 1):
+                yield Place(number, line), None if heldout is None else bool(number), row
+
+    return Corpus(
+        names,
+        json.dumps(digests),
+        sum(map(len, parts)),
+        lambda: _documents_of_rows(rows, config.heldout_fraction if heldout is None else 0.0, config.text_field),
+    )
 
 
 def _load(key: str, path: str, subset: str | None, split_key: str, split: str) -> Any:
@@ -321,11 +276,5 @@ def _load(key: str, path: str, subset: str | None, split_key: str, split: str) -
     return found[split]
 
 
-def _digest(part: Any, memory: Path) -> str:
-    """Of its files, where it has some: its rows follow from them. What was made in memory has a fingerprint of the library's."""
-    files = [Path(file["filename"]) for file in part.cache_files]
-    return digest_of(scan(files, memory)) if files else str(part._fingerprint)
-
-
-def _as_bytes(row: Any) -> bytes:
-    return json.dumps(row, sort_keys=True, default=str).encode()
+def _as_bytes(row: bytes | Row) -> bytes:
+    return row if isinstance(row, bytes) else json.dumps(row, sort_keys=True, default=str).encode()

@@ -175,7 +175,10 @@ class HfTokenizer:
                 counted[first:last] = self._template.counted_tokens(np.array(encoding.offsets), spans)
                 if not counted[first:last].any():
                     problems[number] = "it has no token that counts in the loss: no answer of an assistant"
-        return _without_problems(Encoded(ids, lengths, counted, problems))
+        is_sample = np.ones(len(lengths), np.bool_)
+        is_sample[list(problems)] = False
+        kept = np.repeat(is_sample, lengths)
+        return Encoded(ids[kept], lengths * is_sample, counted[kept], problems)
 
     def _marked(self, row: Any, number: int, problems: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
         try:
@@ -256,12 +259,3 @@ def half_of_a_character(text: str) -> str:
 def _joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), np.uint32, int(lengths.sum())), lengths
-
-
-def _without_problems(encoded: Encoded) -> Encoded:
-    """Without the tokens of documents that turned out to be no samples."""
-    is_sample = np.ones(len(encoded.lengths), np.bool_)
-    is_sample[list(encoded.problems)] = False
-    kept = np.repeat(is_sample, encoded.lengths)
-    assert encoded.counted is not None, "of chats"
-    return Encoded(encoded.ids[kept], encoded.lengths * is_sample, encoded.counted[kept], encoded.problems)

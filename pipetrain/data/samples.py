@@ -110,7 +110,11 @@ class Documents:
         return Batch({"input_ids": torch.from_numpy(ids), name: torch.from_numpy(where)}, torch.from_numpy(targets))
 
     def num_tokens(self, indices: NDArray[np.int64]) -> int:
-        return sum(self._num_targets(document) for index in indices for document in self._documents_of(int(index)))
+        total, counted = 0, self._part.counted
+        for document in (document for index in indices for document in self._documents_of(int(index))):
+            first, last = self._range(document)
+            total += last - first - 1 if counted is None else int(counted[first + 1 : last].sum())
+        return total
 
     def _put(self, document: int, ids: NDArray[Any], targets: NDArray[Any], where: NDArray[Any], at: int) -> int:
         """One document from position `at` on; returns where it ends."""
@@ -123,10 +127,6 @@ class Documents:
             targets[at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
         where[at:end] = 1 if self._with_mask else np.arange(last - first)
         return end
-
-    def _num_targets(self, document: int) -> int:
-        first, last = self._range(document)
-        return last - first - 1 if self._part.counted is None else int(self._part.counted[first + 1 : last].sum())
 
     def _documents_of(self, sample: int) -> NDArray[np.int64]:
         return self._documents[self._ends[sample - 1] if sample else 0 : self._ends[sample]]
@@ -265,7 +265,11 @@ def _holds_out(config: DataConfig) -> bool:
 
 def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, TokenPart], layout: str) -> SampleSets:
     chosen = {name: _choose(config, sheet, part) for name, part in parts.items()}
-    samples = {name: _laid_out(config, sheet, part, chosen[name].documents, layout) for name, part in parts.items()}
+    samples, room = {}, config.sequence_length
+    for name, part in parts.items():
+        documents = chosen[name].documents
+        packed = None if layout == PADDED else pack_documents(part.lengths[documents], room)
+        samples[name] = Documents(part, documents, packed, room=room, pad=sheet.pad_token)
     for name in PARTS if _holds_out(config) else [TRAIN]:
         if not len(samples[name]):
             raise ValueError(
@@ -313,10 +317,3 @@ def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> _Choice:
     if config.on_error == "stop":
         raise ValueError(refusal_of(problem))
     return _Choice(np.flatnonzero(fits), int((~fits).sum()), problem)
-
-
-def _laid_out(
-    config: DataConfig, sheet: TokenSheet, part: TokenPart, documents: NDArray[np.int64], layout: str
-) -> Documents:
-    packed = None if layout == PADDED else pack_documents(part.lengths[documents], config.sequence_length)
-    return Documents(part, documents, packed, room=config.sequence_length, pad=sheet.pad_token)

@@ -1,20 +1,28 @@
 """From documents to a folder of tokens, in the cache or ahead by `pipetrain tokenize`: read, encode and write beside each other, in batches.
 
-A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
+Whoever comes first makes a folder, while the others wait for it. It holds a lock of the kernel's, which ends with its process, writes a
+draft and renames it when it is whole. A thread encodes a batch, on all cores (the tokenizer's own threads), while the next one is read and the last one written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.data.corpus import (
@@ -28,12 +36,12 @@ from pipetrain.data.corpus import (
     scan,
     split_files,
 )
-from pipetrain.data.documents import Corpus, Document, JsonCorpus, TextCorpus, hf_corpus
-from pipetrain.data.token_cache import Tell, cache_root, made_once
+from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
 from pipetrain.data.token_file import (
     FORMAT,
     HELDOUT,
     PARTS,
+    TOKENS_JSON,
     TRAIN,
     PartWriter,
     TokenSheet,
@@ -42,7 +50,11 @@ from pipetrain.data.token_file import (
 )
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
+Tell = Callable[[float], None]
+"""Is told how much of something is done, from 0 to 1."""
+
 WAIT_SECONDS = 600.0  # for a process that tokenizes and does not come on
+_PAUSE_SECONDS = 0.1  # between two looks at it
 
 
 def tokenized(
@@ -59,12 +71,66 @@ def tokenized(
         ValueError: a document is no sample, or the folder cannot be written.
     """
     corpus = corpus_of(config, tokenizer)
-
-    def make(draft: Path, tell: Tell) -> None:
-        write_tokens(corpus, tokenizer, draft, skips=config.on_error == "skip", tell=tell)
-
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
-    return made_once(folder, make, timeout_seconds=timeout_seconds, tell=tell)
+    make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
+    return made_once(folder, make, timeout_seconds=timeout_seconds)
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """`data.cache_dir`, or a folder of this user's cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
+
+
+def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: float) -> Path:
+    """`folder`, which `make(draft folder)` has filled: now, earlier, or in another process meanwhile.
+
+    Raises:
+        ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
+    """
+    if _is_whole(folder):
+        return folder
+    draft = folder.with_name(f"{folder.name}.draft")
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
+    size, since = -1, time.monotonic()
+
+    def made_meanwhile() -> bool:
+        nonlocal size, since
+        with contextlib.suppress(FileNotFoundError):  # the draft was renamed meanwhile
+            if (now := sum(file.stat().st_size for file in draft.glob("*/*"))) != size:
+                size, since = now, time.monotonic()
+        if time.monotonic() - since > timeout_seconds:
+            maker = Path(lock.lock_file).read_text() or "another process"
+            raise ValueError(
+                f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
+                "end it, or choose another data.cache_dir"
+            )
+        return _is_whole(folder)
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(Timeout):  # it is whole now
+            lock.acquire(poll_interval=_PAUSE_SECONDS, cancel_check=made_meanwhile)
+        if not _is_whole(folder):
+            Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            draft.mkdir()
+            make(draft)
+            draft.rename(folder)
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={folder.parent}: tokens cannot be kept there ({error.strerror or error}); choose another data.cache_dir"
+        ) from error
+    finally:
+        if lock.is_locked:
+            shutil.rmtree(draft, ignore_errors=True)
+        lock.release()
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / TOKENS_JSON).is_file()
 
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -78,12 +144,12 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         return hf_corpus(config, memory)
     if config.name == "jsonl":
         train, heldout = _files_of(config)
-        return JsonCorpus(train, heldout, config.heldout_fraction, config.text_field)
+        return json_corpus(train, heldout, config.heldout_fraction, config.text_field)
     split = split_of(config)
     if not isinstance(tokenizer, ByteTokenizer):
         split = cut_at_a_line(split)
     train, heldout = _files_of(config)
-    return TextCorpus(split, digest_of([*train, *heldout]))
+    return text_corpus(split, digest_of([*train, *heldout]))
 
 
 def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
@@ -128,7 +194,7 @@ _BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 4096
 
 
-def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell) -> None:
+def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
 
     Raises:
@@ -146,7 +212,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         done = 0
         for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
             done += _write(batch, encoded, writers, problems)
-            tell(min(done / max(corpus.num_bytes, 1), 1.0))
+            if tell is not None:
+                tell(min(done / max(corpus.num_bytes, 1), 1.0))
     numbers = {part: writers[part].numbers for part in PARTS}
     if problems.first is not None and not any(part.tokens for part in numbers.values()):
         raise ValueError(f"no document is a sample, the first of {problems.num_skipped}: {problems.first}; mend them")
@@ -164,7 +231,8 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         first_problem=problems.first,
     )
     write_sheet(folder, sheet)
-    tell(1.0)
+    if tell is not None:
+        tell(1.0)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipetrain.config.records import OptimConfig
+from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Accepts
 from pipetrain.engine.optimizer import Updates, learning_rate, make_optimizer
@@ -26,40 +26,24 @@ from pipetrain.timeline.step_report import StepFigures, StepResult
 
 
 class NativeEngine:
-    """Trains a model over the ranks of torch.distributed.
+    """Trains the model of `spec` over the ranks of torch.distributed, by the optimizer, seed and time-out of `config`.
 
-    Args:
-        spec: the model, with its loss.
-        plan: where its layers are.
-        schedule: the order of all ops of that plan.
-        optim: the optimizer, the learning rate and the clip.
-        zero: ZeRO stage of the optimizer state: 0, or 1 (over the replicas of the plan).
-        num_steps: steps of the whole run, over which the learning rate falls.
-        device: where this rank computes.
-        precision: of the layers; the weights are in their dtype already.
-        seed: of weights and dropout.
-        timeout_seconds: longest wait for another rank.
-        on_event: is given every `OpEvent`, after its step.
+    The weights of `spec` are in the dtype of `precision` already. `on_event` is given every `OpEvent`, after its step.
     """
 
     def __init__(
         self,
+        config: RunConfig,
         spec: ModelSpec,
         plan: Plan,
         schedule: Schedule,
-        optim: OptimConfig,
         *,
-        zero: int,
-        num_steps: int,
         device: torch.device,
         precision: Precision,
-        seed: int = 0,
-        timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
         self._spec = spec
-        self._optim = optim
-        self._num_steps = num_steps
+        self._config = config
         self._device = device
         self._precision = precision
         self._pipeline = Pipeline(
@@ -68,13 +52,13 @@ class NativeEngine:
             schedule=schedule,
             recompute=schedule.policy,
             device=device,
-            seed=seed,
-            timeout_seconds=timeout_seconds,
+            seed=config.seed,
+            timeout_seconds=config.timeout_seconds,
             on_event=on_event,
         )
         inject(self._pipeline, faults_of_environment())
-        replicas = self._pipeline.replica_process_group() if zero else None
-        self._optimizer = make_optimizer(optim, self._pipeline.parameters(), replicas)
+        replicas = self._pipeline.replica_process_group() if config.parallel.zero else None
+        self._optimizer = make_optimizer(config.optim, self._pipeline.parameters(), replicas)
 
     @property
     def model(self) -> Pipeline:
@@ -91,7 +75,7 @@ class NativeEngine:
         self._pipeline.change(num_microbatches=plan.num_microbatches, schedule=schedule)
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        rate = learning_rate(self._optim, step, self._num_steps)
+        rate = learning_rate(self._config.optim, step, self._config.num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         loss, norm = self._backward(batch)
@@ -103,7 +87,7 @@ class NativeEngine:
 
     def _backward(self, batch: Batch) -> tuple[float, float | None]:
         """Loss and gradient norm; clips. The norm is taken where nothing is clipped, too: it shows whether a gradient is finite."""
-        clip_norm = self._optim.clip_norm
+        clip_norm = self._config.optim.clip_norm
         try:
             with self._precision.context(self._device):
                 loss = self._pipeline.step(batch.inputs, batch.targets)

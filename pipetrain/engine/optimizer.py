@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pipetrain.config.records import ADAMW, FUSED_ADAM, OptimConfig
+from pipetrain.config.records import CPU_ADAM, OptimConfig
 from pipetrain.engine.masters import MASTER, Groups, MasterWeights, has_few_bits, take_float32_gradients
 from pipetrain.model.trained import Optimizer
 from pipetrain.parallel.zero import ShardedOptimizer
@@ -53,8 +53,13 @@ def make_optimizer(
 
 
 def _adamw(config: OptimConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    if config.name != ADAMW:
-        return _of_deepspeed(config, groups, device)
+    if config.name == CPU_ADAM:  # imported here: it takes seconds, and may not be installed
+        from pipetrain.engine.deepspeed.environment import import_deepspeed
+
+        import_deepspeed(device)
+        from pipetrain.engine.deepspeed.adam import host_adam
+
+        return host_adam(groups, config.learning_rate, config.betas)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     optimizer.register_load_state_dict_pre_hook(_without_masters)
     return optimizer
@@ -67,21 +72,6 @@ def _without_masters(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
         for number, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
-
-
-def _of_deepspeed(config: OptimConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    # Imported here: it takes seconds, and may not be installed.
-    from pipetrain.engine.deepspeed.compiled import with_extension
-    from pipetrain.engine.deepspeed.environment import import_deepspeed
-
-    import_deepspeed(device)
-    from pipetrain.engine.deepspeed.adam import CudaAdam, HostAdam
-
-    kind, extension = (CudaAdam, "fused_adam") if config.name == FUSED_ADAM else (HostAdam, "cpu_adam")
-    optimizer: torch.optim.Optimizer = with_extension(
-        extension, lambda: kind(groups, lr=config.learning_rate, betas=config.betas)
-    )
-    return optimizer
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
-from pipetrain.config.together import check_ties
+from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
-from pipetrain.group.coordinates import Grid
 from pipetrain.model.sharing import ties_of
 from pipetrain.model.spec import ModelSpec, with_compiled_layers, with_weights_in
 from pipetrain.plan.plan import Plan
@@ -37,7 +36,7 @@ def make_engine(
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
-    check_ties(config, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
+    check_engine(config, plan.num_replicas, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
     precision = precision_of(config.precision, device)
     spec = with_weights_in(spec, precision.weights)
     if config.model.compile:
@@ -46,30 +45,5 @@ def make_engine(
         # Imported here: it takes seconds, and may not be installed.
         from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(
-            spec,
-            plan,
-            schedule.policy,
-            Grid(plan.num_replicas, plan.num_ranks, order=plan.order),
-            config.optim,
-            batch_size=config.data.batch_size,
-            zero=config.parallel.zero,
-            num_steps=config.num_steps,
-            device=device,
-            precision=precision,
-            seed=config.seed,
-            timeout_seconds=config.timeout_seconds,
-        )
-    return NativeEngine(
-        spec,
-        plan,
-        schedule,
-        config.optim,
-        zero=config.parallel.zero,
-        num_steps=config.num_steps,
-        device=device,
-        precision=precision,
-        seed=config.seed,
-        timeout_seconds=config.timeout_seconds,
-        on_event=on_event,
-    )
+        return DeepSpeedEngine(config, spec, plan, schedule, device=device, precision=precision)
+    return NativeEngine(config, spec, plan, schedule, device=device, precision=precision, on_event=on_event)

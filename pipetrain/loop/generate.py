@@ -15,11 +15,11 @@ from pipetrain.data.tokenizer import Tokenizer
 from pipetrain.model.hf.source import GENERATION_CONFIG, find_source
 from pipetrain.model.size import family_of, load_function
 from pipetrain.model.spec import make_spec
+from pipetrain.model.weights import load_weights
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.snapshot.manifest import NAME as MANIFEST
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.weights import load_weights
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # the end of a text may be half a character
 _HELD_BACK = 4  # tokens at most: no character takes more bytes

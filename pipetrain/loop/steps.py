@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipetrain.data.batch import Batch
+from pipetrain.config.records import RunConfig
+from pipetrain.data.batch import Batch, Share
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.engine.engine import Engine
 from pipetrain.group.failure import PipelineError
-from pipetrain.loop.guard import Action, Guard, Incident
-from pipetrain.loop.incident import advice_on_stop, explain, folder_of, write_incident
-from pipetrain.loop.over_replicas import OverReplicas
-from pipetrain.loop.phase_steps import PhaseSteps, phase_of
-from pipetrain.loop.tokens import Tokens, TokensSeen, tokens_of
+from pipetrain.loop.guard import Action, Guard, Incident, advice_on_stop, explain, folder_of, write_incident
+from pipetrain.loop.over_replicas import OverReplicas, Tokens, TokensSeen, tokens_of
 from pipetrain.model.size import ModelSize
 from pipetrain.model.spec import ModelSpec
+from pipetrain.model.weights import Together, save_weights
 from pipetrain.observe.metrics import TokenFigures, metrics_of
 from pipetrain.observe.recorder import Recorder
 from pipetrain.observe.report import (
@@ -35,10 +34,33 @@ from pipetrain.observe.report import (
     peak_activation_bytes,
 )
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.session import Ranks, Snapshots
-from pipetrain.snapshot.weights import save_weights
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.snapshot.session import Snapshots
 from pipetrain.timeline.shown import Shown
 from pipetrain.timeline.step_report import RankPlace, StepFigures, StepResult
+from pipetrain.timeline.stragglers import StragglerWatch
+
+
+@dataclass
+class PhaseSteps:
+    """Steps `first_step` to `last_step` of a run: what they run by, and what they leave for the report. A run without phases is one."""
+
+    number: int | None  # from 0; None: the run has no phases
+    first_step: int
+    last_step: int
+    config: RunConfig
+    plan: Plan
+    schedule: Schedule
+    heldout: Iterable[Batch]
+    share: Share | None  # of a batch, that is this replica's; None: all of it
+    mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
+    watch: StragglerWatch
+    last: StepFigures | None = None  # of its last step so far, on rank 0
+
+
+def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
+    """The phase of `step`; past the end of the run the last one."""
+    return next(phase for phase in reversed(phases) if phase.first_step <= step)
 
 
 @dataclass(frozen=True)
@@ -109,13 +131,6 @@ class Steps:
         for report in (whole,) if phase.number is None else (own, whole):
             self.recorder.finish(report, measured, predicted, _clock_error(phase.last))
 
-    def _end_phase(self, phase: PhaseSteps) -> None:
-        """Reports a phase by itself; the last one is reported with the run. Collective."""
-        heldout_loss = self.engine.evaluate(phase.heldout)
-        if phase.last is not None:
-            report = self._report_of(phase, heldout_loss, 0)
-            self.recorder.finish(report, *self._measured_and_predicted(phase), _clock_error(phase.last))
-
     def _measured_and_predicted(self, phase: PhaseSteps) -> tuple[tuple[Shown, ...], Shown | None]:
         assert phase.last is not None
         return measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
@@ -165,7 +180,7 @@ class Steps:
             stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
         )
 
-    def finish(self, folder: Path, ranks: Ranks) -> None:
+    def finish(self, folder: Path, ranks: Together) -> None:
         """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
         snapshot on its way. Collective.
         """
@@ -213,7 +228,10 @@ class Steps:
         if every is not None and step % every == 0 and step < self.num_steps:
             self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
         if step == phase.last_step and step < self.num_steps:
-            self._end_phase(phase)
+            heldout_loss = self.engine.evaluate(phase.heldout)
+            if phase.last is not None:  # a phase by itself; the last one is reported with the run
+                report = self._report_of(phase, heldout_loss, 0)
+                self.recorder.finish(report, *self._measured_and_predicted(phase), _clock_error(phase.last))
 
     def _respond(self, incident: Incident, batch: Batch) -> int | None:
         """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.

@@ -1,4 +1,4 @@
-"""The mesh of a run, drawn: who is where, what each rank holds, what goes where. A picture and a page have the same drawing.
+"""The mesh of a run, drawn: who is where, what each rank holds, what goes where. A terminal and a page have the same drawing.
 
            stage 0         stage 1
 replica 0  rank 0   -->    rank 1      --> and | in a node, ==> and || between two
@@ -8,19 +8,17 @@ replica 1  rank 2   -->    rank 3
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from pipetrain.plan.mesh import MESSAGES, Mesh, MeshRank, Sent
 from pipetrain.timeline.draw.page import framed, heading, paragraph
-from pipetrain.timeline.draw.palette import THEME
 from pipetrain.timeline.draw.table import Table, number, size
 
 _MOST_REPLICAS = 12  # drawn; of more, the first ones and the last
 _GAP = 3  # between columns of text
-_CHARACTER, _LINE = 8.5, 19  # pixels of a picture
 
 
 @dataclass(frozen=True)
@@ -91,20 +89,6 @@ def mesh_html(shown: MeshShown) -> str:
     drawn = f"<pre>{escape(_grid(shown.mesh))}</pre>"
     notes = map(paragraph, mesh_notes(shown))
     return "\n".join([heading(shown.title), drawn, framed(mesh_table(shown.mesh)), *notes])
-
-
-def meshes_svg(meshes: Sequence[MeshShown]) -> str:
-    """One picture, of several below each other."""
-    lines = [line for one in meshes for line in (one.title, "", *_grid(one.mesh).splitlines(), "")]
-    shape = f'width="{32 + _CHARACTER * max(map(len, lines)):g}" height="{16 + _LINE * len(lines)}"'
-    font = 'font-family="ui-monospace, monospace" font-size="14"'
-    text = [
-        f'<text class="text" x="16" y="{_LINE * number + 28}" xml:space="preserve">{escape(line)}</text>'
-        for number, line in enumerate(lines)
-    ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {shape} {font} role="img">'
-    title = f"<title>{escape('; '.join(one.title for one in meshes))}</title>"
-    return "\n".join([head, title, f"<style>{THEME}</style>", *text, "</svg>\n"])
 
 
 def _grid(mesh: Mesh) -> str:

@@ -275,7 +275,7 @@ class _Maker:
 
     def _reduced(self, place: int) -> Sent | None:
         """What a rank at `place` gives to the adding up over the replicas."""
-        buckets = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.meets_none]
+        buckets = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.is_replica_allreduce]
         if not buckets:
             return None
         stages = {op.stage for op in buckets}

@@ -155,12 +155,14 @@ def make_plan(
         num_stages=None if num_stages is None else whole_number("pipeline.num_stages", num_stages),
         stages_per_rank=whole_number("pipeline.stages_per_rank", stages_per_rank),
     )
+    if not isinstance(split_backward, bool):
+        raise ValueError(f"pipeline.split_backward={split_backward!r}: allowed is True or False")
     return Plan(
         balance=_check_balance(num_layers, len(stage_ranks), balance, work),
         stage_ranks=stage_ranks,
         num_microbatches=whole_number("pipeline.num_microbatches", num_microbatches),
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
-        split_backward=_switch("pipeline.split_backward", split_backward),
+        split_backward=split_backward,
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
         transport_ahead=whole_number("transport.ahead", transport_ahead, least=0),
         communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
@@ -172,12 +174,6 @@ def make_plan(
 def _one_of(key: str, value: str, words: Sequence[str]) -> str:
     if value not in words:
         raise ValueError(f"{key}={value!r}: allowed is {', '.join(words[:-1])} or {words[-1]}")
-    return value
-
-
-def _switch(key: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r}: allowed is True or False")
     return value
 
 

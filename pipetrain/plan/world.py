@@ -34,7 +34,9 @@ def world_of(
             that do.
     """
     replicas, wanted = parallel.num_replicas, ranks_wanted(pipeline)
-    there_are = _of_machines(cluster) if num_ranks is None else num_ranks
+    there_are = num_ranks
+    if there_are is None and cluster.gpus_per_node is not None:
+        there_are = cluster.num_nodes * cluster.gpus_per_node
     if not isinstance(replicas, int):
         return World(_as_many_as_fit(pipeline, there_are, wanted), wanted or 1)
     if replicas == 1:  # what does not fit then, the stages say
@@ -53,10 +55,6 @@ def ranks_wanted(pipeline: PipelineConfig) -> int | None:
     if pipeline.num_stages is not None:
         return pipeline.num_stages // pipeline.stages_per_rank
     return size_of_csv(pipeline.schedule)[1] if pipeline.schedule.endswith(".csv") else None
-
-
-def _of_machines(cluster: ClusterConfig) -> int | None:
-    return None if cluster.gpus_per_node is None else cluster.num_nodes * cluster.gpus_per_node
 
 
 def _as_many_as_fit(pipeline: PipelineConfig, there_are: int | None, wanted: int | None) -> int:
@@ -83,9 +81,10 @@ def _share_of_each(replicas: int, there_are: int | None, num_nodes: int) -> int:
     if there_are is None:
         return max(-(-num_nodes // replicas), _DEFAULT_RANKS)
     if there_are % replicas:
+        nearest = min((n for n in range(1, there_are + 1) if there_are % n == 0), key=lambda n: abs(n - replicas))
         raise ValueError(
             f"parallel.num_replicas={replicas}: {there_are} ranks cannot be shared out evenly over the replicas; start "
-            f"{_nearest_multiples(there_are, replicas)} ranks, or set parallel.num_replicas={_nearest_divisor(there_are, replicas)}"
+            f"{_nearest_multiples(there_are, replicas)} ranks, or set parallel.num_replicas={nearest}"
         )
     return there_are // replicas
 
@@ -115,7 +114,3 @@ def _why(pipeline: PipelineConfig) -> str:
 def _nearest_multiples(number: int, factor: int) -> str:
     below = number // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((one for one in range(1, number + 1) if number % one == 0), key=lambda one: abs(one - wanted))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.plan.balance import balance_evenly
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -53,11 +54,13 @@ _ORDER = list(Verdict)
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `notes` are other warnings."""
+    """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `kept` says that of each
+    kept layer, whatever the result; `notes` are other warnings."""
 
     result: Verdict
     detail: str = ""
     notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def is_defect(self) -> bool:
@@ -114,16 +117,10 @@ class Way:
 
     def options(self, num_layers: int) -> dict[str, Any]:
         """The arguments of `Pipeline`. The last stage recomputes as the others do."""
-        balance = self.balance or evenly(num_layers, self.num_stages)
+        balance = self.balance or balance_evenly(num_layers, self.num_stages)
         recompute = RecomputePolicy(mode=Mode(self.mode), **{"last_stage": "always", **self.policy})
         stages = {"num_stages": self.num_stages, "stages_per_rank": self.num_stages // self.num_ranks}
         return {**stages, "balance": list(balance), "schedule": self.schedule, "recompute": recompute}
-
-
-def evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage; the last stages get one more where it does not come out even."""
-    share, rest = divmod(num_layers, num_stages)
-    return tuple(share + (stage >= num_stages - rest) for stage in range(num_stages))
 
 
 # Two runs -------------------------------------------------------------------------------------------------------------
@@ -189,7 +186,8 @@ def _train(
 ) -> None:
     """All steps, with the values of the layers `held` after each."""
     own = nn.ModuleDict({str(number): layers[number] for number in held})
-    optimizer = _optimizer(own)
+    parameters = list(own.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if parameters else None
     for number in range(subject.num_steps):
         subject.before_step(number, list(layers))
         seed_everything(number)
@@ -202,20 +200,10 @@ def _train(
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        for name, tensor in _tensors(own):
+        for name, tensor in (*own.named_parameters(), *own.named_buffers()):
             trace[f"{name} after step {number}"] = _copy(tensor)
     if subject.look is not None:
         trace["what is looked at in the end"] = subject.look(list(layers))
-
-
-def _optimizer(layers: nn.Module) -> torch.optim.Optimizer | None:
-    parameters = list(layers.parameters())
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if parameters else None
-
-
-def _tensors(layers: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from layers.named_parameters()
-    yield from layers.named_buffers()
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -242,22 +230,18 @@ def beside(subject: Subject, expected: Trace, way: Way) -> Found:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # what ends a layer's forward on purpose must not come out either
-            return _ended(error)
+            text = " ".join(str(error).split())
+            if is_named(error):
+                return Found(Verdict.REFUSED, text)
+            return Found(Verdict.FAILED, f"{type(error).__name__}: {text}")
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
-    kept = [text for text in said if _NOT_RECOMPUTED.search(text)]
+    kept = tuple(text for text in said if _NOT_RECOMPUTED.search(text))
     notes = tuple(text for text in said if text not in kept)
     if different := list(differences(ours, expected)):
         what, size = different[0]
         largest = max(size for _, size in different)
-        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes)
-    return Found(Verdict.KEPT, "; ".join(kept), notes) if kept else Found(Verdict.EQUAL, notes=notes)
-
-
-def _ended(error: BaseException) -> Found:
-    text = " ".join(str(error).split())
-    if is_named(error):
-        return Found(Verdict.REFUSED, text)
-    return Found(Verdict.FAILED, f"{type(error).__name__}: {text}")
+        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes, kept)
+    return Found(Verdict.KEPT if kept else Verdict.EQUAL, "; ".join(kept), notes, kept)
 
 
 def is_named(error: BaseException) -> bool:

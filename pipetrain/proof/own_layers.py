@@ -1,4 +1,4 @@
-"""A user's own layers beside the plain loop: in every mode, and layer by layer where one of them cannot be recomputed."""
+"""A user's own layers beside the plain loop, in every mode; and which of them the pipeline does not recompute, and why."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ from pipetrain.proof.beside_loop import (
     beside,
     differences,
     plain,
-    same_tensor,
     seed_everything,
-    worst_of,
 )
 from pipetrain.runtime.cut import cut, num_rows
-from pipetrain.schedule.families import ComputeLanes, Shape, generator_of
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import with_recompute
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.draw.table import Table
 
@@ -65,26 +61,23 @@ class _Made:
 
 @dataclass(frozen=True)
 class OwnTrial:
-    """All layers in one way; or, with `layer`, that one alone recomputed between others that are kept."""
+    """All layers in one way."""
 
     subject: str
     own: OwnLayers
     mode: str
     num_stages: int
-    layer: int | None = None
 
     def __str__(self) -> str:
-        alone = "" if self.layer is None else f", layer {self.layer} alone recomputed"
-        return f"{self.mode}, {self.num_stages} stage{'s' if self.num_stages > 1 else ''}{alone}"
+        return f"{self.mode}, {self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
 
 
 @dataclass(frozen=True)
 class OwnReport:
-    """`names` of the layers; what came of the whole in each way, and of each layer alone."""
+    """`names` of the layers, and what came of each way."""
 
     names: tuple[str, ...]
     ways: tuple[tuple[OwnTrial, Found], ...]
-    alone: tuple[Found, ...]
 
     @property
     def is_right(self) -> bool:
@@ -99,13 +92,23 @@ class OwnReport:
         ]
         layers = [
             {"layer": number, "kind": kind, "result": found.result.value, "detail": found.detail}
-            for number, (kind, found) in enumerate(zip(self.names, self.alone))
+            for number, (kind, found) in enumerate(zip(self.names, self.layers))
         ]
         return {"layers": layers, "ways": ways}
 
+    @property
+    def layers(self) -> tuple[Found, ...]:
+        """What the pipeline said of each layer, in any of the ways: that it is kept, or refused; of others, nothing."""
+        told = [(Verdict.KEPT, text) for _, found in self.ways for text in found.kept]
+        told += [(found.result, found.detail) for _, found in self.ways if found.result is Verdict.REFUSED]
+        return tuple(
+            next((Found(*one) for one in told if f"layer {number} (" in one[1]), Found(Verdict.EQUAL))
+            for number in range(len(self.names))
+        )
+
 
 def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
-    """Every mode over one to four stages (`quick`: `overlap` over two); then, unless all are equal, each layer alone.
+    """Every mode over one to four stages (`quick`: `overlap` over two).
 
     Raises:
         ValueError: there is no such function, it raises, what it gives is no model or no batch, or the plain loop fails itself.
@@ -115,67 +118,39 @@ def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
     modes = [Mode.OVERLAP] if quick else list(Mode)
     wanted = [min(2, len(names))] if quick else list(stages)
     trials = [OwnTrial(own.layers, own, mode.value, number) for number in wanted for mode in modes]
-    ways = tuple(try_apart(attempt_own, trials))
-    worst = worst_of([found for _, found in ways])
-    if worst.result is Verdict.EQUAL:
-        return OwnReport(names, ways, tuple(Found(Verdict.EQUAL) for _ in names))
-    # Each under a name of its own: one that hangs must not keep the others from being tried.
-    alone = [
-        OwnTrial(str(number), own, "inline", 1 + (number > 0) + (number < len(names) - 1), number)
-        for number in range(len(names))
-    ]
-    return OwnReport(names, ways, tuple(found for _, found in try_apart(attempt_own, alone)))
+    return OwnReport(names, tuple(try_apart(attempt_own, trials)))
 
 
 def attempt_own(trial: OwnTrial) -> Found:
     """One trial beside the plain loop, which runs once."""
     subject, expected = _plain_of(trial.own)
-    if trial.layer is None:
-        return beside(subject, expected, Way(trial.mode, trial.num_stages))
-    layer, count = trial.layer, len(subject.layers())
-    before, after = layer, count - layer - 1
-    balance = tuple(size for size in (before, 1, after) if size)
-    alone = functools.partial(_recomputing, stage=1 if before else 0)
-    policy = {"sets": subject.num_microbatches}
-    watched = dataclasses.replace(subject, layers=lambda: _watched(subject.layers(), layer))
-    return beside(watched, expected, Way(trial.mode, len(balance), schedule=alone, balance=balance, policy=policy))
+    saving = dataclasses.replace(subject, layers=lambda: _saving_outputs(subject.layers()))
+    return beside(saving, expected, Way(trial.mode, trial.num_stages))
 
 
-class _Witness(torch.autograd.Function):
-    """Hands a tensor on, and finds in B whether R brought back what F had."""
+class _Saved(torch.autograd.Function):
+    """The identity, with its input saved: the pipeline then compares it in R with that of F, and names the layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Any:
+    def forward(ctx: Any, x: Tensor) -> Any:
         ctx.save_for_backward(x)
-        ctx.seen, ctx.layer = x.detach().clone(), name
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (brought,) = ctx.saved_tensors
-        if not same_tensor(brought, ctx.seen):
-            raise ValueError(
-                f"{ctx.layer} gives other values in R than in F: look for a counter, a cache, random numbers of its own, or state "
-                "outside of the layer"
-            )
-        return gradient, None
+    def backward(_: Any, gradient: Tensor) -> Any:
+        return gradient
 
 
-def _watched(layers: Sequence[nn.Module], number: int) -> Sequence[nn.Module]:
-    """`layers`, with a witness of what the layer `number` gives: a layer whose output nobody saves could give anything in R."""
-    name = f"layer {number} ({type(layers[number]).__name__})"
+def _saving_outputs(layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """`layers`, each with its output saved: one whose output nobody saves could return anything in R."""
 
-    def witness(leaf: Any) -> Any:
+    def saved(leaf: Any) -> Any:
         wanted = isinstance(leaf, Tensor) and leaf.requires_grad
-        return _Witness.apply(leaf, name) if wanted else leaf  # type: ignore[no-untyped-call]
+        return _Saved.apply(leaf) if wanted else leaf  # type: ignore[no-untyped-call]
 
-    layers[number].register_forward_hook(lambda _, __, output: pytree.tree_map(witness, output))
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, output: pytree.tree_map(saved, output))
     return layers
-
-
-def _recomputing(shape: Shape, stage: int) -> ComputeLanes:
-    """GPipe in which one stage recomputes and the others keep their sets."""
-    return [list(with_recompute(lane, lambda op: op.stage == stage)) for lane in generator_of("gpipe")(shape)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -278,7 +253,12 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
     model, loss_fn, *batch = _parts(own.layers, _called(own.layers, make))
     if make_batch is not None:
         seed_everything(step)
-        batch = _pair(own.batch or "", _called(own.batch or "", make_batch))
+        given = _called(own.batch or "", make_batch)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise ValueError(
+                f"{own.batch} returned a {type(given).__name__}: it must return the pair (inputs, targets)"
+            )
+        batch = list(given)
     if not batch:
         raise ValueError(
             f"{own.layers} gives layers without a batch to train on: let it return (layers, loss_fn, inputs, targets), or "
@@ -306,12 +286,6 @@ def _parts(place: str, given: Any) -> list[Any]:
     )
 
 
-def _pair(place: str, given: Any) -> list[Any]:
-    if isinstance(given, tuple) and len(given) == 2:
-        return list(given)
-    raise ValueError(f"{place} returned a {type(given).__name__}: it must return the pair (inputs, targets)")
-
-
 def mean_of_squares(output: Any, _: Any) -> Tensor:
     """The loss where none is given: of every tensor of real or complex numbers in `output`, the mean of its squares."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -326,20 +300,16 @@ def _line(error: BaseException) -> str:
 
 # Said -----------------------------------------------------------------------------------------------------------------
 
-_ALONE = {Verdict.EQUAL: "recomputed", Verdict.KEPT: "kept", Verdict.REFUSED: "cannot be recomputed"}
+_TOLD = {Verdict.EQUAL: "recomputed", Verdict.KEPT: "kept", Verdict.REFUSED: "cannot be recomputed"}
 
 
 def own_table(report: OwnReport) -> str:
     """A line per layer and one per way that is not equal."""
     cells = [
-        (
-            str(number),
-            kind,
-            f"{_ALONE.get(found.result, found.result.value)}{f': {found.detail}' if found.detail else ''}",
-        )
-        for number, (kind, found) in enumerate(zip(report.names, report.alone))
+        (str(number), kind, f"{_TOLD[found.result]}{f': {found.detail}' if found.detail else ''}")
+        for number, (kind, found) in enumerate(zip(report.names, report.layers))
     ]
-    lines = [Table(("layer", "kind", "alone in a stage"), cells, left=frozenset({0, 1, 2})).as_text(), ""]
+    lines = [Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text(), ""]
     return "\n".join([*lines, *_verdict(report)])
 
 

@@ -21,11 +21,12 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
-from pipetrain.runtime.segmented import AnyStage, make_stage, parameters_of_parts
 from pipetrain.runtime.whole_state import named_parameters
 from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
+from pipetrain.transport.crossing import cross
 from pipetrain.transport.fetch import Fetch, fetch
 from pipetrain.transport.lanes import Lanes
 
@@ -131,6 +132,7 @@ class Assembly:
                 layers,
                 parts.parts[index] if parts.in_parts else (),
                 first_layer=plan.layers_of(index).start,
+                cross=cross,
                 device=self.group.device,
                 meter=self.meter,
                 loss_fn=self.loss_fn if index == plan.num_stages - 1 else None,

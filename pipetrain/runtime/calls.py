@@ -18,8 +18,8 @@ from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.arguments import check_batch
 from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.op import Op
+from pipetrain.stage.segments import AnyStage
 from pipetrain.transport.forms import Form
 
 # So that a header stays within its fixed size.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from pipetrain.runtime.segmented import AnyStage
+from pipetrain.stage.segments import AnyStage
 
 
 class Where(StrEnum):

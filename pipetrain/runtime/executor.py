@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program, Turns
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import gives, local_source, receive_of, send_of, takes
+from pipetrain.schedule.messages import local_source, reads_boundary, receive_of, send_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seed
+from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
@@ -231,9 +231,9 @@ class Executor:
     def _backward(self, entry: _Entry) -> _Run:
         (op, lane, program), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
         schedule = program.schedule
-        from_next = op.stage < schedule.num_stages - 1 and takes(schedule, op)
+        from_next = op.stage < schedule.num_stages - 1 and reads_boundary(schedule, op)
         take = self._taking(program, op) if from_next else None
-        to = (send_of(schedule, op) or op) if op.stage > schedule.first_backward and gives(op) else None
+        to = (send_of(schedule, op) or op) if op.stage > schedule.first_backward and writes_boundary(op) else None
 
         def run(step: Step) -> None:
             gradients = take().leaves if take else ()

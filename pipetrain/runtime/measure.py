@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from pipetrain.group.clocks import Clock
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
+from pipetrain.stage.segments import AnyStage
 from pipetrain.timeline.step_report import RankReport
 from pipetrain.transport.device import DeviceMemory
 from pipetrain.transport.lanes import Recording
@@ -66,7 +66,7 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
         row = op.kind.row
-        change = (Holding.STASH in row.opens) - (Holding.STASH in row.closes and not op.part)
+        change = (Holding.STASH in row.allocates) - (Holding.STASH in row.frees and not op.part)
         if not change or op.stage not in stages:
             continue
         stage = stages[op.stage]

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import EVERY, FIRST, OFF
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.stage.segments import AnyStage
 
 COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
 

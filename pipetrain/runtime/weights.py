@@ -13,8 +13,8 @@ from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.parallel.same_weights import check_replicas_equal
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.assembly import Assembly
-from pipetrain.runtime.segmented import AnyStage
 from pipetrain.runtime.whole_state import gather, load_state_dict, named_parameters, parameters_of, state_dict
+from pipetrain.stage.segments import AnyStage
 
 
 class StageWeights:

@@ -15,11 +15,11 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
-OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.opens)
-CLOSES_STASH = kinds_where(lambda row: Holding.STASH in row.closes)
-KEEPS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.opens)
-BRINGS_BACK_SET = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
-ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.closes)
+OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.allocates)
+CLOSES_STASH = kinds_where(lambda row: Holding.STASH in row.frees)
+KEEPS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.allocates)
+BRINGS_BACK_SET = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.allocates)
+ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.frees)
 
 
 def brings_set(schedule: Schedule, op: Op) -> bool:

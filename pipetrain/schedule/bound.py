@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import WAYS, Direction, Kind
+from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -37,7 +37,7 @@ def bound(
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
-    way = WAYS[Direction.BACKWARD][-1 if split_backward else 0]
+    way = PASS_SEQUENCES[Direction.BACKWARD][-1 if split_backward else 0]
     ways = [Counter({way: num_microbatches})] * costs.num_stages
     links = _Links(costs, stage_ranks_of(placement, costs.num_stages, num_ranks), first_backward, ways, wanted)
     stages = range(costs.num_stages)
@@ -237,3 +237,15 @@ def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> floa
     for hop in (*links.hop_forward, *links.hop_backward):  # the tensors of one link, between the first's and last's way
         least = max(least, way + (microbatches - 1) * hop)
     return least
+
+
+def proven_gap(step_seconds: float, least_seconds: float) -> float:
+    """What a step takes more than any order must, as a part of that; 0: no order is faster."""
+    gap = step_seconds / least_seconds - 1 if least_seconds > 0 else 0.0
+    return gap if gap > 1e-9 else 0.0
+
+
+def proof_of(step_seconds: float, least_seconds: float) -> str:
+    """For example `61, proven optimal` or `73, at least 69`."""
+    optimal = proven_gap(step_seconds, least_seconds) == 0.0
+    return f"{step_seconds:.6g}, {'proven optimal' if optimal else f'at least {least_seconds:.6g}'}"

@@ -12,29 +12,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pipetrain.schedule.alive import peak_sets, peak_stash
-from pipetrain.schedule.families import fault_of_part
-from pipetrain.schedule.graph import find_circle
+from pipetrain.schedule.families import Shape
+from pipetrain.schedule.graph import find_cycle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import (
     MESSAGE_LANES,
+    PASS_SEQUENCES,
     RECOMPUTE,
     REDUCING,
     TRANSFER_LANES,
-    WAYS,
     Direction,
     kinds_where,
 )
 from pipetrain.schedule.launches import launch_order, recomputed_too_early
-from pipetrain.schedule.messages import giver_of, partner_of, send_of, source_of, takes
+from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.reduce import gradients_of, in_turn, reduces_of
 from pipetrain.schedule.schedule import Schedule, in_parts
 from pipetrain.schedule.waits import read_by
 
-Fault = tuple[Op, str]  # the op that breaks the rule, and how
-Rule = Callable[[Schedule], Iterator[Fault]]
+Violation = tuple[Op, str]  # the op that breaks the rule, and how
+Rule = Callable[[Schedule], Iterator[Violation]]
 Queue = tuple[object, ...]
+_WITH_PARTS = (RECOMPUTE, *PASS_SEQUENCES[Direction.BACKWARD][0])
 
 
 class ScheduleError(ValueError):
@@ -52,8 +53,9 @@ def check(schedule: Schedule, *, serial: bool = False) -> None:
     """
     schedule.policy.check_stages(schedule.num_stages)
     for rule in (*RULES, one_transfer_at_a_time) if serial else RULES:
-        for op, fault in rule(schedule):
-            raise _error(schedule, (rule.__doc__ or rule.__name__).splitlines()[0], op, fault)
+        for op, violation in rule(schedule):
+            sentence = (rule.__doc__ or rule.__name__).splitlines()[0]
+            raise ScheduleError(f"{sentence}\n{op}: {violation}\n{grid(schedule, op)}")
 
 
 def refuse_unknown_kinds(schedule: Schedule) -> None:
@@ -71,17 +73,41 @@ def refuse_unknown_kinds(schedule: Schedule) -> None:
         )
 
 
-def _error(schedule: Schedule, sentence: str, op: Op, fault: str) -> ScheduleError:
-    return ScheduleError(f"{sentence}\n{op}: {fault}\n{grid(schedule, op)}")
+def violation_of(op: Op, rank: int, shape: Shape) -> str | None:
+    """Why `op`, of a generator or a file, may not stand on the compute lane of `rank`; None: it may."""
+    if not op.kind.computes or op.peer is not None:
+        return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
+    if not 0 <= op.stage < shape.num_stages:
+        return (
+            f"is of stage {op.stage}; allowed are 0 to {shape.num_stages - 1} (pipeline.num_stages={shape.num_stages})"
+        )
+    if op.microbatch is None or not 0 <= op.microbatch < shape.num_microbatches:
+        allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
+        return f"is of microbatch {op.microbatch}; allowed are {allowed}"
+    if shape.stage_ranks[op.stage] != rank:
+        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
+    return segment_violation(op, shape.parts_of(op.stage))
 
 
-def each_op_once(schedule: Schedule) -> Iterator[Fault]:
+def segment_violation(op: Op, num_parts: int) -> str | None:
+    """Why `op` may not have its part, of a stage with so many; None: it may."""
+    may_have = op.kind in _WITH_PARTS and num_parts > 1
+    if op.part is None:
+        return (
+            f"is of one of {num_parts} parts; write which, as in {op}.0" if op.kind is RECOMPUTE and may_have else None
+        )
+    if not may_have:
+        return "is no op of a compute lane here: only R and B have parts, where recompute.segments is more than 1"
+    return None if op.part < num_parts else f"is of part {op.part}; stage {op.stage} has parts 0 to {num_parts - 1}"
+
+
+def each_op_once(schedule: Schedule) -> Iterator[Violation]:
     """No op stands in the schedule twice."""
     counts = Counter(op for _, _, op in schedule.ops())
     yield from ((op, f"stands there {count} times") for op, count in counts.items() if count > 1)
 
 
-def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
+def each_op_in_its_place(schedule: Schedule) -> Iterator[Violation]:
     """An op runs on the rank that holds its stage, in the lane of its kind, for a microbatch of the step."""
     overlap = schedule.policy.mode is Mode.OVERLAP
     lanes = {kind: kind.row.lane_in(overlap) for kind in Kind}
@@ -90,7 +116,7 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
             yield op, f"there are stages 0 to {schedule.num_stages - 1}"
         elif op.kind.row.cost is None:
             yield op, f"the executor does not know {op.kind} yet"
-        elif (fault := _fault_of_form(schedule, op)) is not None:
+        elif (fault := _form_violation(schedule, op)) is not None:
             yield op, fault
         elif schedule.stage_ranks[op.stage] != rank:
             yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
@@ -98,7 +124,7 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Fault]:
             yield op, f"{op.kind} belongs into the {lanes[op.kind]} lane, not into {lane}"
 
 
-def _fault_of_form(schedule: Schedule, op: Op) -> str | None:
+def _form_violation(schedule: Schedule, op: Op) -> str | None:
     if op.kind.row.per_stage:
         named = op.microbatch is None and op.part is not None
         return (
@@ -108,26 +134,26 @@ def _fault_of_form(schedule: Schedule, op: Op) -> str | None:
         return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
     if op.peer is not None:
         return "the executor does not know ops of this form"
-    return fault_of_part(op, schedule.policy.num_parts(op.stage))
+    return segment_violation(op, schedule.policy.num_parts(op.stage))
 
 
-def each_forward(schedule: Schedule) -> Iterator[Fault]:
+def each_forward(schedule: Schedule) -> Iterator[Violation]:
     """Each stage runs one F for each microbatch."""
     yield from _incomplete(schedule, Direction.FORWARD, 0)
 
 
-def each_backward(schedule: Schedule) -> Iterator[Fault]:
+def each_backward(schedule: Schedule) -> Iterator[Violation]:
     """Each stage runs one B, a B of each part, or one I and one W, for each microbatch, and none where nothing needs a gradient."""
     yield from _incomplete(schedule, Direction.BACKWARD, schedule.first_backward)
-    backward = {kind for way in WAYS[Direction.BACKWARD] for kind in way}
+    backward = {kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way}
     for _, _, op in schedule.ops():
         if op.stage < schedule.first_backward and op.kind in backward:
             yield op, f"stages below {schedule.first_backward} need no gradient"
 
 
-def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> Iterator[Fault]:
+def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> Iterator[Violation]:
     """Microbatches that do not pass a stage in exactly one of the ways of `direction`."""
-    kinds = {kind for way in WAYS[direction] for kind in way}
+    kinds = {kind for way in PASS_SEQUENCES[direction] for kind in way}
     found: dict[tuple[int, int | None], list[Op]] = {}
     for rank in range(schedule.num_ranks):
         for op in schedule.lane(rank, Lane.COMPUTE):
@@ -143,17 +169,17 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
                 if op not in way:
                     yield (
                         op,
-                        f"stands beside {' and '.join(map(str, way))}: a microbatch goes back once, as B, as B of each part or as I and W",
+                        f"stands beside {' and '.join(map(str, way))}: each microbatch needs exactly one backward: B, B of each part, or I and W",
                     )
 
 
-def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
+def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
     """A set is either kept from F to the end of its backward or brought back by one R, or one of each part, as the policy says.
 
     What comes back in parts goes in parts; what is kept may, or as a whole.
     """
-    there = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
-    recomputed = {(op.stage, op.microbatch) for op in there}
+    present = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
+    recomputed = {(op.stage, op.microbatch) for op in present}
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             place, op = (stage, microbatch), Op(stage, RECOMPUTE, microbatch)
@@ -165,10 +191,10 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
             elif place in schedule.kept and place in recomputed:
                 yield op, "the set is kept, so there is nothing to recompute"
             elif place not in schedule.kept:
-                wanted = in_parts(op, schedule.policy.num_parts(stage))
-                yield from ((one, "is missing: the set is not kept") for one in wanted if one not in there)
+                expected = in_parts(op, schedule.policy.num_parts(stage))
+                yield from ((one, "is missing: the set is not kept") for one in expected if one not in present)
                 first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
-                if first.part is None and len(wanted) > 1:
+                if first.part is None and len(expected) > 1:
                     yield first, "the set comes back in parts"
     for stage, microbatch in schedule.kept:
         if not 0 <= stage < schedule.num_stages or not 0 <= microbatch < schedule.num_microbatches:
@@ -178,42 +204,42 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Fault]:
             )
 
 
-def each_message_has_two_ends(schedule: Schedule) -> Iterator[Fault]:
+def each_message_has_two_ends(schedule: Schedule) -> Iterator[Violation]:
     """Each tensor that crosses to another rank has one send and one receive, and there are no others."""
-    there = {op for _, lane, op in schedule.ops() if lane in MESSAGE_LANES}
-    wanted = set()
+    present = {op for _, lane, op in schedule.ops() if lane in MESSAGE_LANES}
+    expected = set()
     for _, _, op in schedule.ops():
         send = send_of(schedule, op)
         if send is not None:
-            wanted |= {send, partner_of(send)}
-    yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
-    yield from ((op, "moves a tensor that nobody needs") for op in sorted(there - wanted, key=_reading_order))
+            expected |= {send, partner_of(send)}
+    yield from ((op, "is missing") for op in sorted(expected - present, key=_reading_order))
+    yield from ((op, "moves a tensor that nobody needs") for op in sorted(present - expected, key=_reading_order))
 
 
 def _reading_order(op: Op) -> tuple[int, str, int, int]:
     return op.stage, op.kind.value, op.microbatch or 0, op.part or 0
 
 
-def each_shared_gradient(schedule: Schedule) -> Iterator[Fault]:
+def each_shared_gradient(schedule: Schedule) -> Iterator[Violation]:
     """Stages that share a parameter and live on two ranks add up its gradients once, and no others do."""
-    yield from _reduces_where(schedule, over_stages=True, unasked="adds up what nobody shares")
+    yield from _reduces_where(schedule, over_stages=True, unasked="reduces a parameter that no two stages share")
 
 
-def each_gradient_of_replicas(schedule: Schedule) -> Iterator[Fault]:
+def each_gradient_of_replicas(schedule: Schedule) -> Iterator[Violation]:
     """With several replicas each stage with a backward adds up its gradients over them, a bucket for each part; with one, none does."""
     replicas = schedule.num_replicas
     unasked = "there is one replica" if replicas == 1 else f"is no bucket of {replicas} replicas"
     yield from _reduces_where(schedule, over_stages=False, unasked=unasked)
 
 
-def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> Iterator[Fault]:
-    there = {op for _, _, op in schedule.ops() if op.kind in REDUCING and (op.peer is not None) == over_stages}
-    wanted = {op for op in reduces_of(schedule) if (op.peer is not None) == over_stages}
-    yield from ((op, "is missing") for op in sorted(wanted - there, key=_reading_order))
-    yield from ((op, unasked) for op in sorted(there - wanted, key=_reading_order))
+def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> Iterator[Violation]:
+    present = {op for _, _, op in schedule.ops() if op.kind in REDUCING and (op.peer is not None) == over_stages}
+    expected = {op for op in reduces_of(schedule) if (op.peer is not None) == over_stages}
+    yield from ((op, "is missing") for op in sorted(expected - present, key=_reading_order))
+    yield from ((op, unasked) for op in sorted(present - expected, key=_reading_order))
 
 
-def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Fault]:
+def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
     """A rank adds up over the replicas in the order in which its gradients become ready, of one stage the last part first."""
     turns = {op: number for number, op in enumerate(in_turn(schedule))}
     queues: dict[int, list[Op]] = {}
@@ -226,7 +252,7 @@ def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Fault]:
                 yield first, f"stands before {second}, which becomes ready before it"
 
 
-def each_link_in_one_order(schedule: Schedule) -> Iterator[Fault]:
+def each_link_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """The sends and the receives of a link stand in the same order on both ends, and so do the REDUCE_GRAD that two ranks share."""
     sends: dict[tuple[int, Kind], list[Op]] = {}
     receives: dict[tuple[int, Kind], list[Op]] = {}
@@ -253,7 +279,7 @@ def _reduces_with(schedule: Schedule, rank: int, other: int) -> list[Op]:
     return [op for op in ops if op.peer is not None and schedule.stage_ranks[op.peer] == other]
 
 
-def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
+def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Violation]:
     """Each wait is one of an op in the schedule for an op of the same rank: of other ranks an executor knows nothing."""
     home = {op: rank for rank, _, op in schedule.ops()}
     for op, awaited in schedule.waits.items():
@@ -267,7 +293,7 @@ def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Fault]:
                 yield op, f"waits for {other}, which is of rank {home[other]}"
 
 
-def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Fault]:
+def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
     """An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it."""
     queue_of: dict[Op, tuple[Queue, int]] = {}
     queues: dict[Queue, list[Op]] = {}
@@ -301,7 +327,7 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     source = source_of(schedule, op)
     if source is not None:
         yield source
-    if row.needs_set and op.part is not None and not takes(schedule, op):
+    if row.needs_set and op.part is not None and not reads_boundary(schedule, op):
         yield dataclasses.replace(op, part=op.part + 1)
     if row.needs_set and (op.stage, op.microbatch) not in schedule.kept:
         yield Op(op.stage, RECOMPUTE, op.microbatch, op.part)
@@ -311,28 +337,28 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
             yield gradient
 
 
-def no_circle_of_waits(schedule: Schedule) -> Iterator[Fault]:
-    """Every op gets its turn, also when each end of a transfer blocks until the other one is there.
+def deadlock_free(schedule: Schedule) -> Iterator[Violation]:
+    """There is no deadlock, also when each end of a transfer blocks until the other one is there.
 
     The two ends of a transfer count as one node that comes after all that either waits for; the schedule ends if and
-    only if this graph, with the order of the lanes, has no circle (Kahn 1962).
+    only if this graph, with the order of the lanes, has no cycle (Kahn 1962).
     """
-    yield from _circle(find_circle(schedule))
+    yield from _cycle(find_cycle(schedule))
 
 
-def _circle(circle: list[Op]) -> Iterator[Fault]:
-    if circle:
-        chain = ", which waits for ".join(str(op) for op in [*circle[1:], circle[0]])
-        yield circle[0], f"waits for {chain}"
+def _cycle(cycle: list[Op]) -> Iterator[Violation]:
+    if cycle:
+        chain = ", which waits for ".join(str(op) for op in [*cycle[1:], cycle[0]])
+        yield cycle[0], f"waits for {chain}"
 
 
-def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Fault]:
-    """Every op gets its turn, also where a device runs one transfer at a time, in the order of launching."""
+def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Violation]:
+    """There is no deadlock, also where a device runs one transfer at a time, in the order of launching."""
     ranks = ([op for op in ops if op.kind.row.lane in TRANSFER_LANES] for ops in launch_order(schedule))
-    yield from _circle(find_circle(schedule, list(ranks)))
+    yield from _cycle(find_cycle(schedule, list(ranks)))
 
 
-def each_op_is_launched(schedule: Schedule) -> Iterator[Fault]:
+def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
     """A rank that launches ahead launches each of its ops once, after what the op waits for and the op before it in its queue."""
     if not schedule.launch_order:
         return
@@ -357,23 +383,23 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Fault]:
         last[queue] = op
 
 
-def launched_in_one_order(schedule: Schedule) -> Iterator[Fault]:
-    """Every op gets its turn, also when it waits for all that its rank has launched before: a host may wait for its device.
+def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
+    """There is no deadlock, also when an op waits for all that its rank has launched before: a host may wait for its device.
 
     So may streams that share a queue of the hardware. It holds if there is one order of all ops, a message one of them,
     in which each rank launches its own; and then whichever hosts wait, and wherever.
     """
     if schedule.launch_order:
-        yield from _circle(find_circle(schedule, schedule.launch_order))
+        yield from _cycle(find_cycle(schedule, schedule.launch_order))
 
 
-def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Fault]:
+def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Violation]:
     """An R that is launched when a set has been given back comes after the op that has read it, on the device as well."""
     for op, reader in recomputed_too_early(schedule):
         yield op, f"is launched behind {reader}, but does not come after it"
 
 
-def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
+def sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
     """A stage never has more sets alive, kept or recomputed, than its places (recompute.sets)."""
     for stage, peak in enumerate(peak_sets(schedule)):
         places = schedule.policy.places_of(stage)
@@ -384,7 +410,7 @@ def sets_within_bounds(schedule: Schedule) -> Iterator[Fault]:
             yield peak.op, f"{fault}; use recompute.sets={peak.sets:g}{for_stage}, or an order with fewer"
 
 
-def stash_within_bounds(schedule: Schedule) -> Iterator[Fault]:
+def stash_within_bounds(schedule: Schedule) -> Iterator[Violation]:
     """No stage holds more microbatches between F and the end of their backward than its stash allows (recompute.stash)."""
     for stage, held in enumerate(peak_stash(schedule)):
         allowed = schedule.policy.stash_of(stage)
@@ -408,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     each_link_in_one_order,
     each_wait_is_for_an_op,
     each_op_after_what_it_reads,
-    no_circle_of_waits,
+    deadlock_free,
     each_op_is_launched,
     launched_in_one_order,
     each_recompute_gets_free_memory,

@@ -73,7 +73,7 @@ class Costs:
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages
-        if row.meets is None:
+        if row.peer_kind is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
         starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage
         return (*seconds, 0.0) if starts_above else (0.0, *seconds)
@@ -124,29 +124,3 @@ class Costs:
             kept_share=fill("kept_share", kept_share, num_stages, "stage"),
             reduce=fill("reduce_seconds", reduce, num_stages, "stage"),
         )
-
-    def with_links(
-        self,
-        *,
-        forward_bytes: float,
-        backward_bytes: float,
-        latency_seconds: Sequence[tuple[float, float]],
-        bytes_per_second: Sequence[tuple[float, float]],
-    ) -> Costs:
-        """The same costs with hops of latency + bytes / bandwidth; both per edge, as (forward, backward).
-
-        Raises:
-            ValueError: not one entry per edge, or a bandwidth that is not positive.
-        """
-        edges = self.num_stages - 1
-        for name, given in (("latency_seconds", latency_seconds), ("bytes_per_second", bytes_per_second)):
-            if len(given) != edges:
-                raise ValueError(f"{name} has {len(given)} entries for {edges} edges between stages")
-        if any(min(pair) <= 0 for pair in bytes_per_second):
-            raise ValueError(f"bytes_per_second={list(bytes_per_second)}: a link needs a bandwidth above 0")
-
-        def hops(direction: int, num_bytes: float) -> tuple[float, ...]:
-            links = zip(latency_seconds, bytes_per_second)
-            return tuple(latency[direction] + num_bytes / bandwidth[direction] for latency, bandwidth in links)
-
-        return dataclasses.replace(self, hop_forward=hops(0, forward_bytes), hop_backward=hops(1, backward_bytes))

@@ -21,13 +21,13 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipetrain.schedule.families import AUTO, ComputeLanes, Shape, fault_of
-from pipetrain.schedule.hold_back import order_of
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction, kinds_where
+from pipetrain.schedule.check import violation_of
+from pipetrain.schedule.families import AUTO, ComputeLanes, Shape
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import AllKept, with_recompute
+from pipetrain.schedule.recompute import AllKept, order_of, with_recompute
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 _KINDS = kinds_where(lambda row: row.in_csv)
@@ -97,7 +97,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
     for rank, row in enumerate(rows):
         places: dict[Op, str] = {}
         for place, op in row:
-            fault = fault_of(op, rank, shape)
+            fault = violation_of(op, rank, shape)
             if op in places:
                 fault = "stands in this line twice; allowed is once"
             elif all_kept and _recomputes(op):
@@ -190,7 +190,7 @@ def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) ->
     order = {op: number for number, op in enumerate(places)}
     directions = Direction if stage >= shape.first_backward else (Direction.FORWARD,)
     for direction, microbatch in itertools.product(directions, range(shape.num_microbatches)):
-        ways = [[Op(stage, kind, microbatch) for kind in way] for way in WAYS[direction]]
+        ways = [[Op(stage, kind, microbatch) for kind in way] for way in PASS_SEQUENCES[direction]]
         if direction is Direction.BACKWARD and shape.parts_of(stage) > 1:
             ways += [list(in_parts(op, shape.parts_of(stage))) for (op,) in ways[:1]]
         there = [way for way in ways if any(op in places for op in way)]

@@ -17,11 +17,11 @@ from pipetrain.schedule.placement import ranks_named_in, spelling_of, stage_rank
 
 @dataclass(frozen=True)
 class Shape:
-    """What a generator gets to know: stage s lives on rank `stage_ranks[s]`.
+    """The input of a generator: stage s lives on rank `stage_ranks[s]`.
 
     `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, for families that know the word. Stages below `first_backward` need no B; a generator need not care. `num_parts`
-    are those of each stage where it is recomputed in parts; a file may name them, for a generator a B is whole.
+    flight, ignored by other families than 1f1b. Stages below `first_backward` need no B; a generator may ignore it. `num_parts`:
+    segments of each stage; a file may name them, for a generator a B is whole.
     """
 
     stage_ranks: tuple[int, ...]
@@ -52,34 +52,8 @@ ComputeLanes = list[list[Op]]
 Generator = Callable[[Shape], ComputeLanes]
 
 
-def fault_of(op: Op, rank: int, shape: Shape) -> str | None:
-    """What is wrong with `op` on the compute lane of `rank`, if something is."""
-    if not op.kind.computes or op.peer is not None:
-        return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
-    if not 0 <= op.stage < shape.num_stages:
-        return (
-            f"is of stage {op.stage}; allowed are 0 to {shape.num_stages - 1} (pipeline.num_stages={shape.num_stages})"
-        )
-    if op.microbatch is None or not 0 <= op.microbatch < shape.num_microbatches:
-        allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
-        return f"is of microbatch {op.microbatch}; allowed are {allowed}"
-    if shape.stage_ranks[op.stage] != rank:
-        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
-    return fault_of_part(op, shape.parts_of(op.stage))
-
-
-def fault_of_part(op: Op, num_parts: int) -> str | None:
-    """What is wrong with the part of `op`, of a stage with so many, if something is."""
-    may_have = op.kind in (Kind.R, Kind.B) and num_parts > 1
-    if op.part is None:
-        return f"is of one of {num_parts} parts; write which, as in {op}.0" if op.kind is Kind.R and may_have else None
-    if not may_have:
-        return "is no op of a compute lane here: only R and B have parts, where recompute.segments is more than 1"
-    return None if op.part < num_parts else f"is of part {op.part}; stage {op.stage} has parts 0 to {num_parts - 1}"
-
-
 def gpipe(shape: Shape) -> ComputeLanes:
-    """All forwards, then all backwards (Huang et al. 2019); the last stage takes its gradient at once.
+    """All forwards, then all backwards (Huang et al. 2019); the last stage alternates F and B.
 
     rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2
     rank 1     F0 F1 F2 B0 .  B1 .  B2
@@ -89,24 +63,17 @@ def gpipe(shape: Shape) -> ComputeLanes:
     part of one order that nobody waits against, all F stage by stage and then all B from the last stage.
     """
     lanes: ComputeLanes = []
-    for rank in range(shape.num_ranks):
-        stages = shape.stages_of(rank)
-        forwards = [op for stage in stages for op in _forwards_of(stage, shape)]
-        lanes.append(forwards + [op for stage in reversed(stages) for op in _backwards_of(stage, shape)])
-    return lanes
-
-
-def _forwards_of(stage: int, shape: Shape) -> list[Op]:
     microbatches = range(shape.num_microbatches)
-    if shape.alternate_last and stage == shape.num_stages - 1:
-        return [Op(stage, kind, microbatch) for microbatch in microbatches for kind in (Kind.F, Kind.B)]
-    return [Op(stage, Kind.F, microbatch) for microbatch in microbatches]
-
-
-def _backwards_of(stage: int, shape: Shape) -> list[Op]:
-    if shape.alternate_last and stage == shape.num_stages - 1:
-        return []
-    return [Op(stage, Kind.B, microbatch) for microbatch in range(shape.num_microbatches)]
+    for rank in range(shape.num_ranks):
+        forwards, backwards = list[Op](), list[Op]()
+        for stage in shape.stages_of(rank):
+            if shape.alternate_last and stage == shape.num_stages - 1:
+                forwards += [Op(stage, kind, i) for i in microbatches for kind in (Kind.F, Kind.B)]
+            else:
+                forwards += [Op(stage, Kind.F, i) for i in microbatches]
+                backwards = [Op(stage, Kind.B, i) for i in microbatches] + backwards
+        lanes.append(forwards + backwards)
+    return lanes
 
 
 def inference(shape: Shape) -> ComputeLanes:
@@ -137,17 +104,12 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
     them cover slow hops.
     """
     _one_stage_per_rank(shape, "1f1b")
-    in_flight = in_flight_of(shape)
-    return [
-        _in_turns(stage, in_flight[stage], shape) for rank in range(shape.num_ranks) for stage in shape.stages_of(rank)
-    ]
-
-
-def _in_turns(stage: int, in_flight: int, shape: Shape) -> list[Op]:
-    microbatches = range(shape.num_microbatches)
-    forwards = [Op(stage, Kind.F, microbatch) for microbatch in microbatches]
-    backwards = [Op(stage, Kind.B, microbatch) for microbatch in microbatches]
-    return merge_in_turns(forwards, backwards, in_flight)
+    in_flight, microbatches = in_flight_of(shape), range(shape.num_microbatches)
+    lanes = []
+    for stage in map(shape.stage_ranks.index, range(shape.num_ranks)):
+        forwards, backwards = ([Op(stage, kind, i) for i in microbatches] for kind in (Kind.F, Kind.B))
+        lanes.append(merge_in_turns(forwards, backwards, in_flight[stage]))
+    return lanes
 
 
 def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: int) -> list[Op]:
@@ -289,17 +251,17 @@ def zero_bubble_v(shape: Shape) -> ComputeLanes:
     turns = max(shape.num_microbatches, 2 * ranks) - ranks
     lanes = []
     for rank in range(ranks):
-        there, back = shape.stages_of(rank)
-        forth, round_trip = (there, Kind.F), [(back, kind) for kind in (Kind.F, Kind.I, Kind.W)]
-        home = [(there, Kind.I), (there, Kind.W)]
+        down, up = shape.stages_of(rank)
+        down_f, up_all = (down, Kind.F), [(up, kind) for kind in (Kind.F, Kind.I, Kind.W)]
+        down_backward = [(down, Kind.I), (down, Kind.W)]
         phases = [
-            (2 * (ranks - rank) - 1, [forth]),
-            (rank, [(back, Kind.F), forth]),
-            (ranks - rank, round_trip),
-            (turns, [forth, *home, *round_trip]),
-            (rank, [(back, Kind.I), (there, Kind.I)]),
-            (ranks - rank, home),
-            (rank, [(back, Kind.W), (there, Kind.W)]),
+            (2 * (ranks - rank) - 1, [down_f]),
+            (rank, [(up, Kind.F), down_f]),
+            (ranks - rank, up_all),
+            (turns, [down_f, *down_backward, *up_all]),
+            (rank, [(up, Kind.I), (down, Kind.I)]),
+            (ranks - rank, down_backward),
+            (rank, [(up, Kind.W), (down, Kind.W)]),
         ]
         done: Counter[tuple[int, Kind]] = Counter()
         lane = []
@@ -321,7 +283,7 @@ FAMILIES: dict[str, Generator] = {
 }
 WITH_WARMUP = ("1f1b",)
 ALWAYS_SPLIT = ("zb-h1", "zbv")  # their backwards are I and W
-AUTO = "auto"  # no family: the order is sought for the costs (`list_order.py`, `plan/search.py`)
+AUTO = "auto"  # no family: the order is sought for the costs (`search/`)
 
 
 def generator_of(family: str) -> Generator:

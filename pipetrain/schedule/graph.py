@@ -64,7 +64,7 @@ def op_graph(schedule: Schedule) -> OpGraph:
     for first, second in _queue_pairs(ops, lanes):
         after[first].append(second)
         num_before[second] += 1
-    transfers = [op.kind.row.meets is not None for op in ops]
+    transfers = [op.kind.row.peer_kind is not None for op in ops]
     return OpGraph(ops, ranks, op_lanes, transfers, number, after, num_before, _partners(ops, lanes, number), lanes)
 
 
@@ -93,7 +93,7 @@ def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, in
     return partner
 
 
-def find_circle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
+def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
     """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
 
     The two ends of a transfer, which block until both may run, count as one. In each of `chains` an op starts when the
@@ -114,8 +114,8 @@ def find_circle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list
     while left is not None and left not in path:
         path.append(left)
         left = next(iter(_blockers(graph, schedule, left, before.get(left, -1), ended)), None)
-    circle = path[path.index(left) :] if left is not None else path
-    return [graph.ops[place] for place in circle]
+    cycle = path[path.index(left) :] if left is not None else path
+    return [graph.ops[place] for place in cycle]
 
 
 def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
@@ -123,7 +123,9 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
 
     The two ends of a transfer, with one and the same, come together: of a message its send, then its receive.
     """
-    pending, behind = list(graph.num_before), _behind(graph)
+    pending = list(graph.num_before)
+    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
+    behind = {place: place + 1 for queue in queues for place in queue[:-1]}  # the next op of each lane
     for place in behind.values():
         pending[place] += 1
     ready = [(turns[place], place) for place, count in enumerate(pending) if count == 0]
@@ -143,12 +145,6 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
                 if pending[follower] == 0:
                     heapq.heappush(ready, (turns[follower], follower))
     return order
-
-
-def _behind(graph: OpGraph) -> dict[int, int]:
-    """Of each op of a compute or recompute lane the next one."""
-    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
-    return {place: place + 1 for queue in queues for place in queue[:-1]}
 
 
 def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pipetrain.schedule.alive import ENDS_SET, OPENS_STASH, brings_set, peak_stash
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import WAYS, Direction
+from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -26,7 +26,7 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
-(_WHOLE,), (_TURN, _REST) = WAYS[Direction.BACKWARD]  # B; I and W
+(_WHOLE,), (_TURN, _REST) = PASS_SEQUENCES[Direction.BACKWARD]  # B; I and W
 
 Position = Callable[[Op], float]  # of an op in its rank's order: when it starts, or its place in a lane
 

@@ -1,6 +1,6 @@
 """One row per kind of op: what every pass, check, cost, file and drawing knows of it.
 
-    kind    lane      takes    gives    reads   opens             closes        cost
+    kind    lane      receives sends    reads   allocates         frees         cost
     F       compute   RECV_F   SEND_F           stash, kept set                 forward
     R       compute*                    F       recomputed set                  recompute
     B       compute   RECV_B   SEND_B   F                         all three     backward
@@ -10,8 +10,8 @@
     REDUCE_GRAD reduce                                                          reduce
     ...                                 * the recompute lane where recomputation overlaps
 
-A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, the way
-in which it takes a microbatch through a stage in `WAYS`; the executor has one entry for it.
+A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, its
+place among the ops of a pass in `PASS_SEQUENCES`; the executor has one entry for it.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class KindRow:
     lane: Lane
     overlap_lane: Lane | None = None  # where it runs instead if recompute.mode=overlap
     per_stage: bool = False  # it belongs to a stage, not to a microbatch
-    direction: Direction | None = None  # the way of the tensor that it takes, gives or moves
-    takes: Kind | None = None  # the receive whose tensor it uses, where the neighbour lives on another rank
-    gives: Kind | None = None  # the send of its result, likewise
-    meets: Kind | None = None  # the other end of a transfer
+    direction: Direction | None = None  # of the boundary tensor that it reads, writes or moves
+    recv_kind: Kind | None = None  # the receive whose tensor it reads, where the neighbour lives on another rank
+    send_kind: Kind | None = None  # the send of its result, likewise
+    peer_kind: Kind | None = None  # the other end of a transfer
     reads: tuple[Kind, ...] = ()  # the ops without which it has nothing to work on, as far as the schedule has them
     needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
-    opens: frozenset[Holding] = frozenset()  # what the stage holds from its start
-    closes: frozenset[Holding] = frozenset()  # ... and until its end
+    allocates: frozenset[Holding] = frozenset()  # what the stage holds from its start
+    frees: frozenset[Holding] = frozenset()  # ... and until its end
     cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
     looks: str | None = None  # how it is drawn, a name in timeline/draw/palette.py; None: not at all
     in_csv: bool = False  # whether a schedule's file holds it
@@ -107,9 +107,9 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.F: KindRow(
         Lane.COMPUTE,
         direction=Direction.FORWARD,
-        takes=Kind.RECV_F,
-        gives=Kind.SEND_F,
-        opens=frozenset({Holding.STASH, Holding.KEPT_SET}),
+        recv_kind=Kind.RECV_F,
+        send_kind=Kind.SEND_F,
+        allocates=frozenset({Holding.STASH, Holding.KEPT_SET}),
         cost="forward",
         looks="forward",
         in_csv=True,
@@ -118,7 +118,7 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.COMPUTE,
         overlap_lane=Lane.RECOMPUTE,
         reads=(Kind.F,),
-        opens=frozenset({Holding.RECOMPUTED_SET}),
+        allocates=frozenset({Holding.RECOMPUTED_SET}),
         cost="recompute",
         looks="recompute",
         in_csv=True,
@@ -126,11 +126,11 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.B: KindRow(
         Lane.COMPUTE,
         direction=Direction.BACKWARD,
-        takes=Kind.RECV_B,
-        gives=Kind.SEND_B,
+        recv_kind=Kind.RECV_B,
+        send_kind=Kind.SEND_B,
         reads=(Kind.F,),
         needs_set=True,
-        closes=_EVERYTHING,
+        frees=_EVERYTHING,
         cost="backward",
         looks="backward",
         in_csv=True,
@@ -138,8 +138,8 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.I: KindRow(
         Lane.COMPUTE,
         direction=Direction.BACKWARD,
-        takes=Kind.RECV_B,
-        gives=Kind.SEND_B,
+        recv_kind=Kind.RECV_B,
+        send_kind=Kind.SEND_B,
         reads=(Kind.F,),
         needs_set=True,
         cost="input_gradient",
@@ -150,28 +150,28 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.COMPUTE,
         reads=(Kind.I,),
         needs_set=True,
-        closes=_EVERYTHING,
+        frees=_EVERYTHING,
         cost="weight_gradient",
         looks="weight gradient",
         in_csv=True,
     ),
     Kind.SEND_F: KindRow(
-        Lane.SEND, direction=Direction.FORWARD, meets=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
+        Lane.SEND, direction=Direction.FORWARD, peer_kind=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
     ),
-    Kind.RECV_F: KindRow(Lane.RECV, direction=Direction.FORWARD, meets=Kind.SEND_F, cost="hop_forward"),
+    Kind.RECV_F: KindRow(Lane.RECV, direction=Direction.FORWARD, peer_kind=Kind.SEND_F, cost="hop_forward"),
     Kind.SEND_B: KindRow(
-        Lane.SEND, direction=Direction.BACKWARD, meets=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
+        Lane.SEND, direction=Direction.BACKWARD, peer_kind=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
-    Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, meets=Kind.SEND_B, cost="hop_backward"),
+    Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, peer_kind=Kind.SEND_B, cost="hop_backward"),
     # It reads what all backwards of its stage, or of its part of it, have added up, and gives all who have a copy the sum. Only where
     # the copy is another stage's it meets an op of the same schedule: all replicas run the same one.
-    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, meets=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
     Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 
-# How a microbatch passes a stage in each direction: through all ops of one of these ways, in this order. The first takes
-# the tensor and gives the next; with the last way back the stage is done with the microbatch. The first way is the usual one.
-WAYS: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
+# The ops in which a microbatch passes a stage in each direction: all of one sequence, in this order. The first op reads the boundary
+# tensor and writes the next; with the last op backward the stage is done with the microbatch. The first sequence is the default.
+PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
@@ -185,13 +185,13 @@ def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
     return frozenset(kind for kind in Kind if holds(kind.row))
 
 
-(RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.opens)
+(RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.allocates)
 
-# What adds gradients up once all of a stage's backwards have given theirs.
-REDUCING = kinds_where(lambda row: row.per_stage and row.meets is not None)
+# All-reduces of gradients, once all of a stage's backwards have added theirs.
+REDUCING = kinds_where(lambda row: row.per_stage and row.peer_kind is not None)
 
 # All in which a stage may add to the gradients of its parameters.
-GIVES_GRADIENTS = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way)
+GIVES_GRADIENTS = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way)
 
 # What only finishes a backward: nobody waits for it, and the gradient of the input has gone before.
-FINISHING = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way[1:])
+FINISHING = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way[1:])

@@ -8,23 +8,22 @@ import os
 from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.alive import peak_stash
+from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, fault_of, generator_of
-from pipetrain.schedule.gaps import has_gaps_for_r, into_gaps
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
-from pipetrain.schedule.hold_back import hold_back
-from pipetrain.schedule.keep import with_best_kept
 from pipetrain.schedule.kinds import RECOMPUTE, Direction
-from pipetrain.schedule.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
+from pipetrain.schedule.places import has_gaps_for_r, into_gaps, with_best_kept
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, keep_all
+from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, hold_back, keep_all
 from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
@@ -163,7 +162,7 @@ def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
         )
     for rank, lane in enumerate(lanes):
         for op in lane:
-            fault = fault_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
+            fault = violation_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
             if fault:
                 raise ValueError(f"generator {name}, rank {rank}: {op} {fault}")
     return lanes

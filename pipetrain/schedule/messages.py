@@ -17,38 +17,40 @@ from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 
-def takes(schedule: Schedule, op: Op) -> bool:
-    """Whether `op` works on what comes from the stage before it, and not on what another part of its own stage gave."""
+def reads_boundary(schedule: Schedule, op: Op) -> bool:
+    """Whether `op` reads a boundary tensor, and not what another segment of its own stage wrote."""
     return op.part is None or op.part == schedule.policy.num_parts(op.stage) - 1
 
 
-def gives(op: Op) -> bool:
-    """Whether what `op` makes goes to the next stage on its way, and not to another part of its own."""
+def writes_boundary(op: Op) -> bool:
+    """Whether `op` writes a boundary tensor, and not the input of another segment of its own stage."""
     return not op.part
 
 
 def receive_of(schedule: Schedule, op: Op) -> Op | None:
     """The receive whose tensor `op` uses, if it comes by message."""
     row = op.kind.row
-    if row.takes is None or row.direction is None or not takes(schedule, op):
+    if row.recv_kind is None or row.direction is None or not reads_boundary(schedule, op):
         return None
-    return Op(op.stage, row.takes, op.microbatch) if _crosses(schedule, op.stage - row.direction, op.stage) else None
+    return (
+        Op(op.stage, row.recv_kind, op.microbatch) if _crosses(schedule, op.stage - row.direction, op.stage) else None
+    )
 
 
 def send_of(schedule: Schedule, op: Op) -> Op | None:
     """The send of what `op` produces, if another rank needs it."""
     row = op.kind.row
-    if row.gives is None or row.direction is None or not gives(op):
+    if row.send_kind is None or row.direction is None or not writes_boundary(op):
         return None
     to = op.stage + row.direction
     wanted = row.direction is Direction.FORWARD or to >= schedule.first_backward
-    return Op(op.stage, row.gives, op.microbatch) if wanted and _crosses(schedule, op.stage, to) else None
+    return Op(op.stage, row.send_kind, op.microbatch) if wanted and _crosses(schedule, op.stage, to) else None
 
 
 def local_source(schedule: Schedule, op: Op) -> Op | None:
     """The op on the same rank whose result `op` uses, where there is no message."""
     direction = op.kind.row.direction
-    if direction is None or not op.kind.computes or not takes(schedule, op):
+    if direction is None or not op.kind.computes or not reads_boundary(schedule, op):
         return None
     neighbour = op.stage - direction
     if not 0 <= neighbour < schedule.num_stages or _crosses(schedule, neighbour, op.stage):
@@ -59,7 +61,7 @@ def local_source(schedule: Schedule, op: Op) -> Op | None:
 def giver_of(schedule: Schedule, direction: Direction, stage: int, microbatch: int | None) -> Op:
     """Of the ops in which a microbatch passes `stage`, the one that gives the next stage its tensor."""
     way = schedule.way(direction, stage, microbatch)
-    return next(op for op in way if op.kind.row.gives is not None and gives(op))
+    return next(op for op in way if op.kind.row.send_kind is not None and writes_boundary(op))
 
 
 def source_of(schedule: Schedule, op: Op) -> Op | None:
@@ -76,12 +78,12 @@ def _crosses(schedule: Schedule, stage: int, other: int) -> bool:
 def partner_of(op: Op) -> Op:
     """The receive that meets the send `op`, the send that meets the receive, or the other end of a REDUCE_GRAD of two stages."""
     row = op.kind.row
-    assert row.meets is not None
+    assert row.peer_kind is not None
     if op.peer is not None:
-        return Op(op.peer, row.meets, op.microbatch, op.part, op.stage)
+        return Op(op.peer, row.peer_kind, op.microbatch, op.part, op.stage)
     assert row.direction is not None
     step = row.direction if row.lane is Lane.SEND else -row.direction
-    return Op(op.stage + step, row.meets, op.microbatch)
+    return Op(op.stage + step, row.peer_kind, op.microbatch)
 
 
 def add_messages(schedule: Schedule) -> Schedule:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import REDUCING, Kind, Lane
 
-__all__ = ["Kind", "Lane", "Op"]  # kind and lane belong to the words in which ops are spoken of
+__all__ = ["Kind", "Lane", "Op"]  # Kind and Lane are re-exported
 
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"
@@ -37,7 +37,7 @@ class Op:
     part: int | None = None
     peer: int | None = None
 
-    def __hash__(self) -> int:  # of what tells ops of a step apart: a check hashes each of them some twenty times
+    def __hash__(self) -> int:  # without peer: a check hashes each op some twenty times
         return hash((self.stage, self.kind, self.microbatch, self.part))
 
     def __str__(self) -> str:
@@ -47,8 +47,8 @@ class Op:
         return f"{self.stage}{self.kind.value}{microbatch}{part}{peer}"
 
     @property
-    def meets_none(self) -> bool:
-        """Whether it is a transfer without another end in the schedule: those that it meets are of other replicas."""
+    def is_replica_allreduce(self) -> bool:
+        """Whether it is a gradient all-reduce over the replicas, which has no other end in this schedule."""
         return self.peer is None and self.kind in REDUCING
 
     @staticmethod

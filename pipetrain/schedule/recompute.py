@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from pipetrain.schedule.alive import KEEPS_SET
-from pipetrain.schedule.kinds import RECOMPUTE, WAYS, Direction
+from pipetrain.schedule.families import ComputeLanes
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 Sets = Set[tuple[int, int]]  # (stage, microbatch)
 
-_FIRST_READERS = frozenset(way[0] for way in WAYS[Direction.BACKWARD])  # of a set
+_FIRST_READERS = frozenset(way[0] for way in PASS_SEQUENCES[Direction.BACKWARD])  # of a set
 
 
 def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
@@ -123,3 +124,47 @@ def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
             if same and first.kind in KEEPS_SET and second.kind in _FIRST_READERS:
                 found.add((first.stage, first.microbatch or 0))
     return found
+
+
+def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
+    """`schedule`, made of the lanes `ordered`, in which each R also waits for the op in front of it there.
+
+        order of a rank           F0 F1 F2 R1 B0 F3 R2 B1 ...
+        compute                   F0 F1 F2 B0 F3 B1 ...
+        recompute                 R1 R2 ...                     R2 waits for F3, also where a place is free before
+
+    Its own waits let an R start as soon as there is a place. Where the rank then waits for a message that comes before the R ends,
+    the next op starts late. Held back, no op starts later than in a run of the whole order, one op after the other.
+    """
+    if schedule.policy.mode is not Mode.OVERLAP:
+        return schedule  # R stands in the compute lane itself
+    waits = dict(schedule.waits)
+    for lane in ordered:
+        before = None
+        for op in lane:
+            if op.kind is not RECOMPUTE:
+                before = op
+            elif before is not None:
+                waits[op] = tuple(dict.fromkeys((*waits.get(op, ()), before)))
+    return dataclasses.replace(schedule, waits=waits)
+
+
+def order_of(schedule: Schedule) -> ComputeLanes:
+    """The ops of each rank one after the other; an R on a lane of its own stands where it may start, whatever the timing.
+
+    So `hold_back` makes it wait for nothing that it does not wait for in `schedule`.
+    """
+    lanes = [list(_in_one_order(schedule, rank)) for rank in range(schedule.num_ranks)]
+    return lanes if any(op.kind is RECOMPUTE for lane in lanes for op in lane) else AllKept(lanes)
+
+
+def _in_one_order(schedule: Schedule, rank: int) -> Iterator[Op]:
+    late = list(reversed(schedule.lane(rank, Lane.RECOMPUTE)))
+    ended: set[Op] = set()
+    compute = schedule.lane(rank, Lane.COMPUTE)
+    own = set(compute)
+    for op in compute:
+        yield op
+        ended.add(op)
+        while late and own.intersection(schedule.waits.get(late[-1], ())) <= ended:
+            yield late.pop()

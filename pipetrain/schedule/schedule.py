@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import WAYS, Direction
+from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 
@@ -88,12 +88,14 @@ class Schedule:
     def way(self, direction: Direction, stage: int, microbatch: int | None) -> tuple[Op, ...]:
         """The ops in which `microbatch` passes `stage` in this direction, in order: F; or B, or I and W, or B of each part."""
         unusual = self._unusual_ways.get((direction, stage, microbatch))
-        return unusual or tuple(Op(stage, kind, microbatch) for kind in WAYS[direction][0])
+        return unusual or tuple(Op(stage, kind, microbatch) for kind in PASS_SEQUENCES[direction][0])
 
     @functools.cached_property
     def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Op, ...]]:
         """Of each microbatch that passes a stage in another than the first way, the way."""
-        unusual = {kind: (direction, way) for direction, ways in WAYS.items() for way in ways[1:] for kind in way}
+        unusual = {
+            kind: (direction, way) for direction, ways in PASS_SEQUENCES.items() for way in ways[1:] for kind in way
+        }
         found = {}
         for rank in range(self.num_ranks):
             for op in self.lane(rank, Lane.COMPUTE):

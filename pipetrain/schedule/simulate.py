@@ -21,7 +21,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, op_graph
 from pipetrain.schedule.messages import partner_of
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane
 from pipetrain.schedule.schedule import Schedule
 
 _ShareOf = Callable[[int, int | None], float]  # of a part of a stage
@@ -52,13 +52,24 @@ class _Run:
 
     def __init__(self, graph: OpGraph, costs: Costs, share_of: _ShareOf) -> None:
         self.graph = graph
-        self.seconds = _durations(graph.ops, costs, share_of)
+        tables = {key: costs.of(*key) for key in {(op.kind, op.peer is not None) for op in graph.ops}}
+        self.seconds = [tables[op.kind, op.peer is not None][op.stage] for op in graph.ops]
+        for place, op in enumerate(graph.ops):
+            if op.part is not None and op.peer is None:  # a segment takes its share of its stage
+                self.seconds[place] *= share_of(op.stage, op.part)
         self.pending = list(graph.num_before)
         self.start = [-1.0] * len(graph.ops)  # of a send or receive: when it was ready for its partner
         self.end = [-1.0] * len(graph.ops)
         self.ends: list[tuple[float, int]] = []
         self.heads = [[lanes[lane].start for lane in _LANES] for lanes in graph.lanes]
-        self.stops = [[_end_of_computing(graph, lanes[lane]) for lane in _LANES] for lanes in graph.lanes]
+        # Transfers in the reduce lane wait for their partner and do not occupy the rank.
+        self.stops = [
+            [
+                queue.start if queue and graph.transfers[queue.start] else queue.stop
+                for queue in map(lanes.__getitem__, _LANES)
+            ]
+            for lanes in graph.lanes
+        ]
         self.busy = [False] * len(graph.lanes)
 
     def to_end(self) -> None:
@@ -109,7 +120,7 @@ class _Run:
         if other >= 0 and self.start[other] >= 0.0:
             leads = other if self.graph.op_lanes[place] is Lane.RECV else place
             heapq.heappush(self.ends, (now + max(seconds[place], seconds[other]), leads))
-        elif other < 0 and self.graph.ops[place].meets_none:
+        elif other < 0 and self.graph.ops[place].is_replica_allreduce:
             heapq.heappush(self.ends, (now + seconds[place], place))
 
     def _start_next(self, rank: int, now: float) -> None:
@@ -132,21 +143,6 @@ class _Run:
             for rank, lanes in enumerate(graph.lanes)
             for place in sorted(itertools.chain(*lanes.values()), key=start.__getitem__)
         )
-
-
-def _end_of_computing(graph: OpGraph, queue: range) -> int:
-    """Where the ops of a queue end that occupy the rank: transfers wait for their partner and not for the rank."""
-    return queue.start if queue and graph.transfers[queue.start] else queue.stop
-
-
-def _durations(ops: list[Op], costs: Costs, share_of: _ShareOf) -> list[float]:
-    """Seconds of each op; a part takes its share of its stage, a transfer has them at both its ends."""
-    tables = {key: costs.of(*key) for key in {(op.kind, op.peer is not None) for op in ops}}
-    return [tables[op.kind, op.peer is not None][op.stage] * _share(op, share_of) for op in ops]
-
-
-def _share(op: Op, share_of: _ShareOf) -> float:
-    return share_of(op.stage, op.part) if op.part is not None and op.peer is None else 1.0
 
 
 def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.weights import tensors_in
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
 from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
 
 STATE = "state.json"
-
-
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of several safetensors files as one mapping; each is read when it is asked for."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._path_of: dict[str, Path] = {}
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._path_of.update(dict.fromkeys(file.keys(), path))
-            except (OSError, SafetensorError) as error:
-                raise SnapshotDamaged(f"{path} is no safetensors file ({error})") from error
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._path_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._path_of)
-
-    def __len__(self) -> int:
-        return len(self._path_of)
 
 
 class Snapshot:
@@ -61,9 +37,9 @@ class Snapshot:
                 f"{folder}: {STATE} is of step {self.state.step}, the manifest of step {self._manifest.step}"
             )
 
-    def tensors(self, part: Part) -> TensorFiles:
+    def tensors(self, part: Part) -> Mapping[str, Tensor]:
         """All tensors of a part, of all ranks that wrote it."""
-        return TensorFiles([self.folder / path for path in self._manifest.paths(part)])
+        return tensors_in(self.folder / path for path in self._manifest.paths(part))
 
     def restore_weights(self, model: Model) -> None:
         """This rank's parameters and buffers.
@@ -87,7 +63,7 @@ class Snapshot:
         self.restore_weights(model)
         restore_optimizer(model, optimizer, self.tensors(Part.OPTIMIZER))
         if rank < self.state.num_ranks:
-            restore_generators(TensorFiles([self.folder / rank_path(Part.GENERATORS, rank)]), device)
+            restore_generators(tensors_in([self.folder / rank_path(Part.GENERATORS, rank)]), device)
 
 
 def rank_path(part: Part, rank: int) -> str:

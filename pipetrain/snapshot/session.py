@@ -15,9 +15,10 @@ from torch import Tensor
 from pipetrain.config.records import RunConfig
 from pipetrain.model.spec import TensorMapping, unchanged
 from pipetrain.model.trained import Model, Optimizer
+from pipetrain.model.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.reader import Snapshot, TensorFiles
+from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import (
     AUTO,
@@ -29,17 +30,13 @@ from pipetrain.snapshot.start import (
     told_of_replicas,
 )
 from pipetrain.snapshot.state import Part, RunState, tensors_of
-from pipetrain.snapshot.weights import WEIGHTS_AT_END, has_weights, read_weights
 
 
-class Ranks(Protocol):
+class Ranks(Together, Protocol):
     """This rank among the others, and how they agree."""
 
-    rank: int
-    size: int
     device: torch.device
 
-    def largest(self, value: int) -> int: ...
     def from_first(self, value: str) -> str: ...
 
 
@@ -203,7 +200,7 @@ def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     """Weights only: from a safetensors file, a run that is done, or a snapshot."""
     weights: Mapping[str, Tensor]
     if path.is_file():
-        weights = from_file(TensorFiles([path]))
+        weights = from_file(tensors_in([path]))
     elif has_weights(path / WEIGHTS_AT_END):
         weights = from_file(read_weights(path / WEIGHTS_AT_END))
     else:

@@ -7,18 +7,20 @@ gradient is whole all the same: the other reader's part is added in I, the rest 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.leaves import is_sharded, leaf_of
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.split_function import Deferral, User, in_force, is_noted
+from pipetrain.stage.split_function import Deferral, User, in_force, is_noted, why_whole
 from pipetrain.stage.split_linear import hooks_in_force, linears_split
 
 _NOBODY = ""
@@ -35,8 +37,9 @@ class DeferredWeights:
         self.cast = casts.cast
         self._layers = layers
         self._meter = meter
-        # Weight -> what reads it besides split functions.
+        # Weight -> what reads it besides split functions, or looks at its gradient.
         self._other_reader: MutableMapping[nn.Parameter, str] = WeakIdKeyDictionary()
+        self._in_flight: WeakSet[Deferral] = WeakSet()
         self._told: set[tuple[int, str]] = set()
         self._whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
         for number, layer in enumerate(layers):
@@ -47,7 +50,21 @@ class DeferredWeights:
 
     def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
         """For one microbatch, from its F to its W. `start_again` gets out of the layer that F is in, and runs it without hooks."""
-        return Deferral(self, self._meter, start_again)
+        if not self._in_flight:
+            self._look_for_hooks()
+        deferral = Deferral(self, self._meter, start_again)
+        self._in_flight.add(deferral)
+        return deferral
+
+    def _look_for_hooks(self) -> None:
+        """Hooks on the nodes that accumulate would run in I, too, where there is nothing to accumulate. Python sees them as long as no
+        graph holds the node."""
+        for number, layer in enumerate(self._layers):
+            for parameter in layer.parameters():
+                learns = parameter.requires_grad and why_whole(parameter) is None
+                if learns and any(gc.get_referents(get_gradient_edge(parameter).node)):
+                    self._other_reader[parameter] = why = "a hook on the node that accumulates its gradient"
+                    self.tell(number, f"{why} would run in I")
 
     def layers_for(self, deferral: Deferral, *, is_forward: bool) -> list[_Layer]:
         """The layers of the stage as F or R of this microbatch calls them."""

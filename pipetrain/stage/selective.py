@@ -1,21 +1,23 @@
 """Outputs that stay from F to B, so that R need not compute them: of products of matrices, of attention, of what a user names.
 
-To fill a slot in F would save no time, for R would still run the operation that made the tensor. So R runs its layers under a
-mode below autograd that *returns* what is kept: autograd makes the node and saves as in F, and nothing is computed.
+To fill a slot in F would save no time, for R would still run the operation that made the tensor. So F and R run their layers
+under a mode below autograd; in R it *returns* what was kept, and autograd makes the node and saves as in F.
 
     F   op(...) -> output    [1] kept: an alias that shares memory and version with what the layers go on with
     R   op(...)              [2] not run: gets an alias of what is kept, in the order of the kept operations of its layer
     B                        [3] what is kept goes when B begins; what was saved of it stays in its slot
 
-Only operations of this kind are numbered: under autocast F casts weights and R finds the casts. Never skipped is what draws random
-numbers: what comes after it would draw others. An operation that writes into memory of a kept output makes the copy kept,
-not the memory (`_unsafe_view` gives memory away without its version, so versions alone do not tell).
+Only operations of this kind are numbered: under autocast F casts weights and R finds the casts. An operation that draws random
+numbers is never skipped: what comes after it would draw others. An operation that writes into memory of a kept output makes the copy
+kept, not the memory. Torch's own modes (`create_selective_checkpoint_contexts`) tell writes by versions, which miss these: `_unsafe_view`
+gives the memory of each product of three dimensions away under another counter.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.tensor_copies import copy_of_storage, is_dense, storage_key, view_into
+from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 
 # What the two words stand for, as torch names what runs.
 OPS_OF: Mapping[str, frozenset[str]] = {
@@ -47,9 +49,6 @@ OPS_OF: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 # What attention is made of where torch has no fused operation for it.
 _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
-# F and R differ in these under autocast, and they cost next to nothing.
-_CASTS = frozenset(("_to_copy",))
-_Ops = Callable[[Any], bool]
 
 
 class Wanted(Protocol):
@@ -66,28 +65,24 @@ class Wanted(Protocol):
     def path(self) -> str: ...
 
 
-# Which operations ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Operation:
     """What matters here of one operation of torch's."""
 
     name: str  # `mm`, or `library::name` where it is not torch's own
-    can_be_kept: bool  # it gives new memory and writes into none
-    draws: bool  # it may draw random numbers: never kept, but where its argument `dropout` says that it does not
-    dropout: tuple[int, str] | None  # the place and name of that argument
+    can_be_kept: (
+        bool  # it gives new memory and writes into none, and is no cast, which F and R differ in under autocast
+    )
+    draws: bool  # it may draw random numbers
+    dropout: int | None  # the place of the argument that says whether it does
     is_foreign: bool  # torch does not say of it whether it draws
     writes: tuple[tuple[int, str], ...]  # the places and names of the arguments that it changes in place
 
     def draws_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call may draw random numbers."""
-        if not self.draws:
-            return False
-        if self.dropout is None:
-            return True
-        number, name = self.dropout
-        return bool(args[number] if number < len(args) else kwargs.get(name, 0.0))
+        if not self.draws or self.dropout is None:
+            return self.draws
+        return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 _operations: dict[Any, Operation | None] = {}
@@ -95,44 +90,49 @@ _operations: dict[Any, Operation | None] = {}
 
 def operation_of(func: Any) -> Operation | None:
     """What is known of an operation that torch dispatches; None: it is none of a plain kind."""
-    if func not in _operations:
-        _operations[func] = _looked_up(func)
-    return _operations[func]
+    if func in _operations:
+        return _operations[func]
+    operation = None
+    if isinstance(func, torch._ops.OpOverload):
+        schema = func._schema
+        library, _, name = schema.name.partition("::")
+        names = [one.name for one in schema.arguments]
+        aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+        # batch_norm writes its statistics and does not say so.
+        is_new = bool(schema.returns) and not aliases and "running_mean" not in names
+        operation = Operation(
+            name if library == "aten" else schema.name,
+            can_be_kept=is_new and name != "_to_copy",
+            draws=torch.Tag.nondeterministic_seeded in func.tags,
+            dropout=names.index("dropout_p") if "dropout_p" in names else None,
+            is_foreign=library != "aten",
+            writes=tuple(
+                (place, one.name)
+                for place, one in enumerate(schema.arguments)
+                if one.alias_info is not None and one.alias_info.is_write
+            ),
+        )
+    _operations[func] = operation
+    return operation
 
 
-def _looked_up(func: Any) -> Operation | None:
-    schema = getattr(func, "_schema", None)
-    if not isinstance(func, torch._ops.OpOverload) or schema is None:
-        return None
-    arguments = list(enumerate(schema.arguments))
-    aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
-    unsaid = any(
-        one.name == "running_mean" for one in schema.arguments
-    )  # batch_norm writes its statistics all the same
-    dropout = next(((n, one.name) for n, one in arguments if one.name == "dropout_p"), None)
-    library, _, name = func._schema.name.partition("::")
-    return Operation(
-        name if library == "aten" else schema.name,
-        can_be_kept=not aliases and not unsaid and name not in _CASTS and bool(schema.returns),
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
-        dropout=dropout,
-        is_foreign=library != "aten",
-        writes=tuple((n, one.name) for n, one in arguments if one.alias_info is not None and one.alias_info.is_write),
-    )
+# Which operations ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """One of the entries of a selection: what it keeps, and in which layers of the stage."""
+@dataclass(eq=False)
+class _Rule:
+    """What one entry keeps in a stage."""
 
     wanted: Wanted
-    names: frozenset[str]
-    layers: frozenset[int]
-    is_all_here: bool  # no other stage has some of its layers
+    names: frozenset[str]  # of operations
+    layers: Set[int]  # by their number in the stage; the loss has the one after the last layer's
+    modules: Set[int] | None  # identities of the submodules in which it holds; None: in all of the layer
+    is_all_here: bool  # no other stage has some of its layers, nor has it another rule
+    is_met: bool  # it has kept something, or it is not known
 
-    def told(self, stage: str, *, unfused: bool) -> str | None:
+    def why_unmet(self, stage: str, unfused: Set[int]) -> str | None:
         """Why the user should know that it keeps nothing in `stage`; None: it may be meant."""
-        if self.names & OPS_OF["attention"] and unfused:
+        if self.names & OPS_OF["attention"] and self.layers & unfused:
             return (
                 f"recompute.selective={self.wanted} keeps no attention in {stage}: torch runs it there as products and a softmax, as with "
                 "dropout and with masks that it cannot fuse, so R computes it; keep `matmul`, or the operations that `pipetrain profile` "
@@ -146,6 +146,10 @@ class _Entry:
         )
 
 
+# What F and R must know of an operation in a layer: it may be kept by these rules, or writes. None: nothing.
+_Met = tuple[Operation, Sequence[_Rule]] | None
+
+
 class Selection:
     """What is kept in the layers of one stage."""
 
@@ -153,147 +157,127 @@ class Selection:
         """Raises:
         ValueError: an entry that names no operation, or no module of its layer; with the nearest that there is.
         """
-        self._everywhere: list[set[str]] = [set() for _ in range(len(layers) + 1)]  # per layer; the last is the loss
-        self._inside: dict[int, set[str]] = {}  # a submodule's identity -> what is kept in it
-        self._open: list[set[str]] = []  # of the submodules that run now
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
-        self._unmet: list[_Entry] = []  # entries that have kept nothing yet
+        self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
+        self._followed = {module for rule in self._rules for module in rule.modules or ()}
+        self._open: list[int] = []  # of these, those that run now
         self._unfused: set[int] = set()  # layers that run attention in pieces
         self.is_watched = True  # until the first forward has ended
-        for one in wanted:
-            names = _ops_named(one)
-            self._add(one, names, layers, first_layer)
-            self._unmet += self._entries(one, frozenset(names), len(layers), first_layer)
+        self.met: list[dict[int, _Met]] = [{} for _ in range(len(layers) + 1)]  # per layer, by the operation's identity
 
-    def _add(self, one: Wanted, names: set[str], layers: Sequence[nn.Module], first_layer: int) -> None:
+    def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
+        names = _ops_named(one)
+        kinds = [names & ops for ops in OPS_OF.values()] if one.op is None else [names]
         if one.first is None or one.last is None:
-            for everywhere in self._everywhere:
-                everywhere |= names
-            return
-        own = [
-            number for number in range(one.first - first_layer, one.last - first_layer + 1) if 0 <= number < len(layers)
-        ]
-        if not one.path:
-            for number in own:
-                self._everywhere[number] |= names
-            return
-        modules = [found for number in own if (found := _submodule(layers[number], one.path)) is not None]
-        if own and not modules and len(own) == one.last - one.first + 1:  # else another stage may have it
+            is_met = bool(self._compiled)
+            return [
+                _Rule(one, kind, set(range(len(layers) + 1)), None, is_all_here=False, is_met=is_met) for kind in kinds
+            ]
+        asked = set(range(one.first - first_layer, one.last - first_layer + 1))
+        own = asked & set(range(len(layers)))
+        modules = {id(module) for n in own for path, module in layers[n].named_modules() if path == one.path}
+        if own == asked and not modules:
             raise ValueError(_no_such_module(one, [layers[number] for number in own]))
-        for module in modules:
-            self._inside.setdefault(id(module), set()).update(names)
-
-    def _entries(self, one: Wanted, names: frozenset[str], num_layers: int, first_layer: int) -> list[_Entry]:
-        """To be told of where they keep nothing; a word for several kinds is an entry for each."""
-        own, is_all_here = set(range(num_layers)), False
-        if one.first is not None and one.last is not None:
-            asked = set(range(one.first - first_layer, one.last - first_layer + 1))
-            own, is_all_here = own & asked, asked <= own
-        if not own or own & self._compiled:
-            return []
-        kinds = [names & ops for ops in OPS_OF.values() if names & ops] if one.op is None else [names]
-        return [_Entry(one, kind, frozenset(own), is_all_here and len(kinds) == 1) for kind in kinds]
-
-    def see(self, layer: int, name: str, *, kept: bool) -> None:
-        """An operation runs in the first forward."""
-        if kept:
-            self._unmet = [one for one in self._unmet if name not in one.names or layer not in one.layers]
-        elif name in _SOFTMAX:
-            self._unfused.add(layer)
+        if not modules:
+            return []  # other stages have it
+        inside, is_all_here, is_met = (
+            modules if one.path else None,
+            own == asked and len(kinds) == 1,
+            bool(own & self._compiled),
+        )
+        return [_Rule(one, kind, own, inside, is_all_here, is_met) for kind in kinds]
 
     def kept_nothing(self, stage: str) -> list[str]:
-        """A line for each entry that kept nothing in the first forward of `stage`; once."""
+        """The first forward of `stage` has ended: a line for each entry that kept nothing."""
         self.is_watched = False
-        found = [one.told(stage, unfused=bool(one.layers & self._unfused)) for one in self._unmet]
-        self._unmet.clear()
-        return [line for line in found if line is not None]
+        lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
+        return [line for line in lines if line is not None]
+
+    def is_seen(self, layer: int) -> bool:
+        """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
+        return layer not in self._compiled
 
     @staticmethod
     def of(wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> Selection | None:
         """None: nothing is wanted."""
         return Selection(wanted, layers, first_layer) if wanted else None
 
-    def is_seen(self, layer: int) -> bool:
-        """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
-        return layer not in self._compiled
+    def meet(self, layer: int, func: Any) -> _Met:
+        """F or R runs this operation in `layer` for the first time."""
+        operation, rules = operation_of(func), list[_Rule]()
+        if operation is not None:
+            if operation.name in _SOFTMAX:
+                self._unfused.add(layer)
+            if operation.can_be_kept:
+                rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
+        met = (operation, rules) if operation is not None and (rules or operation.writes) else None
+        self.met[layer][id(func)] = met  # `_operations` has the function, so that it stays
+        return met
 
-    def has(self, layer: int, name: str) -> bool:
-        """Whether the output of an operation is to be kept that runs now in `layer`."""
-        return name in self._everywhere[layer] or any(name in names for names in self._open)
+    def keeps(self, rules: Sequence[_Rule], operation: Operation, args: Any, kwargs: Any) -> bool:
+        """Whether the output of an operation is to be kept that runs now, for which there are these `rules`."""
+        if self._followed:
+            rules = [rule for rule in rules if rule.modules is None or not rule.modules.isdisjoint(self._open)]
+        if not rules or operation.draws_with(args, kwargs):
+            return False
+        for rule in rules:
+            rule.is_met = True
+        return True
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Within it, it is known which submodules run. Nothing is left on the modules themselves."""
-        self._open.clear()
-        if not self._inside:
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if id(module) in self._followed:
+                self._open.append(id(module))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            if id(module) in self._followed and self._open:
+                self._open.pop()
+
+        if not self._followed:
             yield
             return
-        before = torch_module.register_module_forward_pre_hook(self._enter)
-        after = torch_module.register_module_forward_hook(self._leave, always_call=True)
+        self._open.clear()
+        before = torch_module.register_module_forward_pre_hook(enter)
+        after = torch_module.register_module_forward_hook(leave, always_call=True)
         try:
             yield
         finally:
             before.remove()
             after.remove()
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._inside:
-            self._open.append(self._inside[id(module)])
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._inside and self._open:
-            self._open.pop()
-
-
-def _ops_named(one: Wanted) -> set[str]:
+def _ops_named(one: Wanted) -> frozenset[str]:
     if one.op is None:
-        return set().union(*OPS_OF.values())
+        return frozenset[str]().union(*OPS_OF.values())
     if one.op in OPS_OF:
-        return set(OPS_OF[one.op])
+        return OPS_OF[one.op]
     name = re.sub(r"^aten(\.|::)", "", one.op)
     library, _, short = name.rpartition("::")
+    known = set(torch._C._dispatch_get_all_op_names())  # scripts know more
     packet = getattr(getattr(torch.ops, library or "aten"), short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        raise ValueError(f"recompute.selective={one}: there is no operation {name!r}{_nearest_op(name)}")
-    ours = [op for overload in packet.overloads() if (op := getattr(packet, overload)).name() in _registered()]  # type: ignore[no-untyped-call]
-    functional = [op for op in ours if (operation := operation_of(op)) and operation.can_be_kept]
+        ours = sorted({op[len("aten::") :].partition(".")[0] for op in known if op.startswith("aten::")})
+        (near,) = difflib.get_close_matches(name, [*OPS_OF, *ours], n=1, cutoff=0.0)
+        raise ValueError(f"recompute.selective={one}: there is no operation {name!r}; did you mean {near!r}?")
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    functional = [
+        op for op in overloads if op.name() in known and (operation := operation_of(op)) and operation.can_be_kept
+    ]
     if not functional:
         raise ValueError(
             f"recompute.selective={one}: {name} is a view or a cast, or changes something in place, so R cannot leave it out; "
             "name what computes"
         )
-    if all(map(_is_composite, functional)):
+    has_kernel, composite = torch._C._dispatch_has_kernel_for_dispatch_key, "CompositeImplicitAutograd"
+    if all(has_kernel(op.name(), composite) for op in functional):
         raise ValueError(
             f"recompute.selective={one}: {name} is made of other operations, which are what runs; `pipetrain profile` names those "
             f"of this model, {' and '.join(OPS_OF)} are words for the dear ones"
         )
-    return {name}
-
-
-def _registered() -> set[str]:
-    """The operations that torch dispatches; scripts know more."""
-    return set(torch._C._dispatch_get_all_op_names())
-
-
-def _is_composite(overload: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
-
-
-def _nearest_op(name: str) -> str:
-    known = {
-        op.partition("::")[2].partition(".")[0]
-        for op in torch._C._dispatch_get_all_op_names()
-        if op.startswith("aten::")
-    }
-    near = difflib.get_close_matches(name, [*OPS_OF, *sorted(known)], n=1, cutoff=0.0)
-    return f"; did you mean {near[0]!r}?"
-
-
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return layer.get_submodule(path)
-    except AttributeError:
-        return None
+    return frozenset((name,))
 
 
 def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
@@ -307,176 +291,78 @@ def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
 # Their outputs ---------------------------------------------------------------------------------------------------------
 
 
-class _Output:
-    """One tensor that an operation of F gave; counted for as long as it is kept."""
-
-    __slots__ = ("_meter", "key", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, meter: ActivationMeter) -> None:
-        self._meter = meter
-        self._hold(_alias(tensor))
-
-    def _hold(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.key = self._meter.hold(tensor)
-
-    def has_changed(self) -> bool:
-        return self.tensor._version != self.version
-
-    def copy(self) -> None:
-        """Keep a copy instead, which is its own: whoever gets it may change it in place."""
-        self.let_go()
-        self._hold(view_into(copy_of_storage(self.tensor), self.tensor))
-
-    def let_go(self) -> None:
-        self._meter.release(self.key)
-        self.key = 0
-
-    def __del__(self) -> None:
-        if self.key:
-            self.let_go()
-
-
 @dataclass(eq=False)
 class _Call:
-    """One operation of F, in the order in which its layer ran them."""
+    """One operation of F whose output is wanted, in the order in which its layer ran them."""
 
     func: Any
     shapes: tuple[Any, ...]
     num_slots: int  # of the set when it ran: R is complete before it comes to it again, or not
-    outputs: tuple[Any, ...] = ()  # an `_Output` per tensor, other values as they are; none: R computes it
-    is_one: bool = True  # what was given is a tensor and no tuple
-    is_kept: bool = False
+    output: Any = None  # what R gets, with aliases; None: R computes it
+    held: Sequence[tuple[Tensor, int, int]] = field(
+        default=()
+    )  # of it, each tensor, its version and its key in the meter
 
-
-@dataclass
-class _Layer:
-    calls: list[_Call] = field(default_factory=list)
-    next: int = 0  # that R comes to
+    def has_changed(self) -> bool:
+        return any(tensor._version != version for tensor, version, _ in self.held)
 
 
 class KeptOutputs:
-    """What F of one microbatch keeps for its R. `name_of` a layer, in an error."""
+    """What F of one microbatch keeps for its R."""
 
-    def __init__(self, selection: Selection, meter: ActivationMeter, device: torch.device | None = None) -> None:
+    def __init__(self, selection: Selection, meter: ActivationMeter) -> None:
         self.selection = selection
+        self.calls: dict[int, list[_Call]] = defaultdict(list)  # by layer
+        self._next: dict[int, int] = defaultdict(int)  # of these, that R comes to
         self._meter = meter
-        self._layers: dict[int, _Layer] = {}
-        self._by_storage: dict[int, list[_Output]] = {}
-        self._is_cuda = device is not None and device.type == "cuda"
+        self._by_storage: dict[int, _Call] = {}
 
-    # F ----------------------------------------------------------------------------------------------------------------
+    def before_layer(self, layer: int, given: Sequence[Tensor], *, is_free: bool) -> None:
+        """F comes to a layer: where nobody sees what it writes, it may write on what it is `given`."""
+        if is_free or not self.selection.is_seen(layer):
+            for tensor in given:
+                self.before_write(tensor)
 
-    def in_forward(
-        self, layer: int, num_slots: Callable[[], int], *, keeps: bool = True
-    ) -> AbstractContextManager[object]:
-        """Around a layer in F, which has saved so many tensors by now. Where it `keeps` nothing, writes are watched all the same."""
-        if not self.selection.is_seen(layer):
-            return nullcontext()
-        return self._mode(_InForward(self, layer, num_slots, keeps=keeps))
-
-    @contextmanager
-    def _mode(self, mode: TorchDispatchMode) -> Iterator[None]:
-        with self.selection.following(), mode:
-            yield
-
-    def is_wanted(self, layer: int, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return (
-            operation.can_be_kept
-            and self.selection.has(layer, operation.name)
-            and not operation.draws_with(args, kwargs)
-        )
-
-    def run_and_keep(self, layer: int, operation: Operation, func: Any, args: Any, kwargs: Any, num_slots: int) -> Any:
-        """Run an operation of F, and keep what it gives."""
-        call = _Call(func, _shapes(args, kwargs), num_slots)
-        self._layers.setdefault(layer, _Layer()).calls.append(call)
-        state = self._generators() if operation.is_foreign else ()
-        given = func(*args, **kwargs)
-        has_drawn = any(not torch.equal(*pair) for pair in zip(state, self._generators())) if state else False
-        values = given if isinstance(given, tuple) else (given,)
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        nested = any(isinstance(value, (list, tuple, dict)) for value in values)
-        if has_drawn or nested or not tensors or not all(type(one) is Tensor and is_dense(one) for one in tensors):
-            return given
-        call.outputs = tuple(self._kept(value) if isinstance(value, Tensor) else value for value in values)
-        call.is_one, call.is_kept = not isinstance(given, tuple), True
-        return given
-
-    def _generators(self) -> tuple[Tensor, ...]:
-        own = torch.default_generator.get_state()
-        return (own, torch.cuda.get_rng_state()) if self._is_cuda else (own,)
-
-    def _kept(self, tensor: Tensor) -> _Output:
-        output = _Output(tensor, self._meter)
-        self._by_storage.setdefault(storage_key(output.tensor), []).append(output)
-        return output
-
-    def before_write(self, tensor: Tensor) -> None:
-        """F is about to change this in place: what is kept of its memory is a copy from now on."""
-        for output in self._by_storage.pop(storage_key(tensor), ()):
-            output.copy()
-
-    def forget_all_of(self, storages: Set[int]) -> None:
-        """These were changed in place where nobody saw it: R computes what was kept of them."""
-        for layer in self._layers.values():
-            for call in layer.calls:
-                if any(storage_key(output.tensor) in storages for output in _outputs(call)):
-                    self._forget(call)
-
-    def forget_layer(self, layer: int) -> None:
-        """F gives the layer up, and runs it again."""
-        for call in self._layers.pop(layer, _Layer()).calls:
-            self._forget(call)
-
-    def end_forward(self, whole: Set[int], num_slots: int) -> None:
-        """F is done. R does not run the layers that are `whole` under the mode, and ends when the slots up to `num_slots` are full."""
-        for layer in [layer for layer in self._layers if layer in whole]:
-            self.forget_layer(layer)
-        for own in self._layers.values():
-            for call in own.calls:
-                changed = any(output.has_changed() for output in _outputs(call))
-                if changed or call.num_slots >= num_slots:
-                    self._forget(call)
-
-    # R ----------------------------------------------------------------------------------------------------------------
+    def in_forward(self, layer: int, num_slots: Callable[[], int]) -> AbstractContextManager[object]:
+        """Around a layer in F, which has saved so many tensors by now."""
+        return _InForward(self, layer, num_slots).entered()
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
         """Around a layer in R; `fail` is told where R goes another way than F."""
-        if not self.selection.is_seen(layer):
-            return nullcontext()
-        return self._mode(_InRecompute(self, layer, fail))
+        return _InRecompute(self, layer, fail).entered()
 
-    def next_call(self, layer: int, func: Any, args: Any, kwargs: Any, fail: Callable[[str], NoReturn]) -> Any:
-        """What R gets instead of running `func`: a value, or `_COMPUTE`."""
-        own = self._layers.get(layer)
-        if own is None or own.next >= len(own.calls):
-            fail(f"computes {func}, which F did not")
-        call = own.calls[own.next]
-        own.next += 1
-        if call.func is not func or call.shapes != _shapes(args, kwargs):
-            fail(
-                f"computes {func} of {_told(_shapes(args, kwargs))} where F computed {call.func} of {_told(call.shapes)}"
-            )
-        if not call.is_kept:
-            return _COMPUTE
-        if any(output.has_changed() for output in _outputs(call)):
-            fail(f"finds the output of {func} changed in place after F")
-        values = tuple(_alias(value.tensor) if isinstance(value, _Output) else value for value in call.outputs)
-        return values[0] if call.is_one else values
+    def hold(self, call: _Call, output: Any) -> None:
+        """Keep what `call` gives."""
+        call.output = _with(output, _alias)
+        tensors = [value for value in _as_tuple(call.output) if isinstance(value, Tensor)]
+        call.held = [(tensor, tensor._version, self._meter.hold(tensor)) for tensor in tensors]
+        self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
-    def check_write(self, tensor: Tensor, fail: Callable[[str], NoReturn]) -> None:
-        """R is about to change this in place."""
-        if storage_key(tensor) in self._by_storage:
-            fail("changes an output in place that it left as it was in F")
+    def before_write(self, tensor: Tensor) -> None:
+        """F is about to change this in place: what is kept of its memory is a copy from now on."""
+        call = self._by_storage.pop(storage_key(tensor), None)
+        if call is not None and call.held:
+            output = _with(call.output, copy_of)
+            self._let_go(call)
+            self.hold(call, output)
+
+    def end_forward(self, whole: Set[int], num_slots: int) -> None:
+        """F is done. R does not run the layers that are `whole`, and ends when the slots up to `num_slots` are full."""
+        for layer, calls in self.calls.items():
+            for call in calls:
+                if layer in whole or call.num_slots >= num_slots or call.has_changed():
+                    self._let_go(call)
+
+    def next_call(self, layer: int) -> _Call | None:
+        """R has come to it."""
+        if not self.left(layer):
+            return None
+        self._next[layer] += 1
+        return self.calls[layer][self._next[layer] - 1]
 
     def left(self, layer: int) -> int:
         """How many of the operations that F ran in `layer` R has not come to."""
-        own = self._layers.get(layer)
-        return 0 if own is None else len(own.calls) - own.next
-
-    # --------------------------------------------------------------------------------------------------------------
+        return len(self.calls[layer]) - self._next[layer]
 
     @property
     def num_bytes(self) -> int:
@@ -487,55 +373,28 @@ class KeptOutputs:
         """Of those, what lies in these storages."""
         return sum(size for key, size in self._sizes().items() if key in storages)
 
-    def tensors(self) -> list[Tensor]:
-        return [output.tensor for layer in self._layers.values() for call in layer.calls for output in _outputs(call)]
-
     def _sizes(self) -> dict[int, int]:
-        return {
-            output.key: output.tensor.untyped_storage().nbytes()
-            for layer in self._layers.values()
-            for call in layer.calls
-            for output in _outputs(call)
-            if output.key
-        }
+        held = [(key, tensor) for calls in self.calls.values() for call in calls for tensor, _, key in call.held]
+        return {key: tensor.untyped_storage().nbytes() for key, tensor in held if key}
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for calls in self.calls.values() for call in calls for tensor, _, _ in call.held]
+
+    def _let_go(self, call: _Call) -> None:
+        for _, _, key in call.held:
+            self._meter.release(key)
+        call.output, call.held = None, ()
 
     def drop(self) -> None:
         """Keep nothing any more."""
-        for layer in list(self._layers):
-            self.forget_layer(layer)
+        for calls in self.calls.values():
+            for call in calls:
+                self._let_go(call)
+        self.calls.clear()
+        self._by_storage.clear()
 
-    def _forget(self, call: _Call) -> None:
-        for output in _outputs(call):
-            output.let_go()
-            same = self._by_storage.get(storage_key(output.tensor), [])
-            if output in same:
-                same.remove(output)
-                if not same:
-                    del self._by_storage[storage_key(output.tensor)]
-        call.outputs, call.is_kept = (), False
-
-
-def _outputs(call: _Call) -> list[_Output]:
-    return [output for output in call.outputs if isinstance(output, _Output)]
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """A tensor without a graph that shares memory and version counter; below autograd torch would give it a counter of its own."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple((value.shape, value.dtype) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
-def _told(shapes: Sequence[Any]) -> str:
-    return " and ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "nothing"
-
-
-# The modes -------------------------------------------------------------------------------------------------------------
-
-_COMPUTE = object()
+    def __del__(self) -> None:
+        self.drop()
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -547,30 +406,51 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, kept: KeptOutputs, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept_outputs = kept
-        self._layer = layer
+        self._kept, self._layer, self._selection = kept, layer, kept.selection
+        self._met = kept.selection.met[layer]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._selection.following(), self if self._selection.is_seen(self._layer) else nullcontext():
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # For each operation of each layer: as few lines as can be.
+        try:
+            met = self._met[id(func)]  # its hash is slow
+        except KeyError:
+            met = self._selection.meet(self._layer, func)
+        if met is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._run(*met, func, args, kwargs or {})
+
+    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 class _InForward(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: KeptOutputs, layer: int, num_slots: Callable[[], int], *, keeps: bool) -> None:
+    def __init__(self, kept: KeptOutputs, layer: int, num_slots: Callable[[], int]) -> None:
         super().__init__(kept, layer)
-        self._selection = kept.selection
         self._num_slots = num_slots
-        self._keeps = keeps
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operation = operation_of(func)
-        if operation is None:
+    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
+        for place, name in operation.writes:
+            for one in _as_tuple(args[place] if place < len(args) else kwargs.get(name)):
+                if isinstance(one, Tensor):
+                    self._kept.before_write(one)
+        if not self._selection.keeps(rules, operation, args, kwargs):
             return func(*args, **kwargs)
-        for tensor in _written(operation, args, kwargs):
-            self._kept_outputs.before_write(tensor)
-        kept = self._keeps and self._kept_outputs.is_wanted(self._layer, operation, args, kwargs)
-        if self._selection.is_watched:
-            self._selection.see(self._layer, operation.name, kept=kept)
-        if kept:
-            return self._kept_outputs.run_and_keep(self._layer, operation, func, args, kwargs, self._num_slots())
-        return func(*args, **kwargs)
+        call = _Call(func, _shapes(args, kwargs), self._num_slots())
+        self._kept.calls[self._layer].append(call)
+        state = _generators() if operation.is_foreign else []
+        output = func(*args, **kwargs)
+        has_drawn = operation.is_foreign and not all(map(torch.equal, state, _generators()))
+        values = _as_tuple(output)
+        is_nested = any(isinstance(value, (list, tuple, dict)) for value in values)
+        is_plain = all(type(value) is Tensor and is_dense(value) for value in values if isinstance(value, Tensor))
+        if is_plain and not is_nested and not has_drawn:
+            self._kept.hold(call, output)
+        return output
 
 
 class _InRecompute(_Mode):  # type: ignore[no-untyped-call]
@@ -578,23 +458,43 @@ class _InRecompute(_Mode):  # type: ignore[no-untyped-call]
         super().__init__(kept, layer)
         self._fail = fail
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operation = operation_of(func)
-        if operation is None:
+    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._selection.keeps(rules, operation, args, kwargs):
             return func(*args, **kwargs)
-        for tensor in _written(operation, args, kwargs):
-            self._kept_outputs.check_write(tensor, self._fail)
-        if self._kept_outputs.is_wanted(self._layer, operation, args, kwargs):
-            found = self._kept_outputs.next_call(self._layer, func, args, kwargs, self._fail)
-            if found is not _COMPUTE:
-                return found
-        return func(*args, **kwargs)
+        call, shapes = self._kept.next_call(self._layer), _shapes(args, kwargs)
+        if call is None:
+            self._fail(f"computes {func}, which F did not")
+        if call.func is not func or call.shapes != shapes:
+            self._fail(f"computes {func} of {_told(shapes)} where F computed {call.func} of {_told(call.shapes)}")
+        if call.has_changed():
+            self._fail(f"finds the output of {func} changed in place after F")
+        return _with(call.output, _alias) if call.held else func(*args, **kwargs)
 
 
-def _written(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for number, name in operation.writes:
-        value = args[number] if number < len(args) else kwargs.get(name)
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, Tensor):
-                yield one
+def _as_tuple(output: Any) -> Sequence[Any]:
+    return output if isinstance(output, (tuple, list)) else (output,)
+
+
+def _with(output: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(output, (tuple, list)):
+        return type(output)(copy(value) if isinstance(value, Tensor) else value for value in output)
+    return copy(output)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """A tensor without a graph that shares memory and version counter; below autograd torch would give it a counter of its own."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _generators() -> list[Tensor]:
+    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.default_generator.get_state(), *on_device]
+
+
+def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((value.shape, value.dtype) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def _told(shapes: Sequence[Any]) -> str:
+    return " and ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "nothing"

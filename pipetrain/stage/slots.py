@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -177,19 +177,15 @@ class LateBoundSet:
             if self._outputs is None:
                 return hooks
             return _both(hooks, self._outputs.in_forward(self._layer, self._slots.__len__))
-        hooks = saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
-        return hooks if self._outputs is None else _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
-
-    def watching(self) -> AbstractContextManager[object]:
-        """What a layer runs under in F that has no hooks: it may change in place what layers before it gave."""
         if self._outputs is None:
-            return nullcontext()
-        return self._outputs.in_forward(self._layer, self._slots.__len__, keeps=False)
+            return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(self._pack_beside_mode, self._unpack_in_recompute)
+        return _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
 
-    def after_layer(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """A layer of F has run that was `given` tensors of these `versions`: it may be compiled, so that nobody saw what it writes."""
+    def before_layer(self, given: Sequence[Tensor]) -> None:
+        """F comes to a layer that gets `given`."""
         if self._outputs is not None:
-            self._outputs.forget_all_of({storage_key(one) for one, old in zip(given, versions) if one._version != old})
+            self._outputs.before_layer(self._layer, given, is_free=self._layer in self._free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks: it is to start again without."""
@@ -326,6 +322,10 @@ class LateBoundSet:
         self._filled = number + 1
         if self._filled == self._end:
             self._at_last_slot()
+
+    def _pack_beside_mode(self, tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
+            self._pack_in_recompute(tensor)
 
     def _at_last_slot(self) -> None:
         if self.proof is not None:

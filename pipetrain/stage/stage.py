@@ -130,7 +130,7 @@ class PartOf:
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part`: the layers are one of the parts in which a stage is recomputed (`runtime/segmented.py`), a stage in the stage.
+    `part`: the layers are one of the parts in which a stage is recomputed (`stage/segments.py`), a stage in the stage.
     `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
@@ -523,15 +523,13 @@ class Stage:
         return call
 
     def _call(self, late: LateBoundSet, number: int, call: _Layer, value: Any) -> Any:
+        late.before_layer(_tensors_in(value))
         if late.is_free(number):  # what the layer saves stays in its graph
             try:
-                with late.watching():
-                    return call(value)
+                return call(value)
             finally:
                 if late.wanted is not None:
                     self._refuse_gradient_through(late.wanted, number)
-        tensors = _tensors_in(value)
-        versions = [tensor._version for tensor in tensors]
         try:
             with late.hooks():
                 output = call(value)
@@ -539,7 +537,6 @@ class Stage:
             self._refuse_gradient_inside(late, number, error)
             raise
         self._refuse_gradient_inside(late, number, None)
-        late.after_layer(tensors, versions)
         return output
 
     def _keep(

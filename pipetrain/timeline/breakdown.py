@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, REDUCING, WAYS, Direction
+from pipetrain.schedule.kinds import FINISHING, PASS_SEQUENCES, RECOMPUTE, REDUCING, Direction
 from pipetrain.schedule.messages import source_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.memory import sets_over_time
 
 Interval = tuple[float, float]
-_BACKWARD = frozenset(kind for way in WAYS[Direction.BACKWARD] for kind in way)
+_BACKWARD = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way)
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,14 @@ def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[O
     whole: dict[Op, float] = {}  # when the gradients of each bucket were whole in the last replica
     for one in (timeline, *beside):
         for event in one.events:
-            if event.op.meets_none:
+            if event.op.is_replica_allreduce:
                 whole[event.op] = max(event.start, whole.get(event.op, event.start))
     seconds: dict[Op, float] = {}
     ended: dict[int, float] = {}  # per rank, the sum before
     for event in timeline.events:
         if event.op.kind.computes:
             seconds[event.op] = event.end - event.start
-        elif event.op.meets_none:
+        elif event.op.is_replica_allreduce:
             begin = max(whole[event.op], ended.get(event.rank, float("-inf")))
             ended[event.rank] = event.end
             seconds[event.op] = max(event.end - begin, 0.0)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.bound import bound_of, proof_of, proven_gap
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
@@ -19,8 +19,6 @@ from pipetrain.schedule.simulate import simulate
 from pipetrain.timeline.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
 from pipetrain.timeline.memory import bytes_over_time, stash_over_time
 from pipetrain.timeline.step_report import RankPlace
-
-_NO_GAP = 1e-9  # a smaller one is rounding
 
 
 @dataclass(frozen=True)
@@ -162,18 +160,6 @@ def _numbers(value: Sets | None) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def proven_gap(step_seconds: float, least_seconds: float) -> float:
-    """What a step takes more than any order must, as a part of that; 0: no order is faster."""
-    gap = step_seconds / least_seconds - 1 if least_seconds > 0 else 0.0
-    return gap if gap > _NO_GAP else 0.0
-
-
-def proof_of(step_seconds: float, least_seconds: float) -> str:
-    """For example `61, proven optimal` or `73, at least 69`."""
-    optimal = proven_gap(step_seconds, least_seconds) == 0.0
-    return f"{step_seconds:.6g}, {'proven optimal' if optimal else f'at least {least_seconds:.6g}'}"
 
 
 def show_schedule(schedule: Schedule, costs: Costs | None = None, least_seconds: float | None = None) -> Shown:

@@ -114,11 +114,12 @@ def check_answer(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer is one line that helps, and no process was started. A row for a rank starts with what `trained` has left."""
+    """The answer is one line that helps; nothing was written and no process started. A row for a rank starts with what `trained` has left."""
     if row.as_rank:
         shutil.copytree(request.getfixturevalue("trained"), folder, dirs_exist_ok=True)
         capsys.readouterr()
     row.prepare(folder)
+    was_empty = not row.as_nobody and not any(folder.iterdir())
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("processes were started"))
     with as_nobody() if row.as_nobody else contextlib.nullcontext():
@@ -129,3 +130,4 @@ def check_answer(
     assert line.startswith("pipetrain: ")
     assert [word for word in row.says if word.replace("{}", str(folder)) not in line] == [], line
     assert "Traceback" not in told.err + told.out
+    assert not (was_empty and any(folder.iterdir()))

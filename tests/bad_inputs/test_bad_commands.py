@@ -10,8 +10,14 @@ from test_bad_folders import HARMED, RUN_FOLDERS, SNAPSHOTS
 
 COMMANDS = [
     Row("trian steps=3", ("trian: there is no such command", "train")),
-    Row("show cost.forward_seconds=[1,2,3] pipeline.num_stages=2", ("cost.forward_seconds", "2")),
+    Row("show cost.forward_seconds=[1,2,3] pipeline.num_stages=2", ("cost.forward_seconds has 3 numbers", "or 2")),
+    Row(
+        "show cost.weight_gradient_seconds=[1,2,3] pipeline.num_stages=2",
+        ("cost.weight_gradient_seconds has 3 numbers", "or 2"),
+    ),
     Row("show cost.hop_seconds=-1", ("cost.hop_seconds",)),
+    Row("show recompute.mode=never_", ("recompute.mode", "'never'")),
+    Row("show --against=recompute.mod=inline", ("recompute.mod:", "'recompute.mode'")),
     Row("show pipeline.schedule={}/nowhere.csv", ("nowhere.csv",)),
     Row("show pipeline.schedule={}/bad.csv pipeline.num_stages=2", ("bad.csv",), file_at("bad.csv", b"0F0,what\n")),
     Row("show --out={}/x.bmp pipeline.num_stages=2", ("bmp", "svg")),

@@ -13,6 +13,7 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import phase_keys
 from pipetrain.config.together import check_run, with_steps
+from pipetrain.engine.available import check_engine
 from pipetrain.prepare import prepare_phases
 
 THREE = (
@@ -137,8 +138,8 @@ def test_each_phase_has_its_own_schedule() -> None:
 
 
 def test_deepspeed_refuses_phases() -> None:
-    with pytest.raises(ConfigError, match=r"^phases=\[\.\.\.\]: not supported by engine=deepspeed"):
-        check_run(load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "phases=[{from:0}]"]))
+    with pytest.raises(ConfigError, match=r"^phases=\[\{'from': 0\}\]: not supported by engine=deepspeed"):
+        check_engine(load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "phases=[{from:0}]"]))
 
 
 def test_only_a_run_with_phases_names_them() -> None:

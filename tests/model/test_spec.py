@@ -24,7 +24,7 @@ from pipetrain.model.loss import next_token_loss
 from pipetrain.model.size import MODEL_FAMILIES, ModelFamily, ModelSize, size_of
 from pipetrain.model.spec import ModelSpec, make_spec, one_by_one, spec_of
 from pipetrain.model.transformer import NOT_OF_THE_MODEL, transformer_layers
-from pipetrain.snapshot.weights import load_weights, save_weights
+from pipetrain.model.weights import load_weights, save_weights
 from pipetrain.stage.seeding import weight_seed
 
 VOCABULARY = 29

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "the native engine does not share out its optimizer state",
         "pipetrain/engine/native.py",
-        "self._pipeline.replica_process_group() if zero else None",
+        "self._pipeline.replica_process_group() if config.parallel.zero else None",
         "None",
         ("tests/train/test_zero.py", "-k", "share"),
     ),
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "a replica that writes no weights writes them",
-        "pipetrain/snapshot/weights.py",
+        "pipetrain/model/weights.py",
         "    if shard.number is not None:\n        write_shard(folder / shard_name(shard.number, shard.count)",
         "    if shard:\n        write_shard(folder / shard_name(shard.number or 0, shard.count)",
         ("tests/snapshot/test_shares_of_replicas.py", "-k", "written_once"),

@@ -417,8 +417,8 @@ MUTANTS = (
     ),
     Mutant(
         "what parts give a weight that they share is added at once",
-        "pipetrain/runtime/segmented.py",
-        "        self._shared = _shared_parameters(self._parts)\n",
+        "pipetrain/stage/segments.py",
+        "        self._shared = list(shared.values())\n",
         "        self._shared: list[nn.Parameter] = []\n",
         ("tests/runtime/test_segments.py", "-k", "crosses"),
     ),

@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "early: R goes where no place is free",
-        "pipetrain/schedule/gaps.py",
+        "pipetrain/schedule/places.py",
         " or (size is not None and alive[earlier] >= size)",
         "",
         ("tests/schedule/test_schedule_waits.py", "-k", "early"),
@@ -40,14 +40,14 @@ MUTANTS = (
     ),
     Mutant(
         "R does not wait for the op in front of it",
-        "pipetrain/schedule/hold_back.py",
+        "pipetrain/schedule/recompute.py",
         "waits[op] = tuple(dict.fromkeys((*waits.get(op, ()), before)))",
         "waits[op] = waits.get(op, ())",
         ("tests/planner/test_list_order.py", "-k", "in_front"),
     ),
     Mutant(
         "kept sets fill all places although an R needs one",
-        "pipetrain/schedule/keep.py",
+        "pipetrain/schedule/places.py",
         "                for place in range(read, end + 1):\n                    self._needed[place] += 1\n",
         "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_families.py"),
@@ -96,14 +96,14 @@ MUTANTS = (
     ),
     Mutant(
         "a kept set leaves an earlier one without a place",
-        "pipetrain/schedule/list_order.py",
+        "pipetrain/schedule/search/list_order.py",
         "return self._without_set == number or (len(self._later) + 1) * self._parts < self._places",
         "return True",
         ("tests/planner/test_list_order.py", "-k", "any_problem"),
     ),
     Mutant(
         "W does not make room for an F",
-        "pipetrain/schedule/list_order.py",
+        "pipetrain/schedule/search/list_order.py",
         "return 3 if waits_w and not self._can_keep(self.forwards) else 0",
         "return 0",
         ("tests/planner/test_list_order.py", "-k", "near_the_best"),

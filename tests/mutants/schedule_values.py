@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "zbv: a forward more before the turns",
         "pipetrain/schedule/families.py",
-        "(2 * (ranks - rank) - 1, [forth])",
-        "(2 * (ranks - rank), [forth])",
+        "(2 * (ranks - rank) - 1, [down_f])",
+        "(2 * (ranks - rank), [down_f])",
         ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
     ),
     Mutant(
@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "a part takes as long to add up as its stage",
         "pipetrain/schedule/simulate.py",
-        "if op.part is not None and op.peer is None else 1.0",
-        "if op.part is not None and not op.kind.row.per_stage else 1.0",
+        "if op.part is not None and op.peer is None:",
+        "if op.part is not None and not op.kind.row.per_stage:",
         ("tests/schedule/test_replica_reduces.py", "-k", "parts_hide or by_layers"),
     ),
 )

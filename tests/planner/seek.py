@@ -14,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from problems import ORDERS, Cell, cells
 
-from pipetrain.plan.climb import Effort
-from pipetrain.plan.order_cache import CachedOrder, write_order
-from pipetrain.plan.search import best_schedule
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.make import make
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import CachedOrder, best_schedule, write_order
 from pipetrain.schedule.simulate import simulate
 
 

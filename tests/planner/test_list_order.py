@@ -9,12 +9,12 @@ from problems import Cell, cells, specs
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.hold_back import hold_back, order_of
-from pipetrain.schedule.list_order import OrderProblem, list_order, rules_of
 from pipetrain.schedule.make import make, problem_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
+from pipetrain.schedule.recompute import hold_back, order_of
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.list_order import OrderProblem, list_order, rules_of
 from pipetrain.schedule.simulate import simulate
 
 WITHIN = 1.055  # of the best known, rule alone

@@ -12,20 +12,19 @@ from pathlib import Path
 import pytest
 from problems import Cell, cells
 
-from pipetrain.plan import search
-from pipetrain.plan.climb import Effort, climb
-from pipetrain.plan.order_cache import CachedOrder, cache_folder, write_order
-from pipetrain.plan.polish import Polished, polish
-from pipetrain.plan.search import FoundSchedule, best_schedule
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import RECOMPUTE
-from pipetrain.schedule.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.make import make, make_schedule, problem_of
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search import search
+from pipetrain.schedule.search.climb import Effort, climb
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
+from pipetrain.schedule.search.polish import Polished, polish
+from pipetrain.schedule.search.search import CachedOrder, FoundSchedule, best_schedule, cache_folder, write_order
 from pipetrain.schedule.simulate import simulate
 
 RULE_ALONE = Effort(0)

@@ -235,6 +235,12 @@ CASES = [
     Case("a hook", lambda: [Hooked(after=False)], "0.plain", f"layer 0 (Hooked): {_STAYS}{_HOOKS}"),
     Case("a hook after", lambda: [Hooked(after=True)], "0.plain", f"layer 0 (Hooked): {_STAYS}{_HOOKS}"),
     Case(
+        "a hook on a node",
+        lambda: [Hooked(on_node=True), linear()],
+        "0.plain 1",
+        f"layer 0 (Hooked): {_STAYS}a hook on the node that accumulates its gradient would run in I",
+    ),
+    Case(
         "nested checkpoint",
         lambda: [Checkpointed(use_reentrant=False), linear()],
         "0.before 1",

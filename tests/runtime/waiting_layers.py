@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.stage.split_function import SplitFunction
 
 WIDTH = 6
 M = 4
+_NODES: list[Node] = []
 
 
 def mean_square(output: Any, target: Tensor) -> Tensor:
@@ -83,15 +85,19 @@ class Checkpointed(nn.Module):
 
 
 class Hooked(nn.Module):
-    """A hook that doubles a gradient, or is told when it has been added."""
+    """A hook that doubles a gradient, or is told when it has been added: by the weight, or by the node that adds it."""
 
-    def __init__(self, *, after: bool) -> None:
+    def __init__(self, *, after: bool = False, on_node: bool = False) -> None:
         super().__init__()
-        self.inner, self.plain, self.after = linear(), linear(), after
+        self.inner, self.plain, self.after, self.on_node = linear(), linear(), after, on_node
 
     def hook(self) -> None:
         """A copy of a layer has no hooks."""
-        if self.after:
+        if self.on_node:
+            weight, node = self.inner.weight, get_gradient_edge(self.inner.weight).node
+            node.register_hook(lambda *_: _double(weight))
+            _NODES.append(node)  # it goes, with its hooks, when nobody holds it
+        elif self.after:
             self.inner.weight.register_post_accumulate_grad_hook(_double)
         else:
             self.inner.weight.register_hook(lambda gradient: gradient * 2)

@@ -9,7 +9,16 @@ import pytest
 from pipetrain.config.records import CostConfig
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, TRANSFER_LANES, WAYS, Direction, Holding, Kind, Lane
+from pipetrain.schedule.kinds import (
+    MESSAGE_LANES,
+    PASS_SEQUENCES,
+    REDUCING,
+    TRANSFER_LANES,
+    Direction,
+    Holding,
+    Kind,
+    Lane,
+)
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.simulate import simulate
@@ -37,7 +46,7 @@ def test_nobody_names_a_kind(path: Path) -> None:
 def test_what_runs_has_a_cost_that_can_be_given(kind: Kind) -> None:
     row = kind.row
     assert row.cost in {field.name for field in dataclasses.fields(Costs)}
-    key = "hop_seconds" if row.meets and row.direction else f"{row.cost}_seconds"
+    key = "hop_seconds" if row.peer_kind and row.direction else f"{row.cost}_seconds"
     assert key in {field.name for field in dataclasses.fields(CostConfig)}
     assert len(Costs.spread(3).of(kind)) == 3
     if row.per_stage:
@@ -56,26 +65,26 @@ def test_what_computes_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
 def test_messages_meet() -> None:
     for kind in Kind:
         row = kind.row
-        assert (row.meets is not None) == (row.lane in TRANSFER_LANES and row.cost is not None)
-        if row.meets is not None:
-            assert row.meets.row.meets is kind
-            assert row.meets.row.direction is row.direction
-            assert row.per_stage or {row.lane, row.meets.row.lane} == set(MESSAGE_LANES)
-        for message, lane in ((row.takes, Lane.RECV), (row.gives, Lane.SEND)):
+        assert (row.peer_kind is not None) == (row.lane in TRANSFER_LANES and row.cost is not None)
+        if row.peer_kind is not None:
+            assert row.peer_kind.row.peer_kind is kind
+            assert row.peer_kind.row.direction is row.direction
+            assert row.per_stage or {row.lane, row.peer_kind.row.lane} == set(MESSAGE_LANES)
+        for message, lane in ((row.recv_kind, Lane.RECV), (row.send_kind, Lane.SEND)):
             assert message is None or (message.row.lane is lane and message.row.direction is row.direction)
 
 
 def test_each_way_takes_gives_and_closes_once() -> None:
-    for way in WAYS[Direction.FORWARD]:
-        assert Holding.STASH in way[0].row.opens
-    for direction, ways in WAYS.items():
+    for way in PASS_SEQUENCES[Direction.FORWARD]:
+        assert Holding.STASH in way[0].row.allocates
+    for direction, ways in PASS_SEQUENCES.items():
         for first, *rest in ways:
             assert first.row.direction is direction
-            assert first.row.takes is not None
-            assert first.row.gives is not None
+            assert first.row.recv_kind is not None
+            assert first.row.send_kind is not None
             assert all(kind.row.direction is None for kind in rest)
-    for way in WAYS[Direction.BACKWARD]:
-        assert [bool(kind.row.closes) for kind in way] == [False] * (len(way) - 1) + [True]
+    for way in PASS_SEQUENCES[Direction.BACKWARD]:
+        assert [bool(kind.row.frees) for kind in way] == [False] * (len(way) - 1) + [True]
         assert all(kind.row.needs_set for kind in way)
 
 

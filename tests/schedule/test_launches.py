@@ -82,7 +82,7 @@ def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[
     def moves(op: Op, replica: int) -> bool:
         if op.kind.row.lane not in TRANSFER_LANES:
             return True
-        return all(op in one for one in there) if op.meets_none else partner_of(op) in there[replica]
+        return all(op in one for one in there) if op.is_replica_allreduce else partner_of(op) in there[replica]
 
     while True:
         there = [set(may_start(replica)) for replica in replicas]

@@ -107,8 +107,8 @@ def test_which_ops_and_what_they_wait_for(name: str) -> None:
 def test_the_spelling() -> None:
     assert Op.parse("2REDUCE_GRAD.3") == Op(2, Kind.REDUCE_GRAD, None, 3)
     assert str(Op(2, Kind.REDUCE_GRAD, None, 3)) == "2REDUCE_GRAD.3"
-    assert Op.parse("2REDUCE_GRAD.3").meets_none
-    assert not any(Op.parse(text).meets_none for text in ("2REDUCE_GRAD.3>0", "2SEND_F0", "2B1"))
+    assert Op.parse("2REDUCE_GRAD.3").is_replica_allreduce
+    assert not any(Op.parse(text).is_replica_allreduce for text in ("2REDUCE_GRAD.3>0", "2SEND_F0", "2B1"))
 
 
 @examples(40, 300, cases(max_ranks=4, max_microbatches=6))

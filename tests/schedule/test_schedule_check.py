@@ -120,7 +120,7 @@ BROKEN = {
     "sends of one queue": (rewaited("1SEND_F1", "1F0"), "1SEND_F1: does not wait for 1F1"),
     "receive and r": (rewaited("1RECV_B1", "1R1", "1F2", "1B1"), "which waits for"),
     "unsent output": (rewaited("1F1", "1RECV_F1", "1SEND_F1"), "which waits for"),
-    "no_circle_of_waits": (rewaited("0F0", "0RECV_B0"), "which waits for"),
+    "deadlock_free": (rewaited("0F0", "0RECV_B0"), "which waits for"),
     "each_op_is_launched": (relaunched(1, "1SEND_F1 ", ""), "1SEND_F1: is not launched by rank 1"),
     "launched twice": (relaunched(1, "1SEND_F1 ", "1SEND_F1 1SEND_F1 "), "1SEND_F1: is launched twice"),
     "launched elsewhere": (relaunched(0, "0F1 ", "0F1 1F1 "), "1F1: is launched by rank 0, but is no op of it"),

@@ -54,24 +54,6 @@ def test_the_table_of_time_against_sets_is_that_of_the_picture() -> None:
     assert all(row in in_page for row in rows if row[0].strip("-"))
 
 
-README_ROWS = {
-    "`gpipe` or `1f1b`, `inline`": "inline",
-    "`gpipe` or `1f1b`, `overlap`": "gpipe, 1f1b",
-    "`auto`": "auto",
-    "`auto`, split": "auto, split",
-    "`zbv`": "zbv",
-}
-
-
-def test_the_table_in_the_readme_is_of_the_same_facts() -> None:
-    text = (DOCS.parent / "README.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    ((_, *sets),) = [row for row in rows if row[0] == "sets per stage"]
-    for label, name in README_ROWS.items():
-        wanted = [f"{FACTS['seconds'][name][places] / FRONTIER.never():.3f}" for places in sets]
-        assert [label, *wanted] in rows
-
-
 @pytest.mark.quick("inline", "gpipe, 1f1b", "auto", "bound", "auto, split", "bound, split")
 @pytest.mark.parametrize("name", FACTS["seconds"])
 def test_the_frontier_is_what_is_simulated(name: str) -> None:

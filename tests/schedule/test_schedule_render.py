@@ -73,7 +73,7 @@ def test_a_legend_explains_what_is_drawn() -> None:
     assert legend([Kind.R, Kind.F, Kind.SEND_F]) == "F- forward  R~ recompute  . idle"
     picture = svg(show(num_stages=2, num_microbatches=2, recompute="never"))
     assert "B backward" in picture
-    assert "recompute" not in picture[picture.rindex('<g class="still">') :]
+    assert "recompute" not in picture[picture.rindex('<g class="legend">') :]
 
 
 def test_r_beside_b_has_a_row_of_its_own() -> None:

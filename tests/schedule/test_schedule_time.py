@@ -136,15 +136,6 @@ def test_receives_just_in_time_pay_the_hop_on_every_microbatch() -> None:
     assert late >= ahead + 7 * 0.5
 
 
-def test_links_of_latency_and_bandwidth() -> None:
-    links = {"latency_seconds": [(0.1, 0.2)], "bytes_per_second": [(10.0, 20.0)]}
-    costs = Costs.spread(2).with_links(forward_bytes=4, backward_bytes=8, **links)
-    assert costs.hop_forward == pytest.approx((0.5,))
-    assert costs.hop_backward == pytest.approx((0.6,))
-    with pytest.raises(ValueError, match="2 edges"):
-        Costs.spread(3).with_links(forward_bytes=4, backward_bytes=8, **links)
-
-
 def test_bound_of_unequal_stages_and_frozen_ones() -> None:
     costs = Costs.spread(3, forward=[1, 2, 1], backward=[2, 5, 2], recompute=[1, 2, 1], hop=[0.5, 0.25])
     assert bound(costs, 4) == (1 + 0.5) + 4 * (2 + 5 + 2) + (2 + 0.5)  # all work of stage 1 between head and tail

@@ -173,7 +173,7 @@ BROKEN = {
     "i without w": (("1W2", ""), "1W2: is missing: 1I2 needs it"),
     "both": (
         ("1I2", "1I2 1B2"),
-        "1B2: stands beside 1I2 and 1W2: a microbatch goes back once, as B, as B of each part or as I and W",
+        "1B2: stands beside 1I2 and 1W2: each microbatch needs exactly one backward: B, B of each part, or I and W",
     ),
     "w first": (("1I2 1W1 1I3 1W2", "1W2 1W1 1I3 1I2"), "1W2: does not wait for 1I2"),
     "twice": (("1W2", "1W2 1W2"), "1W2: stands there 2 times"),
@@ -228,5 +228,5 @@ def test_neighbours_on_one_rank_hand_the_gradient_from_i() -> None:
 
 
 def test_what_w_closes_is_what_b_closes() -> None:
-    assert Kind.W.row.closes == Kind.B.row.closes == frozenset(Holding)
-    assert not Kind.I.row.closes
+    assert Kind.W.row.frees == Kind.B.row.frees == frozenset(Holding)
+    assert not Kind.I.row.frees

@@ -8,11 +8,11 @@ from saved import CPU, state_of, trained
 from torch import nn
 
 from pipetrain.model.spec import spec_of
+from pipetrain.model.weights import SINGLE, Shard, read_weights, save_weights
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, tensors_of
-from pipetrain.snapshot.weights import SINGLE, Shard, read_weights, save_weights
 
 
 class HalfOfIt:

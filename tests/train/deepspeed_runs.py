@@ -12,6 +12,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.batch import Batch
 from pipetrain.data.dataset import make_data
+from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.which import make_engine
 from pipetrain.model.spec import make_spec
@@ -48,6 +49,7 @@ def accept(step: int, loss: float, norm: float | None) -> bool:
 def config_of(*options: str) -> RunConfig:
     config = load([*TINY, *options])
     check_run(config)
+    check_engine(config)
     return config
 
 

@@ -14,7 +14,7 @@ from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
 from ranks import PATIENCE_SECONDS
 from torch import equal
 
-from pipetrain.snapshot.weights import read_weights
+from pipetrain.model.weights import read_weights
 
 STEPS = 40
 RUN = [

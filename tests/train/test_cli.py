@@ -14,51 +14,6 @@ from pipetrain import train as rank
 from pipetrain.cli.main import COMMANDS, main
 from pipetrain.launcher import launch
 
-MISTAKES = {
-    "unknown key": ["train", "recompute.mod=inline"],
-    "range": ["train", "steps=0"],
-    "unsupported": ["train", "parallel.tensor=2"],
-    "microbatches": ["train", "pipeline.num_microbatches=17"],
-    "balance": ["train", "pipeline.balance=[5,6]"],
-    "fewer layers than stages": ["train", "pipeline.num_stages=11"],
-    "schedule": ["train", "pipeline.schedule=gpip"],
-    "model": ["train", "model.num_heads=3"],
-    "mode": ["show", "recompute.mode=never_"],
-    "against": ["show", "--against=recompute.mod=inline"],
-    "file": ["show", "pipeline.schedule=missing.csv"],
-    "warm-up": ["show", "pipeline.warmup=3"],
-    "costs": ["show", "cost.forward_seconds=[1,2,3]"],
-    "costs of a split backward": ["show", "cost.weight_gradient_seconds=[1,2,3]"],
-    "format": ["show", "--out=x.png"],
-    "run": ["report", "runs/nothing"],
-    "command": ["trian"],
-}
-WORDS = {
-    "balance": ["[5, 6]", "11 layers", "has 10", "balance=[5, 5]"],
-    "fewer layers than stages": ["10 layers", "11 stages"],
-    "model": ["model.num_heads=3", "model.hidden_size=64"],
-    "schedule": ["'gpip'", "'gpipe'"],
-    "against": ["recompute.mod:", "'recompute.mode'"],
-    "warm-up": ["pipeline.warmup=3", "1f1b"],
-    "costs": ["cost.forward_seconds has 3 numbers", "or 2"],
-    "costs of a split backward": ["cost.weight_gradient_seconds has 3 numbers", "or 2"],
-    "command": ["trian", "train, show"],
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_ends_with_2_and_one_line(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(MISTAKES[name]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("pipetrain: ")
-    assert captured.err.count("\n") == 1
-    assert [word for word in WORDS.get(name, []) if word not in captured.err] == [], captured.err
-    assert list(tmp_path.iterdir()) == []
-
 
 @pytest.mark.parametrize(
     ("arguments", "code"),

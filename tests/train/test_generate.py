@@ -22,9 +22,9 @@ from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.launcher.outcome import Exit
 from pipetrain.loop.generate import TextStream
 from pipetrain.model.spec import make_spec
+from pipetrain.model.weights import write_shard
 from pipetrain.observe.folder import RunFolder
 from pipetrain.plan.plan import make_plan
-from pipetrain.snapshot.weights import write_shard
 from pipetrain.train import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

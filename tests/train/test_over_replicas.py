@@ -7,13 +7,12 @@ import torch
 from ranks import run_ranks
 from rounding import rounding
 
-from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
 from pipetrain.group.coordinates import Coordinates
-from pipetrain.loop.over_replicas import OverReplicas
-from pipetrain.loop.tokens import Tokens
+from pipetrain.loop.over_replicas import OverReplicas, Tokens
 from pipetrain.model.loss import IGNORED
 from pipetrain.model.spec import make_spec
 from pipetrain.plan.plan import Plan, make_plan
@@ -117,12 +116,10 @@ def heldout(num_replicas: int) -> tuple[float | None, float | None]:
     """The loss over batches of several rows, and over one with fewer rows than replicas; a replica may have none that count."""
     spec = make_spec(ModelConfig(num_blocks=1, hidden_size=16, num_heads=2), 32)
     engine = NativeEngine(
+        RunConfig(),
         spec,
         make_plan(spec.num_layers, num_ranks=1, num_microbatches=2, num_replicas=num_replicas),
         make_schedule("gpipe", num_stages=1, num_microbatches=2, num_replicas=num_replicas),
-        OptimConfig(),
-        zero=0,
-        num_steps=1,
         device=CPU,
         precision=precision_of("fp32", CPU),
     )

@@ -16,9 +16,9 @@ from torch import equal
 
 from pipetrain.config.load import load
 from pipetrain.loop.guard import Guard
+from pipetrain.model.weights import read_weights
 from pipetrain.observe.report import read_report
 from pipetrain.runtime.faults import VARIABLE
-from pipetrain.snapshot.weights import read_weights
 from pipetrain.train import train
 
 STEPS = 9

@@ -18,6 +18,7 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batch import Batch
+from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.precision import precision_of
 from pipetrain.engine.which import make_engine
@@ -44,6 +45,7 @@ TINY = [
 def config_of(*options: str) -> RunConfig:
     config = load([*TINY, *options])
     check_run(config)
+    check_engine(config)
     return config
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipetrain.config.load import load
 from pipetrain.group.failure import PipelineError
 from pipetrain.loop.steps import Steps
-from pipetrain.snapshot.weights import read_weights
+from pipetrain.model.weights import read_weights
 from pipetrain.train import main
 from pipetrain.train import train as train_as_rank
 

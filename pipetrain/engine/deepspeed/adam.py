@@ -1,14 +1,58 @@
-"""DeepSpeed's two AdamW kernels as optimizers of a `Pipeline`, with the state that AdamW of torch has: so snapshots hold it."""
+"""DeepSpeed's AdamW for the CPU as an optimizer of a `Pipeline`, with the state that AdamW of torch has: so snapshots hold it."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from filelock import FileLock
 from torch import Tensor
 
+from pipetrain.engine.deepspeed.environment import quiet_stdout
+
 _HOST = torch.device("cpu")
+_FOLDER = "TORCH_EXTENSIONS_DIR"
+
+
+def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """AdamW with its state in host memory. Its kernel is compiled where nobody has, once, by one process.
+
+    Raises:
+        OSError: it cannot be compiled.
+    """
+    folder = _folder()
+    with FileLock(folder / "pipetrain.lock"), quiet_stdout():
+        # torch waits for this file without an end, and a compilation that was killed leaves it behind.
+        (folder / "cpu_adam" / "lock").unlink(missing_ok=True)
+        if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
+            told = f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}"
+            print(f"pipetrain: {told}", file=sys.stderr, flush=True)
+        try:
+            optimizer: torch.optim.Optimizer = HostAdam(groups, lr=learning_rate, betas=betas)
+        except (RuntimeError, ImportError) as error:
+            (*_, reason) = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            raise OSError(
+                f"DeepSpeed's cpu_adam cannot be compiled ({reason[:160]}); see above, or use optim=adamw"
+            ) from error
+    return optimizer
+
+
+def _folder() -> Path:
+    """`TORCH_EXTENSIONS_DIR`; by default a folder of the Python environment, or torch's own where that cannot be written."""
+    if _FOLDER not in os.environ:
+        own = Path(sys.prefix) / "share" / "torch_extensions" / f"torch-{torch.__version__}"
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            own = Path.home() / ".cache" / "torch_extensions" / f"torch-{torch.__version__}"
+        os.environ[_FOLDER] = str(own)
+    folder = Path(os.environ[_FOLDER])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class HostAdam(DeepSpeedCPUAdam):  # type: ignore[misc]
@@ -60,22 +104,3 @@ class HostAdam(DeepSpeedCPUAdam):  # type: ignore[misc]
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, device=_HOST, memory_format=torch.contiguous_format)
         return state
-
-
-class CudaAdam(FusedAdam):  # type: ignore[misc]
-    """FusedAdam. It counts steps in an integer of the last parameter of each group; a snapshot wants a tensor of each.
-
-    Not run yet: there was no GPU at hand.
-    """
-
-    def step(self, closure: None = None) -> None:
-        """One update of all parameters that have a gradient."""
-        assert closure is None
-        for state in self.state.values():
-            state["step"] = int(state["step"])
-        super().step()
-        for group in self.param_groups:
-            states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
-            steps = max((state["step"] for state in states), default=0)
-            for state in states:
-                state["step"] = torch.tensor(float(steps))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipetrain.config.records import OptimConfig
+from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
 from pipetrain.engine.engine import Accepts
@@ -34,7 +34,6 @@ from pipetrain.model.spec import ModelSpec
 from pipetrain.model.trained import Model, Optimizer
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.plan.plan import Plan
-from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.timeline.step_report import StepFigures, StepResult
@@ -53,54 +52,33 @@ _NEIGHBOUR = {
 
 
 class DeepSpeedEngine:
-    """Trains a model with a stage of a replica on each rank of torch.distributed.
-
-    Args:
-        spec: the model, with its loss; a batch of it is a tensor of inputs and one of targets.
-        plan: where its layers are.
-        policy: whether stages recompute.
-        grid: who is which stage of which replica.
-        optim: the optimizer, the learning rate and the clip.
-        batch_size: samples of a step, of all replicas.
-        zero: ZeRO stage of the optimizer state, 0 or 1.
-        num_steps: steps of the whole run, over which the learning rate falls.
-        device: where this rank computes.
-        precision: of the layers; weights are float32.
-        seed: of weights and dropout.
-        timeout_seconds: longest wait for another rank.
-    """
+    """Trains the model of `spec` with a stage of a replica on each rank of torch.distributed; a batch is a tensor of inputs and one of
+    targets. Of the schedule it takes the policy, not the order."""
 
     def __init__(
         self,
+        config: RunConfig,
         spec: ModelSpec,
         plan: Plan,
-        policy: RecomputePolicy,
-        grid: Grid,
-        optim: OptimConfig,
+        schedule: Schedule,
         *,
-        batch_size: int,
-        zero: int,
-        num_steps: int,
         device: torch.device,
         precision: Precision,
-        seed: int = 0,
-        timeout_seconds: float = 600.0,
     ) -> None:
+        self._config = config
         self._spec = spec
         self._plan = plan
-        self._optim = optim
-        self._num_steps = num_steps
         self._device = device
-        self._timeout_seconds = timeout_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._grid = grid
+        self._grid = grid = Grid(plan.num_replicas, plan.num_ranks, order=plan.order)
         self._at = grid.coordinates_of(self._rank)
-        self._rows = batch_size // (plan.num_microbatches * grid.replica)
+        self._rows = config.data.batch_size // (plan.num_microbatches * grid.replica)
+        zero = config.parallel.zero
         self._accepts: Accepts | None = None
         self._result = StepResult(0.0, 0.0, None)
         self._started = self._step_seconds = 0.0
         self._step = 0
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=config.timeout_seconds)
         deepspeed = import_deepspeed(device)
         self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
@@ -108,9 +86,9 @@ class DeepSpeedEngine:
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
             from pipetrain.engine.deepspeed.stages import Seeds, StagedModule, StageModel
 
-            self._seeds = Seeds(seed, device, self._at.replica * plan.num_microbatches)
-            self._module = StagedModule(spec, plan, policy, grid, seed, self._seeds)
-            optimizer = make_optimizer(optim, self._module.parameters())
+            self._seeds = Seeds(config.seed, device, self._at.replica * plan.num_microbatches)
+            self._module = StagedModule(spec, plan, schedule.policy, grid, config.seed, self._seeds)
+            optimizer = make_optimizer(config.optim, self._module.parameters())
             with self._naming_a_loss():
                 self._engine, *_ = deepspeed.initialize(
                     model=self._module,
@@ -141,7 +119,7 @@ class DeepSpeedEngine:
         raise ValueError("engine=deepspeed trains the whole run by one plan; use phases=[], or engine=native")
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
-        rate = learning_rate(self._optim, step, self._num_steps)
+        rate = learning_rate(self._config.optim, step, self._config.num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         self._step, self._seeds.step, self._accepts = step, step - 1, accepts
@@ -164,7 +142,11 @@ class DeepSpeedEngine:
         for _, parameter in self._model.named_parameters():
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         digests = self._of_all(digest.hexdigest())
-        differ = [rank for rank, one in enumerate(digests) if one != digests[self._rank_of(self._stage_of(rank), 0)]]
+        differ = [
+            rank
+            for rank, one in enumerate(digests)
+            if one != digests[self._rank_of(self._grid.coordinates_of(rank).stage, 0)]
+        ]
         if differ:
             ranks = " and ".join(f"rank {rank} (replica {self._grid.coordinates_of(rank).replica})" for rank in differ)
             raise PipelineError(
@@ -209,7 +191,7 @@ class DeepSpeedEngine:
         if math.isfinite(loss):
             reduce()
             self._step_seconds = ended - self._started + (time.perf_counter() - reduced) * (self._grid.replica > 1)
-            norm = self._clip(math.inf if self._optim.clip_norm is None else self._optim.clip_norm)
+            norm = self._clip(self._config.optim.clip_norm or math.inf)
         assert self._accepts is not None
         self._result = StepResult(loss, 0.0, norm, self._accepts(self._step, loss, norm))
         if not self._result.is_accepted and self._sharded is not None:
@@ -230,9 +212,6 @@ class DeepSpeedEngine:
 
         parameters = {self._at.stage: [parameter for _, parameter in self._model.named_parameters()]}
         return float(clip_grad_norm(parameters, limit, exchange, self._device))
-
-    def _stage_of(self, rank: int) -> int:
-        return self._grid.coordinates_of(rank).stage
 
     def _rank_of(self, stage: int, replica: int) -> int:
         return self._grid.rank_of(Coordinates(replica, stage, 0))
@@ -264,16 +243,13 @@ class DeepSpeedEngine:
             inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
             targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         pieces = list(zip(torch.split(inputs, self._rows), torch.split(targets, self._rows)))
-        count = self._spec.count
-        share = len(pieces) * self._grid.replica / max(self._count_of_all(count(targets)), 1)
+        count, replicas = self._spec.count, self._grid.replica
+        total = count(targets)  # of what counts in all replicas
+        if replicas > 1:
+            counts = self._of_all(total)
+            total = sum(counts[self._rank_of(0, replica)] for replica in range(replicas))
+        share = len(pieces) * replicas / max(total, 1)
         return [(piece, (labels, torch.tensor(count(labels) * share))) for piece, labels in pieces]
-
-    def _count_of_all(self, own: float) -> float:
-        """What counts in all replicas, of which this one has `own`."""
-        if self._grid.replica == 1:
-            return own
-        counts = self._of_all(own)
-        return sum(counts[self._rank_of(0, replica)] for replica in range(self._grid.replica))
 
     @contextlib.contextmanager
     def _naming_a_loss(self) -> Iterator[None]:
@@ -295,7 +271,7 @@ class DeepSpeedEngine:
         where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
         if "timed out" in reason.lower() or "timeout" in reason.lower():
             return (
-                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._timeout_seconds:g} s "
+                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._config.timeout_seconds:g} s "
                 "(timeout_seconds): that rank hangs, is stopped, or needs longer for a step than that"
             )
         line = reason.strip().splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0][:160]

@@ -35,17 +35,17 @@ class ShardedAdamW:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """By parameter that is here, or whose first piece is: the state, whole, and the step that all parameters of a group share.
+        """By parameter whose first piece is here: its state, whole, and the step that all parameters of a group share.
 
-        Views of the flat state; of a parameter that is cut, copies. Collective over the replicas.
+        Copies of the flat state, put together by adding up what each replica has of it. Collective over the replicas.
         """
         states = {}
-        for number, flat, parameters in self._groups():
+        for flat, parameters in self._groups():
             state = self._zero.optimizer.state.get(flat, {})
-            for parameter in filter(self.holds, parameters):
-                whole = {key: self._whole(number, value, parameter) for key, value in state.items()}
-                if mine := {key: value for key, value in whole.items() if value is not None}:
-                    states[parameter] = mine
+            for parameter in parameters if state else ():
+                whole = {key: _whole(value, parameter) for key, value in state.items()}
+                if self.holds(parameter) and parameter._hp_mapping.lp_fragment_address.start == 0:
+                    states[parameter] = whole
         return states
 
     def holds(self, parameter: Any) -> bool:
@@ -54,7 +54,7 @@ class ShardedAdamW:
 
     def state_dict(self) -> dict[str, Any]:
         """What torch's optimizers give: states and groups with parameters by number. Collective, as `state`."""
-        numbers = {id(p): number for number, p in enumerate(p for _, _, group in self._groups() for p in group)}
+        numbers = {id(p): number for number, p in enumerate(p for _, group in self._groups() for p in group)}
         groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
         return {
             "state": {numbers[id(parameter)]: state for parameter, state in self.state.items()},
@@ -65,11 +65,13 @@ class ShardedAdamW:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Takes the states of what is here; options of groups stay as they are."""
         saved, number = state_dict["state"], 0
-        for _, flat, parameters in self._groups():
+        for flat, parameters in self._groups():
+            state = self._zero.optimizer.state[flat]
             for parameter in parameters:
-                if self.holds(parameter):
-                    for key, value in saved.get(number, {}).items():
-                        _part_of(self._room(flat, key, value), parameter).copy_(_piece_of(value, parameter))
+                for key, value in saved.get(number, {}).items() if self.holds(parameter) else ():
+                    if key not in state:  # the first step would make it; padding stays zero
+                        state[key] = torch.zeros_like(value) if value.dim() == 0 else torch.zeros_like(flat)
+                    _here(state[key], parameter).copy_(value if value.dim() == 0 else _piece_of(value, parameter))
                 number += 1
 
     @torch.no_grad()
@@ -110,43 +112,12 @@ class ShardedAdamW:
             pieces = self._zero.averaged_gradients[number]
             yield from zip((piece for piece in pieces if not getattr(piece, "_zero_padding", False)), parameters)
 
-    def _whole(self, group: int, value: Tensor, parameter: Any) -> Tensor | None:
-        """A state of `parameter`, on the replica that has its first piece; None on others that have one."""
-        replicas = parameter._dp_group
-        holders = self._zero.param_to_partition_ids[group][self._zero.get_param_id(parameter)]
-        first, *others = sorted(set(holders))
-        is_first = dist.get_rank(replicas) == first
-        if value.dim() == 0:
-            return value if is_first else None
-        piece = _part_of(value, parameter)
-        if not others:
-            return piece.view_as(parameter)
-        if not is_first:
-            dist.send(piece.contiguous(), dist.get_global_rank(replicas, first), group=replicas)
-            return None
-        pieces, left = [piece], parameter.numel() - piece.numel()
-        for other in others:
-            came = piece.new_empty(min(left, int(self._zero.partition_size[group])))
-            dist.recv(came, dist.get_global_rank(replicas, other), group=replicas)
-            pieces.append(came)
-            left -= came.numel()
-        return torch.cat(pieces).view_as(parameter)
-
-    def _room(self, flat: Tensor, key: str, value: Tensor) -> Tensor:
-        """Where `key` of a group is kept; zeros before the first step has made it. Padding stays zero."""
-        state: dict[str, Tensor] = self._zero.optimizer.state[flat]
-        if key not in state:
-            state[key] = torch.zeros_like(value) if value.dim() == 0 else torch.zeros_like(flat)
-        return state[key]
-
-    def _groups(self) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
-        """Number, flat part and parameters of each."""
-        yield from zip(
-            range(len(self._zero.bit16_groups)), self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
-        )
+    def _groups(self) -> Iterator[tuple[Tensor, list[Any]]]:
+        """Flat part and parameters of each."""
+        yield from zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups)
 
 
-def _part_of(value: Tensor, parameter: Any) -> Tensor:
+def _here(value: Tensor, parameter: Any) -> Tensor:
     """What of a flat state is of `parameter`, in one dimension; the step, which is no list, is of all."""
     if value.dim() == 0:
         return value
@@ -156,7 +127,16 @@ def _part_of(value: Tensor, parameter: Any) -> Tensor:
 
 def _piece_of(value: Tensor, parameter: Any) -> Tensor:
     """What of a whole state of `parameter` is here, in one dimension."""
-    if value.dim() == 0:
-        return value
     place = parameter._hp_mapping.lp_fragment_address
     return value.flatten().narrow(0, place.start, place.numel)
+
+
+def _whole(value: Tensor, parameter: Any) -> Tensor:
+    """A state of `parameter`, of whose flat form this replica has `value`. Collective over the replicas."""
+    if value.dim() == 0:
+        return value
+    whole = value.new_zeros(parameter.numel())
+    if parameter._hp_mapping is not None:
+        _piece_of(whole, parameter).copy_(_here(value, parameter))
+    dist.all_reduce(whole, group=parameter._dp_group)
+    return whole.view_as(parameter)

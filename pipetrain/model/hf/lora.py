@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipetrain.config.problem import nearest
 from pipetrain.config.records import LoraConfig
 from pipetrain.model.hf.parts import Parts
+from pipetrain.model.weights import LazyTensors
 from pipetrain.stage.seeding import generators_restored, mix, weight_seed
 
 if TYPE_CHECKING:
@@ -76,38 +77,26 @@ def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> N
             )
 
 
-class MergedWeights(Mapping[str, Tensor]):
+def merged_weights(tensors: Mapping[str, Tensor], model: PreTrainedModel, config: LoraConfig) -> Mapping[str, Tensor]:
     """The weights of a model with adapters, under transformers' names, as those of a model without: W + (alpha / rank) B A.
 
     `tensors` are those of the model with adapters; `model` is the whole one without, on any device. Each is made when it is asked for, in
     float32, and has the dtype of W.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, config: LoraConfig) -> None:
-        self._tensors = tensors
-        self._model = model
-        self._scale = scale_of(config)
-        self._name_of = {name.replace(".base_layer.", "."): name for name in tensors if not is_adapter(name)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        stored = self._name_of[name]
-        weight = self._tensors[stored]
+    def merged(stored: str) -> Tensor:
+        weight = tensors[stored]
         module, _, kind = stored.rpartition(".base_layer.")
         if kind != "weight":
             return weight
-        down, up = (self._tensors[f"{module}.lora_{letter}.{_ADAPTER}.weight"].float() for letter in "AB")
-        update = up @ down * self._scale
-        if not isinstance(
-            self._model.get_submodule(module), nn.Linear
-        ):  # GPT-2's have their weights the other way round
+        down, up = (tensors[f"{module}.lora_{letter}.{_ADAPTER}.weight"].float() for letter in "AB")
+        update = up @ down * scale_of(config)
+        if not isinstance(model.get_submodule(module), nn.Linear):  # GPT-2's have their weights the other way round
             update = update.T
         return (weight.float() + update).to(weight.dtype)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._name_of)
-
-    def __len__(self) -> int:
-        return len(self._name_of)
+    names = {name.replace(".base_layer.", "."): name for name in tensors if not is_adapter(name)}
+    return LazyTensors(names, merged)
 
 
 def write_adapters(

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.model.weights import LazyTensors
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -373,27 +375,10 @@ class HfNames:
         return f"{number}.model.{name}"
 
     def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return _Renamed(tensors, self.in_file)
+        return LazyTensors({self.in_file(name): name for name in tensors}, tensors.__getitem__)
 
     def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return _Renamed(tensors, self.in_layers)
+        return LazyTensors({self.in_layers(name): name for name in tensors}, tensors.__getitem__)
 
     def _owned(self, name: str) -> str:
         return f"{self.parts.owner}.{name}" if self.parts.owner else name
-
-
-class _Renamed(Mapping[str, Tensor]):
-    """A mapping under other names; a tensor is read when it is asked for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> None:
-        self._tensors = tensors
-        self._name_of = {rename(name): name for name in tensors}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._name_of[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._name_of)
-
-    def __len__(self) -> int:
-        return len(self._name_of)

@@ -11,7 +11,7 @@ from html import escape
 
 from pipetrain.timeline.breakdown import RankBreakdown
 from pipetrain.timeline.draw.palette import LOOKS, THEME
-from pipetrain.timeline.draw.svg import CHARACTER, FONT, LEFT, RIGHT, SPARE, held_words, memory_curves, svg
+from pipetrain.timeline.draw.svg import FONT, held_words, memory_curves, svg
 from pipetrain.timeline.draw.table import Table, number
 from pipetrain.timeline.shown import Shown
 
@@ -25,7 +25,7 @@ _CAUSES = {
     "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
     "unexplained": ("other_seconds", "an op had all that it waits for, and nothing ran"),
 }
-_WIDTH = 1160  # pixels; where there is another width, the script stretches the time axis to it
+_WIDTH = 1160  # pixels
 
 
 def page(title: str, *parts: str) -> str:
@@ -80,9 +80,8 @@ def picture(shown: Sequence[Shown], names: Sequence[str], longest: float) -> str
 
 
 def scrolled(*drawn: str) -> str:
-    """Pictures whose time axis can be stretched, all together."""
-    zoom = '<label id="zoom">Stretch the time axis <input type="range" min="0" value="0" step="any"></label>'
-    return "\n".join([zoom, '<div class="scroll">', *drawn, "</div>"])
+    """Pictures that scroll where the window is narrower."""
+    return "\n".join(['<div class="scroll">', *drawn, "</div>"])
 
 
 def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
@@ -186,25 +185,22 @@ _STYLE = (
   h1 { font-size: 22px; margin: 0 0 4px } h2 { font-size: 16px; margin: 32px 0 6px } p { margin: 4px 0; max-width: 90ch }
   .scroll { overflow-x: auto } .scroll > h2, .scroll > p { position: sticky; left: 0 }
   svg { display: block } .curve { fill: $fill; fill-opacity: .5; stroke: $fill }
-  .op.faded { opacity: .18 } .margin { fill: Canvas }
+  .op.faded { opacity: .18 }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
   td, th { padding: 2px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
   th { font-weight: 500; color: var(--faint) } .left { text-align: left; padding-left: 0 }
   dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px } dt { color: var(--faint) }
   dd { margin: 0; max-width: 90ch }
   .table { overflow-x: auto } pre { overflow-x: auto }
-  #zoom, #choice { display: none; align-items: center; gap: 8px; color: var(--faint) } #zoom input { width: 240px }
+  #choice { display: none; align-items: center; gap: 8px; color: var(--faint) }
   #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
          pointer-events: none; white-space: pre }
 """.replace("$font", FONT).replace("$fill", LOOKS["recompute"].fill)
     + THEME
 )
 
-# Shows the op under the pointer and fades all that belongs to other microbatches; stretches the time axis; shows the replica that is
-# chosen.
-_SCRIPT = (
-    f"const LEFT = {LEFT}, RIGHT = {RIGHT}, CHARACTER = {CHARACTER}, SPARE = {SPARE};"
-    """
+# Names the op under the pointer and fades all that belongs to other microbatches; shows the replica that is chosen.
+_SCRIPT = """
   const tip = document.getElementById('tip'), ops = [...document.querySelectorAll('.op')];
   for (const op of ops) {
     const words = op.querySelector('title').textContent; op.querySelector('title').remove();
@@ -221,63 +217,6 @@ _SCRIPT = (
     });
   }
 
-  // One function per element of the time axis: puts it where a stretch of the axis wants it.
-  const at = (x, stretch) => LEFT + (x - LEFT) * stretch, places = [];
-  const number = (element, name) => Number(element.getAttribute(name));
-  for (const name of document.querySelectorAll('.time .name')) name.remove();
-  for (const element of document.querySelectorAll('.time line, .time text')) {
-    for (const name of ['x', 'x1', 'x2'].filter(name => element.hasAttribute(name))) {
-      const x = number(element, name);
-      places.push(stretch => element.setAttribute(name, at(x, stretch)));
-    }
-  }
-  for (const box of document.querySelectorAll('.time rect')) {
-    const x = number(box, 'x'), width = number(box, 'width');
-    places.push(stretch => { box.setAttribute('x', at(x, stretch)); box.setAttribute('width', width * stretch); });
-  }
-  for (const curve of document.querySelectorAll('.time polygon')) {
-    const points = curve.getAttribute('points').split(' ').map(point => point.split(',').map(Number));
-    places.push(stretch => curve.setAttribute('points', points.map(([x, y]) => [at(x, stretch), y]).join(' ')));
-  }
-  for (const op of ops) {  // named as far as there is room: 2F12, F12 or F
-    const text = document.createElementNS('http://www.w3.org/2000/svg', 'text'), long = op.dataset.name;
-    const names = [long, long.replace(/^\\d+/, ''), long.replace(/\\d+/g, '')];
-    const middle = number(op, 'x') + number(op, 'width') / 2, width = number(op, 'width');
-    const looks = { y: number(op, 'y') + number(op, 'height') / 2 + 4.2, fill: op.dataset.ink, 'font-size': 12,
-                    'text-anchor': 'middle', 'pointer-events': 'none' };
-    for (const [name, value] of Object.entries(looks)) text.setAttribute(name, value);
-    op.parentNode.append(text);
-    places.push(stretch => {
-      text.setAttribute('x', at(middle, stretch));
-      text.textContent = names.find(name => CHARACTER * name.length + SPARE <= width * stretch) ?? '';
-    });
-  }
-
-  const scroll = document.querySelector('.scroll'), zoom = document.querySelector('#zoom input');
-  if (scroll && zoom) {
-    const pictures = [...scroll.querySelectorAll('svg')], natural = number(pictures[0], 'width') - LEFT - RIGHT;
-    const still = scroll.querySelectorAll('.still');
-    let stretch = 1;
-    const follow = () => { for (const group of still) group.setAttribute('transform', `translate(${scroll.scrollLeft} 0)`); };
-    const draw = () => {
-      const half = scroll.clientWidth / 2, middle = (scroll.scrollLeft + half - LEFT) / stretch;
-      stretch = Math.max(scroll.clientWidth - LEFT - RIGHT, 200) / natural * 2 ** zoom.value;
-      for (const place of places) place(stretch);
-      for (const picture of pictures) {
-        const width = LEFT + natural * stretch + RIGHT;
-        picture.setAttribute('width', width);
-        picture.setAttribute('viewBox', `0 0 ${width} ${number(picture, 'height')}`);
-      }
-      scroll.scrollLeft = middle * stretch + LEFT - half;
-      follow();
-    };
-    const narrowest = Math.min(...ops.map(op => number(op, 'width')).filter(width => width > 0));
-    zoom.max = Math.min(Math.max(Math.log2(CHARACTER * 4 / narrowest), 0), 6);
-    document.getElementById('zoom').style.display = zoom.max > 0.5 ? 'flex' : 'none';
-    zoom.addEventListener('input', draw); scroll.addEventListener('scroll', follow); addEventListener('resize', draw);
-    draw();
-  }
-
   const choice = document.querySelector('#choice select');
   if (choice) {
     const choose = () => {
@@ -288,4 +227,3 @@ _SCRIPT = (
     choose();
   }
 """
-)

@@ -14,8 +14,8 @@ from pipetrain.timeline.memory import Curve, bytes_over_time, sets_over_time
 from pipetrain.timeline.shown import Shown
 
 _MARGIN = 16
-LEFT, RIGHT = 74, 16  # beside the time axis
-CHARACTER, SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
+_LEFT, _RIGHT = 74, 16  # beside the time axis
+_CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
 
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
@@ -28,8 +28,7 @@ HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSp
 def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: float | None = None) -> str:
     """One picture of one schedule, or of several below each other on one time scale.
 
-    `names`: what stands above them, if not their titles. `seconds` is what the width stands for, if not the longest of them. What lies on the time axis is in groups of class `time`, which a
-    page may stretch; what does not is in groups of class `still`.
+    `names`: what stands above them, if not their titles. `seconds` is what the width stands for, if not the longest of them.
     """
     longest = max(one.step_seconds for one in shown) if seconds is None else seconds
     pieces, top = [], _MARGIN
@@ -45,7 +44,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: flo
             f"<style>{THEME}</style>",
             HATCH,
             *pieces,
-            f'<g class="still">{_legend(shown, height - 14)}</g>',
+            f'<g class="legend">{_legend(shown, height - 14)}</g>',
             "</svg>\n",
         ]
     )
@@ -53,7 +52,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: flo
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a rank's boxes go: seconds from `start` on times `scale`, from `LEFT` to the right, at height `y`."""
+    """Where a rank's boxes go: seconds from `start` on times `scale`, from `_LEFT` to the right, at height `y`."""
 
     start: float
     scale: float
@@ -62,31 +61,23 @@ class _Row:
 
     def across(self, begin: float, end: float) -> tuple[float, float]:
         """x and width of a span of time."""
-        return LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
+        return _LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
 
 
 def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
-    scale = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
+    scale = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
     ranks = range(one.schedule.num_ranks)
     rows = [_Row(one.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
     bottom = top + _HEAD + len(rows) * (_ROW + _GAP)
-    in_time = [_axis(one, bottom, scale)]
+    pieces = [_heading(one, name, top), _axis(one, bottom, scale)]
     for rank, row in enumerate(rows):
         x, length = row.across(one.start, one.end)
-        in_time.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
-        in_time += _boxes(one, rank, row, several)
-    labels = [
-        f'<text class="text" x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">{one.rank_name(rank)}</text>'
-        for rank, row in enumerate(rows)
-    ]
-    still = [_heading(one, name, top), margin(top + _HEAD - _GAP, bottom - top - _HEAD), *labels]
-    return "\n".join(['<g class="time">', *in_time, "</g>", '<g class="still">', *still, "</g>"])
-
-
-def margin(y: float, height: float) -> str:
-    """What hides, on a page, boxes that move to the left under the names of the ranks."""
-    return f'<rect class="margin" x="0" y="{y}" width="{LEFT - 2}" height="{height}" fill="none"/>'
+        label = f'x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">{one.rank_name(rank)}'
+        pieces.append(f'<text class="text" {label}</text>')
+        pieces.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
+        pieces += _boxes(one, rank, row, several)
+    return "\n".join(pieces)
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
@@ -103,10 +94,9 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
     pieces = []
     for event in events:
-        looks, name = looks_of(event.op.kind), _names(event, several)[0]
-        data = f'data-microbatch="{event.op.microbatch}" data-name="{name}" data-ink="{looks.ink}"'
-        filled = f'rx="3" fill="{looks.fill}">{_title(event, row.start)}'
-        pieces.append(_rect(rows[event.lane], event.start, event.end, f'class="op" {data}', filled, inset=0.75))
+        data = f'class="op" data-microbatch="{event.op.microbatch}"'
+        filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
+        pieces.append(_rect(rows[event.lane], event.start, event.end, data, filled, inset=0.75))
     for event in reduces:
         filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
         pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
@@ -147,16 +137,12 @@ def _title(event: OpEvent, start: float) -> str:
     return f"<title>{event.op}  {taken}</title></rect>"
 
 
-def _names(event: OpEvent, several: bool) -> list[str]:
-    """What an op may be called, the longest first."""
-    kind = event.op.kind.value
-    return [*([str(event.op)] if several else []), f"{event.op}".removeprefix(f"{event.op.stage}"), kind]
-
-
 def _name(event: OpEvent, row: _Row, several: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
     x, width = row.across(event.start, event.end)
-    name = next((name for name in _names(event, several) if CHARACTER * len(name) + SPARE <= width), None)
+    short = f"{event.op}".removeprefix(f"{event.op.stage}")
+    names = [*([str(event.op)] if several else []), short, event.op.kind.value]
+    name = next((name for name in names if _CHARACTER * len(name) + _SPARE <= width), None)
     if name is None:
         return ""
     return (
@@ -168,7 +154,7 @@ def _name(event: OpEvent, row: _Row, several: bool) -> str:
 def _axis(one: Shown, y: float, scale: float) -> str:
     marks = []
     for mark in _ticks(one.step_seconds):
-        x = LEFT + mark * scale
+        x = _LEFT + mark * scale
         marks.append(f'<line class="line" x1="{x:.2f}" y1="{y - 3}" x2="{x:.2f}" y2="{y + 3}"/>')
         marks.append(
             f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{number(mark)} s</text>'
@@ -196,7 +182,7 @@ def _legend(shown: Sequence[Shown], y: float) -> str:
     if any(rank.recompute_exposed_seconds > 0 for one in shown for rank in one.breakdown):
         entries.append(('fill="url(#exposed)"', "exposed: the next op waits for it"))
     entries.append(('class="idle"', "bubble: nothing runs"))
-    pieces, x = [], float(LEFT)
+    pieces, x = [], float(_LEFT)
     for looks, words in entries:
         sample = f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2"'
         under = f'{sample} fill="{LOOKS["recompute"].fill}"/>' if "exposed" in looks else ""
@@ -224,28 +210,28 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
         curves.append(list(dict(held).items()))  # changes at one moment count as one: where a set takes another's place
     peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
     up = (_CURVE - _ROOM) / (max(peaks, default=0.0) or 1.0)
-    across = (width - LEFT - RIGHT) / longest if longest > 0 else 0.0
-    in_time, still = [], [margin(0, len(curves) * _CURVE + 1)]
+    across = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
+    pieces = []
     for rank, (curve, peak) in enumerate(zip(curves, peaks)):
         base = (rank + 1) * _CURVE
         points = _outline(curve, one.start, across, base, up)
         most = size(peak) if in_bytes else f"{peak:g}"
-        in_time.append(f'<rect class="idle" x="{LEFT}" y="{base}" width="{width - LEFT - RIGHT}" height="1"/>')
-        in_time.append(f'<polygon class="curve" points="{points}"/>')
-        still.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
-        still.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
+        pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
+        pieces.append(f'<polygon class="curve" points="{points}"/>')
+        pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
+        pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
     height = len(curves) * _CURVE + 8
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' font-size="13"><g class="time">{"".join(in_time)}</g><g class="still">{"".join(still)}</g></svg>'
+        f' font-size="13">{"".join(pieces)}</svg>'
     )
 
 
 def _outline(curve: Curve, start: float, across: float, base: float, up: float) -> str:
     """The points of a polygon: up and down in steps from `base`, and back along it."""
-    points, level = [(float(LEFT), base)], 0.0
+    points, level = [(float(_LEFT), base)], 0.0
     for time, held in curve:
-        x = LEFT + (time - start) * across
+        x = _LEFT + (time - start) * across
         points += [(x, base - level * up), (x, base - held * up)]
         level = held
     points.append((points[-1][0], base))

@@ -1,0 +1,339 @@
+"""Better orders by constraint programming (CP-SAT of ortools, where it is installed), and a proof of how good they are.
+
+What is open is a start for each op and, for each set, whether it is kept. A stage runs one op at a time; each microbatch passes
+every stage after the one in front; a set holds one of its stage's places from F, where it is kept, or else from R. The
+model knows more than follows from that at once: the work of a stage and the time that its sets take in places lie between
+what a microbatch needs to get there and back (`bound.py` has the proofs), as sums over the sets that are kept.
+
+Times are whole numbers in it. Costs that are multiples of a unit stay exact; others are rounded down, by less than a 200,000th of
+the step, so that what is proven here holds for them, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipetrain.schedule.bound import bound
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
+from pipetrain.schedule.op import Op
+from pipetrain.schedule.policy import Keep, Mode
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem
+
+_DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
+_PARTS_OF_A_STEP = 200_000
+_PAUSE_SECONDS = 0.1
+(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
+
+
+@dataclass(frozen=True)
+class Polished:
+    """The best order found, None where none is better, and seconds below which no order is."""
+
+    order: ListedOrder | None
+    least_seconds: float
+
+
+def can_polish() -> bool:
+    """Whether ortools is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def polish(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polished:
+    """A better order than `start`, an order of `problem`, if one is found in time."""
+    cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")  # not at the top: it takes a second
+    unit = _unit(problem.costs, start.seconds)
+    model = _Model(cp_model, replace(problem, costs=_in_units(problem.costs, unit)), start)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.interleave_search = (
+        True  # its strategies in turns on that worker: proofs, and better orders near the best
+    )
+    solver.parameters.random_seed = 0
+    if effort.steps is None:
+        solver.parameters.max_time_in_seconds = effort.seconds
+    else:
+        solver.parameters.max_deterministic_time = effort.steps
+    status = _solved(solver, model.model)
+    found = model.order(solver, unit) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return Polished(found, max(model.least, math.ceil(solver.BestObjectiveBound() - 1e-6)) * unit)
+
+
+def _solved(solver: Any, model: Any) -> int:
+    """The solver's status. On a thread of its own, so that Ctrl-C ends the search and the command, at once."""
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as pool:
+        solving = pool.submit(solver.Solve, model)
+        try:
+            status: int = solving.result()
+        except BaseException:
+            while not solving.done():  # before it has begun there is nothing to stop
+                solver.StopSearch()
+                wait([solving], timeout=_PAUSE_SECONDS)
+            raise
+    return status
+
+
+def _unit(costs: Costs, step_seconds: float) -> float:
+    """Of what the times are whole numbers, exactly or near enough."""
+    times = [seconds for kind in Kind if kind.row.cost for seconds in costs.of(kind)]
+    for denominator in _DENOMINATORS:
+        if all(math.isclose(time * denominator, round(time * denominator), rel_tol=1e-12) for time in times):
+            return 1 / denominator
+    return step_seconds / _PARTS_OF_A_STEP
+
+
+def _in_units(costs: Costs, unit: float) -> Costs:
+    """`costs` in whole units, rounded down."""
+
+    def whole(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(float(math.floor(time / unit + 1e-6)) for time in times)
+
+    halves = [costs.of(kind) for kind in PASS_SEQUENCES[Direction.BACKWARD][-1]]
+    return Costs(
+        forward=whole(costs.forward),
+        backward=whole(costs.backward),
+        recompute=whole(costs.recompute),
+        hop_forward=whole(costs.hop_forward),
+        hop_backward=whole(costs.hop_backward),
+        input_gradient=whole(halves[0]),
+        weight_gradient=whole(halves[1]),
+    )
+
+
+class _Model:
+    """The variables and rules of one problem, whose costs are whole numbers. `least` is what `bound` knows."""
+
+    def __init__(self, cp_model: Any, problem: OrderProblem, start: ListedOrder) -> None:
+        self.model = cp_model.CpModel()
+        self._problem = problem
+        self._microbatches = range(problem.num_microbatches)
+        self._hints = started(problem, start)
+        most = round(max(self._hints[op] + self._seconds(op) for op in self._hints))
+        self.least = least_whole(problem)
+        self._horizon = max(self.least, most)
+        self._start: dict[Op, Any] = {}
+        self._kept: dict[tuple[int, int], Any] = {}  # of the stages that have a choice
+        self._lives: dict[tuple[int, int], tuple[Any, Any]] = {}  # of each set: when it comes, and for how long
+        self._end = self._new("step", self.least, self._horizon)
+        for stage in range(problem.num_stages):
+            self._add_stage(stage)
+        for stage in range(problem.num_stages):
+            self._add_links(stage)
+        for stage in range(problem.first_backward, problem.num_stages):
+            self._add_sums(stage)
+        self.model.Minimize(self._end)
+        self._hint()
+
+    def order(self, solver: Any, unit: float) -> ListedOrder:
+        """The ops of each stage by their starts."""
+        kept = {place for place, var in self._kept.items() if solver.BooleanValue(var)}
+        lanes: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in range(self._problem.num_stages)]
+        for number, (op, var) in enumerate(self._start.items()):
+            if op.kind is not RECOMPUTE or (op.stage, op.microbatch) not in kept:
+                start = solver.Value(var)
+                # Of ops at one time those of no length come first, as a microbatch goes through them.
+                lanes[op.stage].append((start, start + self._seconds(op), op.microbatch or 0, number, op))
+        return ListedOrder(
+            tuple(tuple(op for *_, op in sorted(lane)) for lane in lanes), solver.Value(self._end) * unit
+        )
+
+    def _seconds(self, op: Op) -> int:
+        return round(self._problem.costs.of(op.kind)[op.stage])
+
+    def _new(self, name: str, least: int, most: int) -> Any:
+        return self.model.NewIntVar(least, most, name)
+
+    def _add_op(self, op: Op) -> Any:
+        """The interval of an op; an R has one only where its set is not kept."""
+        start = self._start[op] = self._new(str(op), 0, self._horizon - self._seconds(op))
+        if op.kind is not RECOMPUTE:
+            return self.model.NewIntervalVar(start, self._seconds(op), start + self._seconds(op), str(op))
+        kept = self._kept[op.stage, op.microbatch or 0]
+        return self.model.NewOptionalIntervalVar(
+            start, self._seconds(op), start + self._seconds(op), kept.Not(), str(op)
+        )
+
+    def _add_stage(self, stage: int) -> None:
+        """All ops of a stage: one at a time, each kind in the order of microbatches."""
+        problem, model = self._problem, self.model
+        if problem.chooses(stage):
+            self._kept |= {(stage, i): model.NewBoolVar(f"{stage}K{i}") for i in self._microbatches}
+        kinds = problem.kinds_of(stage)
+        model.AddNoOverlap([self._add_op(Op(stage, kind, i)) for i in self._microbatches for kind in kinds])
+        for kind in kinds:
+            for i in self._microbatches[1:]:
+                first, second = Op(stage, kind, i - 1), Op(stage, kind, i)
+                if kind is RECOMPUTE:
+                    recomputed = self._kept[stage, i - 1].Not()
+                    model.Add(self._start[second] >= self._start[first] + self._seconds(first) * recomputed)
+                else:
+                    model.Add(self._start[second] >= self._ended(first))
+        if stage >= problem.first_backward:
+            self._add_lives(stage)
+
+    def _add_lives(self, stage: int) -> None:
+        """F, R and the ops of the backward of each microbatch, and where its set is alive in between."""
+        problem, model, places = self._problem, self.model, self._problem.places_of(stage)
+        turn, last = problem.way_back[0], problem.way_back[-1]
+        lives = []
+        for i in self._microbatches:
+            forward, back, end = Op(stage, _FORWARD, i), Op(stage, turn, i), Op(stage, last, i)
+            if end != back:
+                model.Add(self._start[end] >= self._ended(back))
+            model.Add(self._end >= self._ended(end))
+            opens = self._start[forward]
+            if stage == problem.num_stages - 1:
+                model.Add(self._start[back] == self._ended(forward))
+            if (stage, i) in self._kept:
+                kept, again = self._kept[stage, i], Op(stage, RECOMPUTE, i)
+                model.Add(self._start[back] >= self._ended(forward))
+                model.Add(self._start[again] >= self._ended(forward)).OnlyEnforceIf(kept.Not())
+                model.Add(self._start[back] >= self._ended(again)).OnlyEnforceIf(kept.Not())
+                opens = self._new(f"{stage}S{i}", 0, self._horizon)
+                model.Add(opens == self._start[forward]).OnlyEnforceIf(kept)
+                model.Add(opens == self._start[again]).OnlyEnforceIf(kept.Not())
+                if problem.policy.mode is Mode.INLINE:
+                    model.Add(self._start[back] == self._ended(again)).OnlyEnforceIf(kept.Not())
+            length = self._new(f"{stage}L{i}", 0, self._horizon)
+            self._lives[stage, i] = opens, length
+            lives.append(model.NewIntervalVar(opens, length, self._ended(end), f"{stage}A{i}"))
+            stash = i + problem.stash_of(stage)
+            if stash in self._microbatches:
+                model.Add(self._start[Op(stage, _FORWARD, stash)] >= self._ended(end))
+        if places == 1:
+            model.AddNoOverlap(lives)
+        elif places < len(lives):
+            model.AddCumulative(lives, [1] * len(lives), places)
+
+    def _add_links(self, stage: int) -> None:
+        """Each tensor comes from the stage in front, by a link that carries one at a time."""
+        problem, turn = self._problem, self._problem.way_back[0]
+        for kind, source, hops, first in (
+            (_FORWARD, stage - 1, problem.costs.hop_forward[stage - 1 : stage], 1),
+            (turn, stage + 1, problem.costs.hop_backward[stage : stage + 1], problem.first_backward),
+        ):
+            if stage < first or not 0 <= source < problem.num_stages:
+                continue
+            hop, busy = round(hops[0]), None
+            for i in self._microbatches:
+                sent = self._ended(Op(source, kind, i))
+                arrived = sent + hop
+                if hop > self._seconds(Op(source, kind, i)):  # else the next is never there before the link is free
+                    arrived = self._new(f"{stage}{kind}{i} arrives", 0, self._horizon)
+                    self.model.Add(arrived >= sent + hop)
+                    if busy is not None:
+                        self.model.Add(arrived >= busy + hop)
+                    busy = arrived
+                self.model.Add(self._start[Op(stage, kind, i)] >= arrived)
+                again = Op(stage, RECOMPUTE, i)
+                if kind is turn and again in self._start and problem.policy.mode is Mode.INLINE:
+                    self.model.Add(self._start[again] >= arrived).OnlyEnforceIf(self._kept[stage, i].Not())
+
+    def _add_sums(self, stage: int) -> None:
+        """The step has room for all the work of a stage, and its places for all its sets, between the way there and the way back."""
+        problem, costs = self._problem, self._problem.costs
+        places, microbatches = problem.places_of(stage), problem.num_microbatches
+        turn, *rest = (costs.of(kind) for kind in problem.way_back)
+        late = [sum(times) for times in zip(*rest)] or [0.0] * problem.num_stages
+        before = sum(costs.forward[:stage]) + sum(costs.hop_forward[:stage])
+        first = problem.first_backward
+        tail = sum(turn[first:stage]) + sum(costs.hop_backward[first:stage]) + late[first]
+        beyond = sum(costs.forward[stage + 1 :]) + sum(costs.hop_forward[stage:])
+        beyond += sum(turn[stage + 1 :]) + sum(costs.hop_backward[stage:])
+        kept = sum(var for (own, _), var in self._kept.items() if own == stage)
+        recomputed = microbatches - kept if (stage, 0) in self._kept else 0
+        work = round(microbatches * (costs.forward[stage] + turn[stage] + late[stage]))
+        work = work + round(costs.recompute[stage]) * recomputed
+        for backward, at_end, after in (
+            (turn[stage], round(places * late[stage]), round(tail)),
+            (turn[stage] + late[stage], 0, 0),
+        ):
+            room = self._end - round(before) - after
+            self.model.Add(room >= work - at_end)
+            if (stage, 0) in self._kept:
+                of_kept = round(costs.forward[stage] + beyond + backward)
+                of_recomputed = round(costs.recompute[stage] + backward)
+                self.model.Add(places * room >= of_kept * kept + of_recomputed * recomputed)
+
+    def _hint(self) -> None:
+        """The order to start from: whole, so that the solver has a solution at once."""
+        last = self._problem.way_back[-1]
+        for stage in range(self._problem.num_stages):
+            again_at = 0
+            for i in self._microbatches:
+                again = Op(stage, RECOMPUTE, i)
+                if (stage, i) in self._kept:
+                    kept = again not in self._hints
+                    self.model.AddHint(self._kept[stage, i], int(kept))
+                    self.model.AddHint(self._start[again], self._hints.get(again, again_at))
+                    again_at = again_at if kept else self._hints[again] + self._seconds(again)
+                if (stage, i) in self._lives:
+                    opens, length = self._lives[stage, i]
+                    start = self._hints.get(again, self._hints[Op(stage, _FORWARD, i)])
+                    end = Op(stage, last, i)
+                    self.model.AddHint(length, self._hints[end] + self._seconds(end) - start)
+                    if (stage, i) in self._kept:
+                        self.model.AddHint(opens, start)
+        for op, var in self._start.items():
+            if op.kind is not RECOMPUTE:
+                self.model.AddHint(var, self._hints[op])
+        self.model.AddHint(self._end, self._horizon)
+
+    def _ended(self, op: Op) -> Any:
+        return self._start[op] + self._seconds(op)
+
+
+def least_whole(problem: OrderProblem) -> int:
+    """The least whole time that `bound` leaves for a step of whole costs."""
+    least = bound(
+        problem.costs,
+        problem.num_microbatches,
+        policy=replace(problem.policy, keep=Keep.AUTO),
+        first_backward=problem.first_backward,
+        split_backward=problem.split_backward,
+    )
+    return math.ceil(least - 1e-6)
+
+
+def started(problem: OrderProblem, order: ListedOrder) -> dict[Op, int]:
+    """When each op starts, if each stage runs its ops in this order as early as it can; costs are whole.
+
+    Raises:
+        ValueError: the stages wait for each other.
+    """
+    costs, turn = problem.costs, problem.way_back[0]
+    found: dict[Op, int] = {}
+    arrived: dict[tuple[int, Kind], int] = {}  # of each queue of tensors, when the last came
+    free, todo = [0] * len(order.lanes), [deque(lane) for lane in order.lanes]
+    moved = True
+    while moved:
+        moved = False
+        for stage, lane in enumerate(todo):
+            while lane:
+                op = lane[0]
+                moment = free[stage]
+                step = {_FORWARD: 1, turn: -1}.get(op.kind, 0)
+                if step and 0 <= stage - step < len(todo):
+                    source = replace(op, stage=stage - step)
+                    if source not in found:
+                        break
+                    hops = costs.hop_forward if step == 1 else costs.hop_backward
+                    sent = found[source] + costs.of(op.kind)[stage - step]
+                    queue = (stage, op.kind)
+                    arrived[queue] = round(max(sent, arrived.get(queue, 0)) + hops[min(stage, stage - step)])
+                    moment = max(moment, arrived[queue])
+                found[lane.popleft()] = moment
+                free[stage] = moment + round(costs.of(op.kind)[stage])
+                moved = True
+    if any(todo):
+        raise ValueError("the order does not come to its end")
+    return found

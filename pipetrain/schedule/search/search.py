@@ -1,0 +1,198 @@
+"""`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
+
+    rule, families ──► best ──► search from there (`climb.py`, with ortools then `polish.py`) ──► FoundSchedule
+                                      └ its orders are simulated as all are: what counts is the step that runs
+
+What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pipetrain.schedule.bound import bound, proven_gap
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
+from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
+from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
+from pipetrain.schedule.policy import Keep
+from pipetrain.schedule.recompute import order_of
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort, climb
+from pipetrain.schedule.search.list_order import ListedOrder
+from pipetrain.schedule.search.polish import can_polish, polish
+from pipetrain.schedule.simulate import simulate
+
+_FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
+_MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
+_SHARE_OF_CLIMB = 0.1  # of the seconds: from a better start constraint programming gets further
+_CACHE_FORMAT = 1  # of cached orders, and of what the model of a problem is: another number finds none of the old
+_SAME = 1 + 1e-9  # steps this close are equal
+
+
+@dataclass(frozen=True)
+class CachedOrder:
+    """An order, seconds below which no order is, and how long it was sought."""
+
+    order: ComputeLanes
+    least_seconds: float
+    searched_seconds: float
+
+
+@dataclass(frozen=True)
+class FoundSchedule:
+    """A schedule whose step takes `seconds` on the costs it was sought for; no order takes less than `least_seconds`."""
+
+    schedule: Schedule
+    seconds: float
+    least_seconds: float
+
+    @property
+    def is_proven(self) -> bool:
+        return proven_gap(self.seconds, self.least_seconds) == 0.0
+
+
+def best_schedule(
+    spec: ScheduleSpec,
+    costs: Costs,
+    effort: Effort,
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> FoundSchedule:
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
+
+    `cache` is a folder for what was found; None: nothing is kept. `say` is told where it takes time. An effort of 0 seconds is the
+    rule and the named families alone.
+
+    Raises:
+        ValueError: as `make`.
+    """
+    spec = replace(spec, costs=costs)
+    if effort.seconds == 0:
+        return _found(spec, costs, _schedules(spec))
+    known = None if cache is None else read_order(cache, spec, costs)
+    found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
+    if found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
+        return found
+    say(f"seeking an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)")
+    found = _searched(spec, costs, found, effort)
+    if cache is not None:
+        write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
+    return found
+
+
+def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
+    """What there is without a search: what was found before, the rule's, those of named families."""
+    yield from [] if known is None else _sound(spec, known.order)
+    yield make(spec)
+    policy = replace(spec.policy, keep=Keep.AUTO)
+    for family in _FAMILIES:
+        halves = spec.split_backward and family not in ALWAYS_SPLIT
+        if family in ALWAYS_SPLIT and not spec.split_backward:
+            continue
+        for warmup in (None, 2 * spec.num_stages, 3 * spec.num_stages) if family in WITH_WARMUP else (None,):
+            named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
+            with contextlib.suppress(ValueError):  # it holds more than the stash
+                yield held_to(spec, order_of(make(named)))
+
+
+def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
+    """What a search finds from there; at least `start`."""
+    problem = problem_of(spec, costs)
+    polishes = can_polish() and not spec.policy.in_parts and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
+    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
+    climbed = climb(problem, first, start.least_seconds)
+    found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
+    if found.is_proven or not polishes:
+        return found
+    order = order_of(found.schedule)
+    listed = ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)
+    polished = polish(problem, listed, replace(effort, seconds=effort.seconds - first.seconds))
+    better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
+    return _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
+
+
+def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
+    """The schedule of an order that comes from elsewhere; none where it cannot run.
+
+    A file may be another hand's, and in a model of whole numbers ops of no length may change places.
+    """
+    with contextlib.suppress(ValueError):
+        schedule = held_to(spec, order)
+        check(schedule)
+        return [schedule]
+    return []
+
+
+def _found(
+    spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float = 0.0
+) -> FoundSchedule:
+    """The fastest of those that `check` passes; of equal ones the first."""
+    best, seconds = None, math.inf
+    for schedule in schedules:
+        taken = simulate(schedule, costs).step_seconds
+        if taken * _SAME < seconds:
+            check(schedule)
+            best, seconds = schedule, taken
+    assert best is not None, "the rule makes an order for every problem"
+    least = bound(
+        costs,
+        spec.num_microbatches,
+        policy=replace(spec.policy, keep=Keep.AUTO),
+        first_backward=spec.first_backward,
+        split_backward=spec.split_backward,
+    )
+    return FoundSchedule(best, seconds, min(seconds, max(least, least_seconds)))
+
+
+# What was found before, a file per problem in the user's cache folder: $XDG_CACHE_HOME or ~/.cache, pipetrain/orders ------------------
+
+
+def cache_folder() -> Path:
+    """Where the orders of this user are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "orders"
+
+
+def read_order(folder: Path, spec: ScheduleSpec, costs: Costs) -> CachedOrder | None:
+    """What was found for this problem; None where nothing was, or where the file cannot be read."""
+    path = _cache_file(folder, spec, costs)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())
+        order = order_of_csv(found["order"], str(path), spec.shape)
+        return CachedOrder(order, float(found["least_seconds"]), float(found["searched_seconds"]))
+    return None
+
+
+def write_order(folder: Path, spec: ScheduleSpec, costs: Costs, found: CachedOrder) -> None:
+    """Keeps what was found, where the folder may be written."""
+    path = _cache_file(folder, spec, costs)
+    text = json.dumps({**asdict(found), "order": csv_of_order(found.order)}, indent=2)
+    draft = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text + "\n")
+        draft.replace(path)
+
+
+def _cache_file(folder: Path, spec: ScheduleSpec, costs: Costs) -> Path:
+    policy = spec.policy
+    problem = (
+        _CACHE_FORMAT,
+        asdict(costs),
+        spec.stage_ranks,
+        spec.num_microbatches,
+        (policy.mode, policy.sets, policy.stash, policy.segments, policy.parts, policy.shares),
+        spec.first_backward,
+        spec.transport_ahead,
+        spec.split_backward,
+    )
+    return folder / f"{hashlib.sha256(json.dumps(problem).encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,251 @@
+"""A stage that is recomputed in parts: between F and B of a microbatch only the parts' inputs stay (recompute.segments).
+
+    F1     part 0 ─ part 1 ─ part 2 ─ part 3    the graph is cut between parts, as between stages
+    R1.3   B1.3    part 3 comes back and goes     [1] B1.3 takes the gradient of the stage's output
+    R1.2   B1.2    ...                            [2] B1.2 that of part 3's input
+    R1.0   B1.0                                   [3] B1.0 gives that of the stage's input
+
+So one part's set is alive at a time, and sqrt(n) parts of n layers hold sqrt(n) inputs and sqrt(n) layers (Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a stage in the stage: whatever `Stage` does for a
+microbatch, from seeds to the proof, it does for a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.stage.past import Past
+from pipetrain.stage.stage import LossFn, PartOf, Stage, StageInput, StageOutput
+from pipetrain.stage.tensor_copies import storage_key
+
+# The leaves of an output, their tree, the device, who gives them, and memories (by the identity of their storage) that nobody may change
+# in place, and why -> the leaves as the next one gets them, and which of them it may not change.
+Cross = Callable[
+    [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
+]
+
+
+@dataclass
+class _Passing:
+    """A microbatch between its F and the end of its B."""
+
+    num_inputs: int
+    gradients: Sequence[Tensor | None] = ()  # of the input of the last part that had its B
+    shared: list[Tensor | None] = field(default_factory=list)  # what the parts' B gave the weights that they share
+
+
+class SegmentedStage:
+    """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B of a part are told which.
+
+    A set that is kept goes back whole: B of all parts, one after the other. `cross` is what passes between stages of one rank;
+    `options` are those of `Stage`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        sizes: Sequence[int],
+        *,
+        first_layer: int,
+        cross: Cross,
+        loss_fn: LossFn | None = None,
+        **options: Any,
+    ) -> None:
+        assert sum(sizes) == len(layers)
+        assert min(sizes) > 0
+        self.index = index
+        self.layers = list(layers)
+        self.first_layer = first_layer
+        self.loss_fn = loss_fn
+        self.parts: list[Stage] = []
+        self._cross = cross
+        self._passing: dict[int, _Passing] = {}
+        start = 0
+        for number, size in enumerate(sizes):
+            options |= {"first_layer": first_layer + start, "part": PartOf(number, self.layers)}
+            loss = loss_fn if number == len(sizes) - 1 else None
+            self.parts.append(Stage(index, self.layers[start : start + size], loss_fn=loss, **options))
+            start += size
+        seen: dict[int, int] = {}  # the first part that a parameter is of
+        own = [
+            (part, parameter) for part, parameters in enumerate(parameters_of_parts(self)) for parameter in parameters
+        ]
+        shared = {id(parameter): parameter for part, parameter in own if seen.setdefault(id(parameter), part) != part}
+        self._shared = list(shared.values())
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def end(self) -> str:
+        """Who gives what leaves the stage, in an error."""
+        return self.parts[-1].end
+
+    @property
+    def set_bytes(self) -> dict[int, int]:
+        """Microbatch -> bytes of its set, all parts together."""
+        return _summed([part.set_bytes for part in self.parts])
+
+    @property
+    def stash_bytes(self) -> dict[int, int]:
+        """Microbatch -> bytes of its parts' inputs."""
+        return _summed([part.stash_bytes for part in self.parts])
+
+    @property
+    def kept_bytes(self) -> dict[int, int]:
+        """Microbatch -> bytes of outputs that are kept for R of its parts."""
+        return _summed([part.kept_bytes for part in self.parts])
+
+    def layers_by_number(self) -> dict[int, nn.Module]:
+        """The layers by their global index."""
+        return dict(enumerate(self.layers, self.first_layer))
+
+    # F ------------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        given: StageInput,
+        *,
+        keep: bool,
+        prove: bool = False,
+        has_backward: bool = True,
+        split: bool = False,
+        witness: bool = False,
+    ) -> StageOutput:
+        """F of all parts, as `Stage.forward`.
+
+        Raises:
+            TypeError: what may not cross from part to part. As `Stage.forward`.
+        """
+        assert not split, f"stage {self.index} has parts, and B of parts has no halves"
+        inputs = given
+        for part in self.parts:
+            is_last = part is self.parts[-1]
+            # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
+            output = part.forward(
+                microbatch, inputs, keep=keep, prove=prove, has_backward=is_last and has_backward, witness=witness
+            )
+            if not is_last:
+                inputs = self._handed_over(part, output, inputs)
+        if has_backward or any(output.wants_gradient):
+            self._passing[microbatch] = _Passing(len(given.leaves), shared=[None] * len(self._shared))
+        return output
+
+    def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
+        """The output of `part`, which got `given`, as the next one gets it: as a stage of the same rank would."""
+        memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
+        leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
+        wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
+        return replace(given, leaves=tuple(leaves), spec=output.spec, wants_gradient=wants, is_shared=True, fixed=fixed)
+
+    # R and B ------------------------------------------------------------------------------------------------------
+
+    def recompute(self, microbatch: int, part: int | None) -> None:
+        """R of one part, as `Stage.recompute`."""
+        assert part is not None
+        if self.parts[part].holds(microbatch):
+            self.parts[part].recompute(microbatch)
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        *,
+        scale: float = 1.0,
+        part: int | None = None,
+    ) -> list[Tensor | None]:
+        """B of one part, or of all (None); the last one's `gradients` are those of the stage's output.
+
+        Returns the gradient of each leaf of the part's input, as `Stage.backward`.
+        """
+        passing = self._passing[microbatch]
+        last = len(self.parts) - 1
+        for number in range(last, -1, -1) if part is None else (part,):
+            given = gradients if number == last else passing.gradients
+            passing.gradients = ()
+            if self.parts[number].holds(microbatch):
+                with self._collecting(passing):
+                    passing.gradients = self.parts[number].backward(microbatch, given, scale=scale)
+        found = list(passing.gradients)
+        if not part:  # the first part, or all
+            del self._passing[microbatch]
+            with torch.no_grad():
+                for parameter, own in zip(self._shared, passing.shared):
+                    if own is not None:
+                        parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
+            found += [None] * (passing.num_inputs - len(found))
+        return found
+
+    @contextmanager
+    def _collecting(self, passing: _Passing) -> Iterator[None]:
+        """What B adds to a weight that parts share is put aside: autograd adds it to `.grad` once, as a sum."""
+        outside = [parameter.grad for parameter in self._shared]
+        for parameter, own in zip(self._shared, passing.shared):
+            parameter.grad = own
+        try:
+            yield
+        finally:
+            passing.shared = [parameter.grad for parameter in self._shared]
+            for parameter, before in zip(self._shared, outside):
+                parameter.grad = before
+
+    def backward_weights(self, microbatch: int) -> None:
+        raise AssertionError(f"stage {self.index} has parts, and B{microbatch} of parts has no halves")
+
+    def end_step(self) -> None:
+        """As `Stage.end_step`."""
+        assert not self._passing, f"stage {self.index} still holds microbatches {', '.join(map(str, self._passing))}"
+        for part in self.parts:
+            part.end_step()
+
+    def drop(self) -> None:
+        """Forget everything that is held: a step has failed."""
+        self._passing.clear()
+        for part in self.parts:
+            part.drop()
+
+    # Without a graph ----------------------------------------------------------------------------------------------
+
+    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+        """F without a graph, as `Stage.infer`; a part finds what it kept in `past` by its own layers."""
+        for part in self.parts:
+            output = part.infer(given, with_loss=with_loss, past=past)
+            given = replace(given, leaves=output.leaves, spec=output.spec)
+        return output
+
+    def prepare(self, past: Past) -> None:
+        for part in self.parts:
+            part.prepare(past)
+
+
+AnyStage = Stage | SegmentedStage
+
+
+def make_stage(
+    index: int, layers: Sequence[nn.Module], sizes: Sequence[int], *, cross: Cross, **options: Any
+) -> AnyStage:
+    """A stage in parts of `sizes` layers; where there are fewer than two parts, one as a whole. `options` are those of `Stage`."""
+    if len(sizes) < 2:
+        return Stage(index, layers, **options)
+    return SegmentedStage(index, layers, sizes, cross=cross, **options)
+
+
+def parameters_of_parts(stage: AnyStage) -> list[list[nn.Parameter]]:
+    """Of each part of a stage its parameters, in the order of its layers."""
+    parts = stage.parts if isinstance(stage, SegmentedStage) else [stage]
+    return [[parameter for layer in part.layers for parameter in layer.parameters()] for part in parts]
+
+
+def _summed(of_parts: Sequence[dict[int, int]]) -> dict[int, int]:
+    microbatches = {microbatch for sizes in of_parts for microbatch in sizes}
+    return {microbatch: sum(sizes.get(microbatch, 0) for sizes in of_parts) for microbatch in microbatches}
