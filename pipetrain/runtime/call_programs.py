@@ -85,7 +85,11 @@ class Programs:
         """The program of `step` where stages below `first_backward` need no gradient."""
         key = ("step", self._spec.num_microbatches, first_backward)
         if key not in self._cache:
-            self._cache[key] = self._program(self._training(first_backward))
+            if self._given is not None:
+                schedule = with_first_backward(self._given, first_backward)
+            else:
+                schedule = make(dataclasses.replace(self._spec, first_backward=first_backward))
+            self._cache[key] = self._program(schedule)
         return self._cache[key]
 
     def inference(self, num_microbatches: int) -> Program:
@@ -97,11 +101,6 @@ class Programs:
             )
             self._cache[key] = self._program(make(forwards))
         return self._cache[key]
-
-    def _training(self, first_backward: int) -> Schedule:
-        if self._given is not None:
-            return with_first_backward(self._given, first_backward)
-        return make(dataclasses.replace(self._spec, first_backward=first_backward))
 
     def _program(self, schedule: Schedule) -> Program:
         check(schedule)

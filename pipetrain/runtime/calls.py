@@ -110,7 +110,8 @@ class Calls:
             asked = asked or self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
         if count is not None and self._plan.num_stages - 1 in self._stages:
             counted = count()
-            asked |= _header_of(counted)
+            told = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
+            asked |= {"target_rows": counted.rows, "target_error": told, "counts": counted.counts}
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
@@ -208,12 +209,6 @@ class _Told:
         untold = set(range(num_microbatches)) - idle - self.microbatches
         self.microbatches |= untold
         return bool(untold)
-
-
-def _header_of(counted: Counted) -> dict[str, Any]:
-    """What the other ranks are told of the targets; a mistake in them travels as one in the inputs does."""
-    problem = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
-    return {"target_rows": counted.rows, "target_error": problem, "counts": counted.counts}
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:

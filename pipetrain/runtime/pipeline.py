@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -267,7 +267,9 @@ class Pipeline(StageWeights):
                 `find_not_finite` says where it began.
         """
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
-        with self._watching():
+        # In the first step, on a device that the host should run ahead of: which layers make it wait.
+        watches = self._last_report is None and self._lanes.device.runs_ahead
+        with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         # Not the step itself, which holds the batch until the next one has ended.
         index, recording = step.index, self._lanes.recording()
@@ -290,15 +292,6 @@ class Pipeline(StageWeights):
             self._unseen.append(recording)
         self._emit_events()
         return self._runner.loss_of(step)
-
-    def _watching(self) -> AbstractContextManager[None]:
-        """In the first step on a device that the host should run ahead of: which layers make it wait."""
-        is_first = self._last_report is None
-        return (
-            waits_told(self._stages, self._lanes.device)
-            if is_first and self._lanes.device.runs_ahead
-            else nullcontext()
-        )
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, of which each replica gets its own rows, on every rank's host; layers in eval mode, no gradients."""

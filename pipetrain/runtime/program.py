@@ -11,10 +11,8 @@ the executor obeys, and it obeys it for every op.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-
-from torch import nn
 
 from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
 from pipetrain.schedule.op import Op
@@ -177,13 +175,8 @@ class Proving:
 
     def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        return tuple(_modes(layers)), tuple(
-            parameter.requires_grad for layer in layers for parameter in layer.parameters()
-        )
-
-
-def _modes(layers: Iterable[nn.Module]) -> Iterable[bool]:
-    return (module.training for layer in layers for module in layer.modules())
+        modes = [module.training for layer in layers for module in layer.modules()]
+        return tuple(modes), tuple([one.requires_grad for layer in layers for one in layer.parameters()])
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:

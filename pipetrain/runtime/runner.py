@@ -146,7 +146,8 @@ class CallRunner:
         """
         try:
             yield
-            self._raise_what_others_found()
+            if self._group.monitor.failure is not None:  # by another thread, after all was launched
+                raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
         except BaseException as error:
             self.executor.drop()
             if note:
@@ -180,11 +181,6 @@ class CallRunner:
                 ).run()
             finally:
                 set_trainable(self._parts.layers.values())
-
-    def _raise_what_others_found(self) -> None:
-        """All has been launched, and another thread has failed the pipeline meanwhile: the device has nothing of worth."""
-        if self._group.monitor.failure is not None:
-            raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""

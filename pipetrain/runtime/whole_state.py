@@ -94,7 +94,8 @@ def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
         PipelineError: another rank failed meanwhile.
     """
     # The names travel where a message between stages has the structure of its tree.
-    manifest = Form("\n".join(own), tuple(map(_leaf_of, own.values())))
+    leaves = tuple(pack([value], [False], "")[0].leaves[0] for value in own.values())
+    manifest = Form("\n".join(own), leaves)
     _, *others = [Form.from_json(text) for text in chain.concatenate(manifest.to_json(), "the names of the state")]
     whole: dict[str, Any] = {}
     if chain.rank == 0:
@@ -106,10 +107,6 @@ def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
             else:
                 (whole[name],) = unpack(Form("", (leaf,)), [])
     return whole if chain.rank == 0 else None
-
-
-def _leaf_of(value: Any) -> Any:
-    return pack([value], [False], "")[0].leaves[0]
 
 
 def _bring(own: Tensor | None, form: TensorForm, name: str, chain: Chain) -> Tensor | None:

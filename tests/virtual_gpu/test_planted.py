@@ -90,8 +90,10 @@ LAUNCHED = "program = self._programs.training(call.first_backward)"
 LAUNCHED_AHEAD = f"""\
 {LAUNCHED}
         if step.index > 0:
+            from dataclasses import replace
             from pipetrain.runtime.program import Program
-            program = Program.of(self._programs._training(call.first_backward), self._group.rank)
+            from pipetrain.schedule.make import make
+            program = Program.of(make(replace(self._programs._spec, first_backward=call.first_backward)), self._group.rank)
 """
 
 GIVEN_INSIDE = """\
