@@ -25,7 +25,6 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
-from pipetrain.stage.stage import Stage
 from pipetrain.transport.crossing import cross
 from pipetrain.transport.device import CpuDevice, Event
 from pipetrain.transport.forms import Form
@@ -131,8 +130,6 @@ class InProcessRun:
             for index, owner in enumerate(self.schedule.stage_ranks)
             if owner == place
         }
-        for stage in (one for one in stages.values() if isinstance(one, Stage)):
-            stage._probe.done = True  # it looks at every tensor of the process
         self.transports.append(transport)
         self.stages.append(stages)
         reduces = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.peer is not None]

@@ -112,6 +112,8 @@ def time_out_once(struck: Callable[[], bool]) -> None:
 class _LeapingClock:
     """Goes as time does, and leaps once."""
 
+    sleep = staticmethod(time.sleep)
+
     def __init__(self, struck: Callable[[], bool]) -> None:
         self._struck = struck
         self._struck_at: float | None = None

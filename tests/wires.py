@@ -187,7 +187,6 @@ class _Outbound:
     wire: Wire
     peer: str
 
-    tells_changes = True
     reads_later = False
 
     def send(
@@ -196,7 +195,6 @@ class _Outbound:
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,  # noqa: ARG002
     ) -> None:
         self.wire.sends.append(_Message(op, form, tensors, left))
 

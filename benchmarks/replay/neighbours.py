@@ -63,7 +63,7 @@ class ReplayEdges:
 
 
 class ReplayInbound:
-    """A queue of messages that come from pinned host memory: `transport.Inbound`."""
+    """A queue of messages that come from pinned host memory: `ends.Inbound`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ReplayInbound:
         if form not in self._sources:
             generator = torch.Generator().manual_seed(0)
             drawn = [
-                torch.randn(leaf.shape, generator=generator).to(getattr(torch, leaf.dtype)) * 1e-2
+                torch.randn(leaf.shape, generator=generator).to(leaf.dtype) * 1e-2
                 for leaf in form.leaves
                 if isinstance(leaf, TensorForm)
             ]
@@ -129,9 +129,8 @@ class ReplayInbound:
 
 
 class ReplayOutbound:
-    """A queue of messages that go to pinned host memory: `transport.Outbound`."""
+    """A queue of messages that go to pinned host memory: `ends.Outbound`."""
 
-    tells_changes = False
     reads_later = False
 
     def __init__(self, peer: str, courier: Courier, lanes: Lanes, pinned: bool) -> None:
@@ -147,7 +146,6 @@ class ReplayOutbound:
         form: Form | None,
         tensors: list[Tensor],
         left: Callable[[], None],
-        expected: Form | None = None,  # noqa: ARG002
     ) -> None:
         assert form is None, "a replay knows all forms"
         start = time.perf_counter()

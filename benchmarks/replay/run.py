@@ -33,7 +33,6 @@ from pipetrain.stage.stage import Stage
 from pipetrain.timeline.breakdown import break_down
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import make_lanes
-from pipetrain.transport.structures import spec_text
 from pipetrain.transport.transport import Transport
 
 from ..result import Options, Result, Table, Target
@@ -102,7 +101,7 @@ class Replay:
         shape = (1, size.sequence, size.hidden)
         strides = (size.sequence * size.hidden, size.hidden, 1)
         self.beside: Beside | None = None
-        self._leaf = TensorForm(shape, strides, str(size.dtype).removeprefix("torch."), needs_gradient=True)
+        self._leaf = TensorForm(shape, strides, size.dtype, needs_gradient=True)
 
     def run(
         self, schedule: Schedule, costs: Costs, steps: int, *, profiled: bool = False
@@ -145,8 +144,8 @@ class Replay:
     def _forms(self, schedule: Schedule) -> dict[Op, Form]:
         """Of every message of the rank: one tensor, with a gradient on its way forward."""
         _, leaf = pytree.tree_flatten(torch.empty(0))
-        forward = Form(spec_text(leaf), (self._leaf,))
-        backward = Form("", (replace(self._leaf, needs_gradient=False),))
+        forward = Form(leaf, (self._leaf,))
+        backward = Form(None, (replace(self._leaf, needs_gradient=False),))
         forms = {}
         for rank, _, op in schedule.ops():
             if rank == STAGE and not op.kind.computes:

@@ -19,7 +19,7 @@ from pipetrain.plan.mesh import ACTIVATIONS, GRADIENTS, REDUCE, UPDATES, Mesh, M
 from pipetrain.prepare import predict, predict_mesh, prepare
 from pipetrain.schedule.kinds import Kind
 from pipetrain.schedule.op import Op
-from pipetrain.transport.gloo import GlooOutbound, GlooReducer
+from pipetrain.transport.gloo import GlooEnd, GlooReducer
 
 from ..ranks import preload, run_ranks
 from ..result import Options, Result, Table, Target
@@ -130,11 +130,9 @@ class _Counts:
     def __init__(self) -> None:
         self.messages: defaultdict[str, int] = defaultdict(int)
         self.sent: defaultdict[str, int] = defaultdict(int)
-        send, reduce, broadcast = GlooOutbound.send, GlooReducer.reduce, dist.broadcast
+        send, reduce, broadcast = GlooEnd.send, GlooReducer.reduce, dist.broadcast
 
-        def counted_send(
-            self_: GlooOutbound, op: Op, form: Any, tensors: list[Tensor], *args: Any, **options: Any
-        ) -> None:
+        def counted_send(self_: GlooEnd, op: Op, form: Any, tensors: list[Tensor], *args: Any, **options: Any) -> None:
             self._count(ACTIVATIONS if op.kind is Kind.SEND_F else GRADIENTS, tensors)
             send(self_, op, form, tensors, *args, **options)
 
@@ -147,7 +145,7 @@ class _Counts:
                 self._count(UPDATES, [tensor])
             return broadcast(tensor, src, *args, **options)
 
-        GlooOutbound.send = counted_send  # type: ignore[method-assign]
+        GlooEnd.send = counted_send  # type: ignore[method-assign]
         GlooReducer.reduce = counted_reduce  # type: ignore[method-assign]
         dist.broadcast = counted_broadcast
 

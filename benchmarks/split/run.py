@@ -89,7 +89,7 @@ def _forward(stage: Stage, config: ModelConfig, *, split: bool) -> Tensor:
     """F, which keeps its set; gives a gradient for its output."""
     hidden = torch.randn(ROWS, SEQUENCE_LENGTH, config.hidden_size)
     leaves, spec = pytree.tree_flatten(hidden)
-    seed_generators(0, CPU, python=False)
+    seed_generators(0, CPU)
     stage.forward(0, StageInput(tuple(leaves), spec, frozenset({0}), lambda _: 0), keep=True, split=split)
     return torch.randn_like(hidden)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, say
 from pipetrain.launcher.outcome import Exit
 
@@ -40,10 +42,10 @@ def _verify(arguments: Arguments) -> int:
         present(arguments, lambda: own_table(report), report.as_json)
         is_right = report.is_right
     elif arguments.faults:
-        from pipetrain.proof.drill import drill, drill_records, drill_table
+        from pipetrain.proof.drill import drill, drill_table
 
         results = drill(quick=arguments.quick, say=say)
-        present(arguments, lambda: drill_table(results), lambda: drill_records(results))
+        present(arguments, lambda: drill_table(results), lambda: [asdict(result) for result in results])
         is_right = all(result.problem is None for result in results)
     else:
         from pipetrain.proof.verify import parity_table, verify

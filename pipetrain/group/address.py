@@ -7,17 +7,13 @@ machine's addresses it tried.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
-import struct
 import time
 
 # Between two attempts: whoever starts a run on many machines starts them within seconds of each other.
 _RETRY_SECONDS = 0.5
 _ATTEMPT_SECONDS = 5.0
-_SIOCGIFADDR = 0x8915
-_NAME_BYTES = 15  # the longest name of an interface
 
 
 class Unreachable(ConnectionError):
@@ -86,10 +82,9 @@ def check_a_port_is_free() -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
     except OSError as error:
-        first, last = _ports()
         raise ValueError(
-            f"no free port on 127.0.0.1 ({_reason(error)}): the ranks need one to meet, and all from {first} to {last} "
-            "(net.ipv4.ip_local_port_range) are taken; `ss -tanp` shows by what"
+            f"no free port on 127.0.0.1 ({_reason(error)}): the ranks need one to meet, and all of net.ipv4.ip_local_port_range are "
+            "taken; `ss -tanp` shows by what"
         ) from error
 
 
@@ -119,7 +114,7 @@ def explain_unreachable(host: str, port: int, seconds: float, error: OSError) ->
 
 
 def _local_address(host: str, port: int) -> str:
-    """The address and interface from which this machine would reach `host`."""
+    """The address from which this machine would reach `host`."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -127,29 +122,10 @@ def _local_address(host: str, port: int) -> str:
             own: str = probe.getsockname()[0]
     except OSError as error:
         return f"{socket.gethostname()} (which has no way there: {_reason(error)})"
-    return f"{own} ({_interface_of(own)} of {socket.gethostname()})"
-
-
-def _interface_of(address: str) -> str:
-    """The name of the interface that has this IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:_NAME_BYTES]))
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return "an interface"
+    return f"{own} of {socket.gethostname()}"
 
 
 def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
     return os.strerror(error.errno) if error.errno is not None and error.errno in errno.errorcode else str(error)
-
-
-def _ports() -> tuple[str, str]:
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        first, last = file.read().split()
-    return first, last

@@ -50,15 +50,10 @@ def _align(chain: Chain, of_first: Clock) -> Clock:
                 before_up, before_down, offset, error = _STAMPS.unpack(received)
                 away, there = passed_down - passed_up, before_down - before_up
                 trips.append(((away - there) / 2, (before_up + before_down - passed_up - passed_down) / 2))
-                clock = _next_clock(Clock(offset, error), *min(trips))
+                doubt, ahead = min(trips)
+                # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
+                clock = Clock(offset + (ahead if abs(ahead) > doubt else 0.0), error + doubt)
             return _STAMPS.pack(passed_up, passed_down, clock.offset_seconds, clock.error_seconds)
 
         chain.down(stamp, _WHAT)
     return clock
-
-
-def _next_clock(before: Clock, error: float, offset: float) -> Clock:
-    """Of a rank whose neighbour has the clock `before` and is ahead of it by `offset`, give or take `error`."""
-    # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
-    difference = offset if abs(offset) > error else 0.0
-    return Clock(before.offset_seconds + difference, before.error_seconds + error)

@@ -80,7 +80,8 @@ def grid_of(num_ranks: int, num_replicas: int, order: str = REPLICA_STAGE) -> Gr
     if order not in ORDERS:
         raise ValueError(f"parallel.order={order!r}: allowed are {' and '.join(ORDERS)}")
     if num_ranks % num_replicas:
-        nearest = min(_divisors(num_ranks), key=lambda number: (abs(number - num_replicas), number))
+        divisors = [divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]
+        nearest = min(divisors, key=lambda number: (abs(number - num_replicas), number))
         fewer, more = num_ranks // num_replicas * num_replicas, -(-num_ranks // num_replicas) * num_replicas
         ranks = f"{fewer} or {more} ranks" if fewer else f"{more} ranks"
         raise ValueError(
@@ -88,10 +89,6 @@ def grid_of(num_ranks: int, num_replicas: int, order: str = REPLICA_STAGE) -> Gr
             f"set parallel.num_replicas={nearest}"
         )
     return Grid(num_replicas, num_ranks // num_replicas, order=order)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 class Names:
@@ -112,10 +109,7 @@ class Names:
         at = self._grid.coordinates_of(rank)
         stages = [stage for stage, holder in enumerate(self._stage_ranks) if holder == at.stage]
         # Until it is known which stages they hold, ranks are told apart by where they stand in their replica.
-        held = f"stage{'s' if len(stages) > 1 else ''} {_listed(stages)}" if stages else f"place {at.stage}"
+        *most, last = map(str, stages or [at.stage])
+        listed = f"{', '.join(most)} and {last}" if most else last
+        held = f"stage{'s' if most else ''} {listed}" if stages else f"place {last}"
         return f"rank {rank} (replica {at.replica}, {held})"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last

@@ -7,18 +7,23 @@ rank can name the rank and the op at which it began, however many ranks lie betw
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.distributed import Store
-
-from pipetrain.group.asking import Waits
 
 # How often a rank that waits looks whether another has failed.
 _POLL_SECONDS = 1.0
 # A store that has not answered by then is given up until it does: its host may be cut off.
 _ANSWER_SECONDS = 3.0
+# A rank that waits looks once a second whether another has failed, and then says what it waits in. One that has said nothing by
+# then computes, is stopped, or hangs.
+_WORD_SECONDS = 2.5
+_LOOK_SECONDS = 0.05
+_ASKED = "waits/asked"
+_MOST_NAMED = 16  # ranks; a message is read by a human
 # How long a rank that waits for its device pauses before it asks again: short at first, as most waits are.
 _FIRST_PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
@@ -34,20 +39,35 @@ class PipelineError(RuntimeError):
 
 
 class FailureBoard:
-    """The first failure of the pipeline, as all ranks see it. Without a store (one rank) it stays on this rank. For any thread."""
+    """The first failure of the pipeline, as all ranks see it, and what each rank waits in once one has waited too long. For any thread.
 
-    def __init__(self, store: Store | None) -> None:
+    Without a store (one rank) it stays on this rank. `named` says what a rank is called.
+    """
+
+    def __init__(
+        self, store: Store | None, rank: int = 0, num_ranks: int = 1, named: Callable[[int], str] = "rank {}".format
+    ) -> None:
         self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._named = named
         self._text: str | None = None
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()  # one question at a time
 
-    def post(self, text: str) -> str:
-        """Report a failure; returns the first one, which may be another rank's."""
+    def post(self, text: str, *, asks: bool = False) -> str:
+        """Report a failure; returns the first one, which may be another rank's. `asks`: whoever ends because of it shall say what
+        it waits in."""
+
+        def tell(store: Store) -> str:
+            if asks:
+                store.set(_ASKED, "1")
+            return store.compare_set("failure", "", text).decode()
+
         with self._lock:
             if self._text is None:
                 # The store may have gone down with its host: then what this rank knows must do.
-                self._text = self._ask(lambda store: store.compare_set("failure", "", text).decode()) or text
+                self._text = self._ask(tell) or text
             return self._text
 
     def read(self) -> str | None:
@@ -58,6 +78,34 @@ class FailureBoard:
                     lambda store: store.get("failure").decode() if store.check(["failure"]) else None
                 )
             return self._text
+
+    def exchange_waits(self, what: str) -> str:
+        """Say that this rank waits in `what`; returns what every rank said, or "" where nobody has asked."""
+        found: dict[int, str] = {}
+
+        def exchange(store: Store) -> None:
+            if not store.check([_ASKED]):
+                return
+            store.set(f"waits/{self._rank}", what)
+            deadline = time.monotonic() + _WORD_SECONDS
+            while len(found) < self._num_ranks and time.monotonic() < deadline:
+                for rank in range(self._num_ranks):
+                    if rank not in found and store.check([f"waits/{rank}"]):
+                        found[rank] = store.get(f"waits/{rank}").decode()
+                time.sleep(_LOOK_SECONDS)
+
+        with self._lock:
+            self._ask(exchange)
+        return self._listed(dict(found)) if found else ""
+
+    def _listed(self, found: Mapping[int, str]) -> str:
+        """Ranks without a word first: the fault is most likely theirs."""
+        silent = [rank for rank in range(self._num_ranks) if rank not in found]
+        names = ", ".join(self._named(rank).removeprefix("rank ") for rank in silent[:_MOST_NAMED])
+        parts = [f"no word from rank {names}"] if silent else []
+        parts += [found[rank] for rank in sorted(found)[:_MOST_NAMED]]
+        left = max(len(silent) - _MOST_NAMED, 0) + max(len(found) - _MOST_NAMED, 0)
+        return "; ".join([*parts, *([f"and {left} ranks more"] if left else [])])
 
     def _ask(self, question: Callable[[Store], str | None]) -> str | None:
         """What the store says, or None where it does not: over a link that is cut a question may wait for ever."""
@@ -80,32 +128,23 @@ class Monitor:
     """Where the thread that computes waits for the threads that transfer.
 
     `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then, on any thread, and breaks off what
-    any thread waits in. `has_lost_a_rank` says whether it began with a connection that broke. `waits` collects, after a time-out,
-    what the other ranks wait in; without it a message names this rank's own wait only.
-    `named` says what a rank is called in messages; `name` is this one's.
+    any thread waits in. `named` says what a rank is called in messages; `name` is this one's.
     `doing` is what the computing thread is in, for who looks after it; `is_waiting`, whether that is a wait in here.
     """
 
     def __init__(
-        self,
-        rank: int,
-        board: FailureBoard,
-        timeout_seconds: float,
-        waits: Waits | None = None,
-        named: Callable[[int], str] = "rank {}".format,
+        self, rank: int, board: FailureBoard, timeout_seconds: float, named: Callable[[int], str] = "rank {}".format
     ) -> None:
         self.rank = rank
         self.named = named
         self.board = board
         self.timeout_seconds = timeout_seconds
-        self._waits = waits or Waits(None, rank, 1)
         self._condition = threading.Condition()
         self._failing = threading.Lock()
         self.doing: object | None = None
         self.is_waiting = False
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.has_lost_a_rank = False
         self._lost: tuple[str, str] | None = None  # the other rank, and what was waited for when it was lost
 
     @property
@@ -123,7 +162,6 @@ class Monitor:
         with self._condition:
             if self._lost is None:
                 self._lost = (peer, f"{what} ({_first_line(error)})")
-                self.has_lost_a_rank = self.failure is None  # afterwards connections are broken on purpose
             self._condition.notify_all()
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -132,11 +170,7 @@ class Monitor:
         Raises:
             PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
         """
-        with self._condition:
-            error = None if ready() else self._wait(ready, what)
-        if error is not None:
-            self.fail(str(error))
-            raise error
+        self._wait(ready, what, itertools.repeat(_POLL_SECONDS), _RANK_HANGS)
 
     def wait_polling(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """As `wait`, for what nobody tells of, such as an event of a device: `ready` is asked again and again.
@@ -144,36 +178,25 @@ class Monitor:
         Raises:
             PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        self._wait(ready, what, _growing_pauses(), _DEVICE_HANGS)
+        if self.failure is not None:
+            raise self._ending(self.failure, what())
 
-        def next_pause() -> float:
-            nonlocal pause
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            return pause
-
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str) -> None:
         with self._condition:
-            error = None if ready() else self._wait(ready, what, next_pause, _DEVICE_HANGS)
-        if error is None and self.failure is not None:
-            error = self._ending(self.failure, what())
+            if ready():
+                return
+            self.is_waiting = True
+            try:
+                error = self._waited(ready, what, pauses, advice)
+            finally:
+                self.is_waiting = False
         if error is not None:
             self.fail(str(error))
             raise error
 
-    def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: Callable[[], str],
-        pause: Callable[[], float] = lambda: _POLL_SECONDS,
-        advice: str = _RANK_HANGS,
-    ) -> PipelineError | None:
-        self.is_waiting = True
-        try:
-            return self._waited(ready, what, pause, advice)
-        finally:
-            self.is_waiting = False
-
     def _waited(
-        self, ready: Callable[[], bool], what: Callable[[], str], pause: Callable[[], float], advice: str
+        self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str
     ) -> PipelineError | None:
         now = time.monotonic()
         deadline, look_at = now + self.timeout_seconds, now + _POLL_SECONDS
@@ -182,13 +205,14 @@ class Monitor:
                 return self._explain_loss(what())
             now = time.monotonic()
             if now >= deadline:
-                return self._explain_timeout(what(), advice)
+                hangs = f"{what()}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
+                return self._ending(self.board.post(hangs, asks=True), what())
             if now >= look_at:
                 look_at = now + _POLL_SECONDS
                 failure = self.failure or self.board.read()
                 if failure is not None:
                     return self._ending(failure, what())
-            self._condition.wait(min(deadline - now, look_at - now, pause()))
+            self._condition.wait(min(deadline - now, look_at - now, next(pauses)))
         return None
 
     def look(self) -> None:
@@ -215,14 +239,52 @@ class Monitor:
         )
         return self._ending(first, what)
 
-    def _explain_timeout(self, what: str, advice: str) -> PipelineError:
-        self._waits.ask()
-        first = self.board.post(f"{what}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}")
-        return self._ending(first, what)
-
     def _ending(self, first: str, what: str) -> PipelineError:
         """The first failure, and what this rank waits in; after a time-out what each rank waits in."""
-        return PipelineError(f"{first} (rank {self.rank} ends; {self._waits.exchange(what) or what})")
+        return PipelineError(f"{first} (rank {self.rank} ends; {self.board.exchange_waits(what) or what})")
+
+
+class Watchdog:
+    """Looks after a rank whose computing thread cannot: it may sit in a launch, or in a layer that waits for the device, which waits
+    without a time-out for a message of a rank that is gone. What ends that is to break the connections, from another thread.
+
+    That thread fails the pipeline on this rank when another rank has failed, or when this rank has been in one op
+    (`monitor.doing`) for longer than `monitor.timeout_seconds`. What the computing thread waits for in `monitor` it sees to itself."""
+
+    def __init__(self, monitor: Monitor, look_seconds: float = _POLL_SECONDS) -> None:
+        self._monitor = monitor
+        self._look_seconds = look_seconds
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        seen, since = None, time.monotonic()
+        while not self._is_closed.wait(self._look_seconds):
+            self._monitor.look()
+            doing = self._monitor.doing
+            if doing is not seen or doing is None or self._monitor.is_waiting:
+                seen, since = doing, time.monotonic()
+            elif time.monotonic() - since > self._monitor.timeout_seconds:
+                self._monitor.fail(
+                    f"{self._monitor.name} is in {doing} and came no further for {self._monitor.timeout_seconds:g} s "
+                    "(timeout_seconds): its host waits for its device, which waits for a message, or a layer hangs"
+                )
+            if self._monitor.failure is not None:
+                return
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._monitor.timeout_seconds)
+
+
+def _growing_pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        yield pause
 
 
 def _first_line(error: BaseException) -> str:

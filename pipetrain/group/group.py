@@ -16,14 +16,18 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group.address import is_rank
-from pipetrain.group.asking import Waits
-from pipetrain.group.chain import Chain
+from pipetrain.group.chain import Chain, Everyone
 from pipetrain.group.coordinates import REPLICA_STAGE, Grid, Names, grid_of
-from pipetrain.group.everyone import Everyone
 from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
-from pipetrain.group.torch_distributed import name_of_attempt, start_torch_distributed
-from pipetrain.group.torch_mesh import check_mesh, grid_of_mesh, make_mesh, ranks_of
+from pipetrain.group.torch_distributed import (
+    check_mesh,
+    grid_of_mesh,
+    make_mesh,
+    name_of_attempt,
+    ranks_of,
+    start_torch_distributed,
+)
 
 _T = TypeVar("_T")
 
@@ -68,9 +72,8 @@ class Group:
         self.grid = Grid(stage=size) if grid is None else grid
         self.coordinates = self.grid.coordinates_of(rank)
         self.names = Names(self.grid)
-        self.board = FailureBoard(store)
-        waits = Waits(store, rank, size, self.names)
-        self.monitor = Monitor(rank, self.board, timeout_seconds, waits, self.names)
+        self.board = FailureBoard(store, rank, size, self.names)
+        self.monitor = Monitor(rank, self.board, timeout_seconds, self.names)
         self.chain = self._chain_of(self.grid.ranks_of_replica(rank), f"replica/{self.coordinates.replica}")
         self.replicas = self._chain_of(self.grid.ranks_of_stage(rank), f"place/{self.coordinates.stage}")
         self.everyone = Everyone(self.chain, self.replicas)
@@ -125,24 +128,14 @@ class Group:
 
     def largest(self, value: int) -> int:
         """The largest `value` of any rank. Collective."""
-        with self._naming_a_loss():
-            return self.everyone.largest(value, "what all ranks agree on")
+        return self.everyone.largest(value, "what all ranks agree on between two steps")
 
     def from_first(self, value: _T) -> _T:
         """The `value` of rank 0, of what JSON knows (a tuple becomes a list). Collective."""
-        with self._naming_a_loss():
-            shared: _T = json.loads(self.everyone.broadcast(json.dumps(value).encode(), "what rank 0 says"))
-            return shared
-
-    @contextlib.contextmanager
-    def _naming_a_loss(self) -> Iterator[None]:
-        """A rank that dies between two steps breaks the connection of those that want to agree with it."""
-        try:
-            yield
-        except PipelineError as error:
-            if not self.monitor.has_lost_a_rank:
-                raise
-            raise PipelineError(f"{self.monitor.name} lost another rank between two steps ({error})") from error
+        shared: _T = json.loads(
+            self.everyone.broadcast(json.dumps(value).encode(), "what rank 0 says between two steps")
+        )
+        return shared
 
     # For libraries of torch.distributed ---------------------------------------------------------------------------
 
@@ -211,15 +204,7 @@ def join_group(
     name = f"pipetrain/{name_of_attempt()}/group-{number}{members}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store()) if size > 1 else None
     return Group(
-        rank,
-        size,
-        chosen,
-        store,
-        timeout_seconds,
-        grid=grid,
-        mesh=given,
-        members=ranks,
-        owns_process_group=owns,
+        rank, size, chosen, store, timeout_seconds, grid=grid, mesh=given, members=ranks, owns_process_group=owns
     )
 
 

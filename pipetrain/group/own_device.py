@@ -21,8 +21,14 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
         ValueError: `device` is neither the CPU nor a GPU.
     """
     set_variables_of_gpus()
+    chosen: torch.device | None
     if device is not None:
-        chosen = _device_of(device)
+        try:
+            chosen = torch.device(device)
+        except (RuntimeError, TypeError):
+            chosen = None
+        if chosen is None or chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and 'cuda:N'")
     else:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,13 +72,3 @@ def identity_of(gpu: torch.device) -> str:
     """A GPU as all processes of all machines call it."""
     properties = torch.cuda.get_device_properties(gpu)
     return f"the GPU {properties.uuid} ({properties.name}) of {socket.gethostname()}"
-
-
-def _device_of(device: torch.device | str) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and 'cuda:N'") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and 'cuda:N'")
-    return chosen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -30,14 +31,8 @@ def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pa
     Raises:
         PipelineError: the other rank did not come.
     """
-    try:
-        pair: Pair = ProcessGroupGloo(PrefixStore(name, store), place, 2, timedelta(seconds=timeout_seconds))  # type: ignore[assignment]
-    except RuntimeError as error:
-        raise PipelineError(
-            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): the other rank did not start, or its "
-            f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
-        ) from error
-    return pair
+    with _naming(name, timeout_seconds, "the other rank"):
+        return ProcessGroupGloo(PrefixStore(name, store), place, 2, timedelta(seconds=timeout_seconds))  # type: ignore[return-value]
 
 
 def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_seconds: float) -> Pair:
@@ -51,16 +46,22 @@ def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_secon
         return make_pair(store, name, place, timeout_seconds)
     options = AllreduceOptions()
     options.timeout = timedelta(seconds=timeout_seconds)
-    try:
+    with _naming(name, timeout_seconds, f"one of {num_ranks} ranks"):
         with connecting_on_use():
             ring: Pair = ProcessGroupGloo(PrefixStore(name, store), place, num_ranks, options.timeout)  # type: ignore[assignment]
         ring.allreduce([torch.zeros(1)], options).wait(options.timeout)  # now, and not in a step
+        return ring
+
+
+@contextmanager
+def _naming(name: str, timeout_seconds: float, who: str) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise PipelineError(
-            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): one of {num_ranks} ranks did not start, or its "
+            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): {who} did not start, or its "
             f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
         ) from error
-    return ring
 
 
 def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
@@ -68,20 +69,15 @@ def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
     return sorted({(place - 1) % num_ranks, (place + 1) % num_ranks})
 
 
-def is_broken(pair: Pair, other: int) -> bool:
-    """Whether the connection to `other` is closed already. If not, it is afterwards: for who has lost one of several and asks which."""
-    try:
-        pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(milliseconds=50))
-    except RuntimeError as error:
-        return "imed out" not in str(error)
-    return False
-
-
-def break_off(pair: Pair, other: int) -> None:
-    """Close the connection under whoever waits on it, here and at the other end.
+def break_off(pair: Pair, other: int, patience_seconds: float = 1e-3) -> bool:
+    """Close the connection under whoever waits on it, here and at the other end. Returns whether it was closed already: with some
+    patience, for who has lost one of several and asks which.
 
     A thread that is inside a gloo wait when the interpreter ends would bring the process down with it, and the other rank
     should not have to wait for this process to end. A receive that times out closes its pair: so one is made to.
     """
-    with suppress(RuntimeError):
-        pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(milliseconds=1))
+    try:
+        pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(seconds=patience_seconds))
+    except RuntimeError as error:
+        return "imed out" not in str(error)
+    return False

@@ -1,11 +1,6 @@
 """The same software on every machine: compared over the store before anything else, and told in a line.
 
-Each rank asks the store the same few things however many ranks there are:
-
-    compare_set first     the first to come leaves its versions; the others compare theirs with them
-    append others         ... and add theirs where they differ
-    add come              the last to come writes the verdict, for which everybody waits
-    add read              where versions differ: nobody leaves, and takes the store with it, before all have the verdict
+Each rank writes its versions and waits for the verdict of rank 0, which reads them all at once.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from pipetrain.group.failure import PipelineError
 
 Versions = Mapping[str, str]
 _PACKAGE = __name__.partition(".")[0]
-_LINE = "\n"
 _SAME = "the same"
 # Ranks that have not come, by number, in the message of those that wait for them.
 _MOST_NAMED = 8
@@ -68,50 +62,36 @@ def check_same(store: Store, rank: int, num_ranks: int, own: Versions | None = N
     """
     if num_ranks == 1:
         return
-    own = own_versions() if own is None else own
     timeout_seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
     store = PrefixStore("pipetrain/versions", store)
-    line = json.dumps([rank, socket.gethostname(), dict(own)])
-    _, _, first = json.loads(store.compare_set("first", "", line))
-    if first != own:
-        store.append("others", line + _LINE)  # type: ignore[attr-defined]
-    store.set(f"rank/{rank}", "")
-    if store.add("come", 1) == num_ranks:
-        store.set("verdict", _verdict(store))
+    store.set(f"rank/{rank}", json.dumps([rank, socket.gethostname(), dict(own_versions() if own is None else own)]))
     try:
+        if rank == 0:
+            found = store.multi_get([f"rank/{other}" for other in range(num_ranks)])
+            store.set("verdict", _difference(list(map(json.loads, found))) or _SAME)
         verdict = store.get("verdict").decode()
     except RuntimeError as error:
         raise PipelineError(_missing(store, rank, num_ranks, timeout_seconds)) from error
     if verdict != _SAME:
-        _stay_until_all_have_read(store, num_ranks)
+        # The store lives in rank 0, or in a torchrun that ends with its ranks: nobody leaves before all have read.
+        with contextlib.suppress(RuntimeError):  # a rank that is gone reads nothing; this one knows what to say
+            if store.add("read", 1) == num_ranks:
+                store.set("read by all", "")
+            store.wait(["read by all"], _STAYS)
         raise ValueError(verdict)
 
 
-def _stay_until_all_have_read(store: Store, num_ranks: int) -> None:
-    """The store lives in rank 0, or in a torchrun that ends with its ranks, and to read is to wait and to ask: two messages."""
-    with contextlib.suppress(RuntimeError):  # a rank that is gone reads nothing; this one knows what to say
-        if store.add("read", 1) == num_ranks:
-            store.set("read by all", "")
-        store.wait(["read by all"], _STAYS)
-
-
-def _verdict(store: Store) -> str:
-    if not store.check(["others"]):
-        return _SAME
-    return _difference(json.loads(store.get("first")), store.get("others").decode())
-
-
-def _difference(first: tuple[int, str, Versions], others: str) -> str:
-    _, _, versions = first
-    found = sorted([first, *map(json.loads, others.splitlines())])
-    differing = sorted(
-        {key for _, _, theirs in found for key in {*versions, *theirs} if theirs.get(key) != versions.get(key)}
-    )
-    lines: dict[str, str] = {}  # what a machine has -> a rank there, one that wrote a line
+def _difference(found: list[tuple[int, str, Versions]]) -> str:
+    """What differs between the ranks; empty: nothing."""
+    names = sorted({name for _, _, theirs in found for name in theirs})
+    differing = [name for name in names if len({theirs.get(name) for _, _, theirs in found}) > 1]
+    if not differing:
+        return ""
+    ranks: dict[str, int] = {}  # what a machine has -> a rank there
     for rank, host, theirs in found:
-        has = ", ".join(f"{key} {theirs.get(key, 'none')}" for key in differing)
-        lines.setdefault(f"{host} has {has}", f" (rank {rank})")
-    told = "; ".join(has + who for has, who in lines.items())
+        has = ", ".join(f"{name} {theirs.get(name, 'none')}" for name in differing)
+        ranks.setdefault(f"{host} has {has}", rank)
+    told = "; ".join(f"{has} (rank {rank})" for has, rank in ranks.items())
     return f"the machines of this run have different versions: {told}; install the same on all"
 
 

@@ -207,14 +207,10 @@ class Attention(nn.Module):
     def prepare_cached(self, past: Past) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
         """The rotary tables of the new positions, and which keys they see; None: no tables, all keys or those before."""
         tables = None
-        if self.rope_base is not None:
-            tables = past.once((rotary_tables_at, self.head_size, self.rope_base), lambda: self._tables(past))
+        if (base := self.rope_base) is not None:  # for all heads: `[rows, 1, new, head_size / 2]`
+            key = (rotary_tables_at, self.head_size, base)
+            tables = past.once(key, lambda: rotary_tables_at(past.positions[:, None], self.head_size, base))
         return tables, None if _is_causal(past) else past.once(_visible, lambda: _visible(past))
-
-    def _tables(self, past: Past) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for all heads, `[rows, 1, new, head_size / 2]`."""
-        assert self.rope_base is not None
-        return rotary_tables_at(past.positions[:, None], self.head_size, self.rope_base)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
         mixed = F.scaled_dot_product_attention(

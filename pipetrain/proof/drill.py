@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,8 +63,7 @@ class _Drill:
     @property
     def run(self) -> str:
         """The folder of its run: no other drill has such a one."""
-        deed, rank = self.fault.split()[:2]
-        return f"{deed}-{rank.removeprefix('rank=')}-of-{self.num_ranks}-{self.num_replicas}"
+        return re.sub(r"\W+", "-", f"{self.name} {self.num_ranks}")
 
 
 _HANG = rf"rank \d waits .*and nothing came for {TIMEOUT_SECONDS} s.*no word from rank 1; rank 0 waits"
@@ -126,8 +125,12 @@ def _results(ground: _Ground, *, quick: bool) -> Iterator[Result]:
         if one.num_ranks == 2 or not quick:
             yield _run(one, ground)
     if not quick:
-        for damage in (_flipped_data, _cut_manifest, _all_damaged, _full_disk):
-            yield damage(ground)
+        yield _harmed(
+            ground, "a bit of a snapshot is flipped", lambda path: flip(path / "weights/rank-0001.safetensors", -1)
+        )
+        yield _harmed(ground, "a manifest is cut", lambda path: os.truncate(path / "manifest.json", 100))
+        yield _all_damaged(ground)
+        yield _full_disk(ground)
 
 
 def _verdict(result: Result) -> str:
@@ -137,23 +140,22 @@ def _verdict(result: Result) -> str:
 def drill_table(results: list[Result]) -> str:
     """A line per drill with its verdict, what the user would have read below it, and a last line that sums up."""
     head = ("fault", "ranks", "exit", "seconds", "verdict", "resume")
-    table = Table(head, [_cells(result) for result in results], left=frozenset({0, 4, 5}))
-    first, *rows = table.as_text().splitlines()
+    rows = []
+    for one in results:
+        code = "" if one.exit_code is None else str(one.exit_code)
+        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
+        rows.append((one.fault, str(one.num_ranks), code, seconds, _verdict(one), one.resume))
+    table = Table(head, rows, left=frozenset({0, 4, 5}))
+    first, *told = table.as_text().splitlines()
     lines = [first]
-    for row, result in zip(rows, results, strict=True):
-        lines += [row, *(f"    {text}" for text in (result.message, result.problem) if text)]
+    for line, result in zip(told, results, strict=True):
+        lines += [line, *(f"    {text}" for text in (result.message, result.problem) if text)]
     wrong = sum(result.problem is not None for result in results)
     skipped = sum(result.skipped for result in results)
     verdict = f"{wrong} not handled as promised" if wrong else "all handled as promised"
     return "\n".join(
         [*lines, "", f"{len(results) - skipped} faults, {verdict}" + f"; {skipped} skipped" * bool(skipped)]
     )
-
-
-def _cells(result: Result) -> tuple[str, ...]:
-    code = "" if result.exit_code is None else str(result.exit_code)
-    seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
-    return result.fault, str(result.num_ranks), code, seconds, _verdict(result), result.resume
 
 
 class _Ground:
@@ -265,16 +267,6 @@ def _run(one: _Drill, ground: _Ground) -> Result:
     return Result(one.name, one.num_ranks, done.returncode, ended, shown, resumed, "; ".join(problems) or None)
 
 
-def _flipped_data(ground: _Ground) -> Result:
-    """a bit of the newest snapshot is flipped"""
-    return _harmed(
-        ground,
-        "a bit of a snapshot is flipped",
-        "flipped",
-        lambda path: flip(path / "weights/rank-0001.safetensors", -1),
-    )
-
-
 def flip(path: Path, position: int) -> None:
     """Flips one bit of the byte at `position` (from the end, where it is negative)."""
     data = bytearray(path.read_bytes())
@@ -282,13 +274,9 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def _cut_manifest(ground: _Ground) -> Result:
-    """the manifest of the newest snapshot is cut"""
-    return _harmed(ground, "a manifest is cut", "cut", lambda path: os.truncate(path / "manifest.json", 100))
-
-
-def _harmed(ground: _Ground, name: str, run: str, harm: Callable[[Path], None]) -> Result:
+def _harmed(ground: _Ground, name: str, harm: Callable[[Path], None]) -> Result:
     """The newest of two snapshots is harmed: a resume sets it aside, says so, and goes on from the one before."""
+    run = name.replace(" ", "-")
     snapshots = _four_steps(ground, run)
     harm(snapshots / _NEWEST)
     done, _ = ground.train(run, 2, "resume=auto")
@@ -301,7 +289,6 @@ def _harmed(ground: _Ground, name: str, run: str, harm: Callable[[Path], None]) 
 
 
 def _all_damaged(ground: _Ground) -> Result:
-    """all snapshots are damaged"""
     snapshots = _four_steps(ground, "damaged")
     for step in (_NEWEST, _BEFORE):
         os.truncate(snapshots / step / "optimizer/rank-0000.safetensors", 500)
@@ -309,35 +296,28 @@ def _all_damaged(ground: _Ground) -> Result:
     message = _last_line(done.stderr)
     good = done.returncode == Exit.WRONG_INPUT and "is whole: remove them to start from step 1" in message
     problem = None if good else f"exit code {done.returncode} in place of 2, or no clear message"
-    return Result(
-        "all snapshots are damaged", 2, done.returncode, None, message, "refused" if good else "wrong", problem
-    )
+    resumed = "refused" if good else "wrong"
+    return Result("all snapshots are damaged", 2, done.returncode, None, message, resumed, problem)
 
 
 def _full_disk(ground: _Ground) -> Result:
-    """the disk is full in a save"""
+    name = "the disk is full in a save"
     size = sum(file.stat().st_size for file in (_four_steps(ground, "sizes") / _NEWEST).rglob("*"))
     snapshots = ground.folder / "full" / "snapshots"
     snapshots.mkdir(parents=True)
     with _small_disk(snapshots, size * 3 // 2) as mounted:
         if not mounted:
             why = "a small disk needs the right to mount a tmpfs (root)"
-            return Result("the disk is full in a save", 2, None, None, why, "", None, skipped=True)
+            return Result(name, 2, None, None, why, "", None, skipped=True)
         done, _ = ground.train("full", 2)
         told = [line for line in done.stderr.splitlines() if "No space left on device" in line]
         good = done.returncode == Exit.DONE and bool(told) and "training goes on" in told[0]
         names = sorted(path.name for path in snapshots.iterdir())
         untouched = names == [_BEFORE] and ground.losses("full") == ground.losses(ground.whole())
         seen = f"exit code {done.returncode}, snapshots {names}: {_last_line(done.stderr)}"
-        return Result(
-            fault="the disk is full in a save",
-            num_ranks=2,
-            exit_code=done.returncode,
-            seconds=None,
-            message=told[0] if told else "",
-            resume="the older snapshot is untouched" if untouched else "",
-            problem=None if good and untouched else seen,
-        )
+        resume = "the older snapshot is untouched" if untouched else ""
+        problem = None if good and untouched else seen
+        return Result(name, 2, done.returncode, None, told[0] if told else "", resume, problem)
 
 
 def _four_steps(ground: _Ground, run: str) -> Path:
@@ -372,7 +352,3 @@ def _small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1] if lines else ""
-
-
-def drill_records(results: list[Result]) -> list[dict[str, Any]]:
-    return [asdict(result) for result in results]

@@ -16,8 +16,7 @@ from pipetrain.group.group import Group
 from pipetrain.model.sharing import SharedState
 from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in
 from pipetrain.parallel.replicas import SharedGradients
-from pipetrain.plan.given_plan import plan_of
-from pipetrain.plan.plan import Plan
+from pipetrain.plan.plan import Plan, plan_of
 from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
@@ -27,7 +26,7 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
 from pipetrain.transport.crossing import cross
-from pipetrain.transport.fetch import Fetch, fetch
+from pipetrain.transport.device import Fetch, fetch
 from pipetrain.transport.lanes import Lanes
 
 _LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from pipetrain.runtime.arguments import check_batch
 from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
 from pipetrain.stage.segments import AnyStage
-from pipetrain.transport.forms import Form
+from pipetrain.transport.forms import Form, is_plain
 
 # So that a header stays within its fixed size.
 _LONGEST_ERROR = 600
@@ -108,6 +108,7 @@ class Calls:
         if 0 in self._stages:
             asked = {"error": mistake[:_LONGEST_ERROR]} if mistake else {}
             asked = asked or self._signatures.ask(kind, inputs, self._plan.num_microbatches, is_training)
+            self._num_changes += asked.pop("changed", False)
         if count is not None and self._plan.num_stages - 1 in self._stages:
             counted = count()
             told = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
@@ -257,6 +258,7 @@ class Signatures:
         """`name` is what that rank is called."""
         self._name = name
         self._numbers: dict[Any, int] = {}
+        self._values: dict[int, str] = {}  # plain ones among the inputs of the last call of each kind
 
     def ask(self, kind: str, inputs: Any, most_microbatches: int, training: bool) -> dict[str, Any]:
         """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
@@ -274,7 +276,10 @@ class Signatures:
         except (ValueError, TypeError) as error:
             return {"error": str(error)[:_LONGEST_ERROR]}
         number = self._number_of(kind, wanted, training, inputs)
-        return {"error": None, "rows": rows, "num_microbatches": wanted, "signature": number}
+        values = repr([leaf for leaf in pytree.tree_leaves(inputs) if is_plain(leaf)])
+        changed = self._values.setdefault(number, values) != values
+        self._values[number] = values
+        return {"error": None, "rows": rows, "num_microbatches": wanted, "signature": number, "changed": changed}
 
     def _number_of(self, kind: str, num_microbatches: int, training: bool, inputs: Any) -> int:
         leaves, spec = pytree.tree_flatten(inputs)

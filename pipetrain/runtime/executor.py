@@ -30,7 +30,6 @@ from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import StageInput, StageOutput
 from pipetrain.transport.crossing import cross, memories
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.structures import spec_text, structure
 from pipetrain.transport.transport import Transport, fixed_leaves, wanted
 
 
@@ -258,9 +257,8 @@ class Executor:
 
         def run(_: Step) -> None:
             given = self._given.pop(op)
-            text = "" if given.spec is None else spec_text(given.spec)
             wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
-            self._transport.send(op, given.leaves, wants_gradient, text, given.fixed)
+            self._transport.send(op, given.leaves, wants_gradient, given.spec, given.fixed)
 
         return run
 
@@ -283,8 +281,7 @@ class Executor:
 
         def take() -> _Boundary:
             leaves, form = self._transport.take(message)
-            spec = structure(form.spec) if form.spec else None
-            return _Boundary(leaves, wanted(form), spec, fixed_leaves(form), is_shared=False)
+            return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
 
         return take
 

@@ -27,7 +27,7 @@ from pipetrain.runtime.program import Program
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.schedule.op import Op
 from pipetrain.stage.past import Past, goes_on
-from pipetrain.transport.fetch import Fetch
+from pipetrain.transport.device import Fetch
 from pipetrain.transport.forms import Form
 from pipetrain.transport.transport import Transport
 

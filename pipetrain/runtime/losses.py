@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.group.failure import PipelineError
-from pipetrain.transport.fetch import Fetch
+from pipetrain.transport.device import Fetch
 
 
 class LossNotFinite(PipelineError):

@@ -20,8 +20,7 @@ from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
 from pipetrain.model.spec import spec_of
 from pipetrain.parallel.same_weights import make_replicas_equal
-from pipetrain.plan.given_plan import replicas_said
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, replicas_said, whole_number
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
     check_functions,
@@ -47,8 +46,8 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.carrier import PINNED
 from pipetrain.transport.lanes import Recording, make_lanes
+from pipetrain.transport.transport import PINNED
 
 
 class Pipeline(StageWeights):

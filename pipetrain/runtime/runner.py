@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from pipetrain.group.failure import PipelineError
-from pipetrain.group.watchdog import Watchdog
+from pipetrain.group.failure import PipelineError, Watchdog
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.arguments import SUM, check_batch
@@ -36,7 +35,7 @@ from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.transport.fetch import bring
+from pipetrain.transport.device import bring
 from pipetrain.transport.transport import Transport, make_edges
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
-from pipetrain.transport.forms import Form, TensorForm, compact, flat_bytes, pack, unpack
+from pipetrain.transport.forms import Form, compact, flat_bytes, pack, unpack
 
 _PIECE_BYTES = 1 << 24
 
@@ -93,32 +94,31 @@ def gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any] | None:
         TypeError: a value that is neither a tensor nor a number, string or None.
         PipelineError: another rank failed meanwhile.
     """
-    # The names travel where a message between stages has the structure of its tree.
-    leaves = tuple(pack([value], [False], "")[0].leaves[0] for value in own.values())
-    manifest = Form("\n".join(own), leaves)
-    _, *others = [Form.from_json(text) for text in chain.concatenate(manifest.to_json(), "the names of the state")]
+    manifest = {name: pack([value], [False], None)[0].to_json().decode() for name, value in own.items()}
+    _, *others = map(json.loads, chain.concatenate(json.dumps(manifest).encode(), "the names of the state"))
     whole: dict[str, Any] = {}
     if chain.rank == 0:
         whole = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
     for holder, theirs in enumerate(others, start=1):
-        for name, leaf in zip(theirs.spec.split("\n"), theirs.leaves):
-            if isinstance(leaf, TensorForm):
-                whole[name] = _bring(own[name] if chain.rank == holder else None, leaf, name, chain)
+        for name, text in theirs.items():
+            form = Form.from_json(text)
+            if form.tensors:
+                whole[name] = _bring(own[name] if chain.rank == holder else None, form, name, chain)
             else:
-                (whole[name],) = unpack(Form("", (leaf,)), [])
+                (whole[name],) = unpack(form, [])
     return whole if chain.rank == 0 else None
 
 
-def _bring(own: Tensor | None, form: TensorForm, name: str, chain: Chain) -> Tensor | None:
+def _bring(own: Tensor | None, form: Form, name: str, chain: Chain) -> Tensor | None:
     """One tensor, which its holder gives as `own`, on rank 0; None elsewhere."""
     source = None if own is None else _memory(compact(own.detach()).cpu())
-    whole = form.empty(torch.device("cpu" if chain.rank == 0 else "meta"))
+    whole = form.tensors[0].empty(torch.device("cpu" if chain.rank == 0 else "meta"))
     for start in range(0, whole.nbytes, _PIECE_BYTES):
         own_piece = None if source is None else source[start : start + _PIECE_BYTES].numpy().tobytes()
         piece = chain.bring(own_piece, f"the state of {name}")
         if chain.rank == 0:
             _memory(whole)[start : start + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-    return unpack(Form("", (form,)), [whole])[0] if chain.rank == 0 else None
+    return unpack(form, [whole])[0] if chain.rank == 0 else None
 
 
 def _memory(dense: Tensor) -> Tensor:

@@ -8,17 +8,17 @@ last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# Where losses go that are added now, and whether they have to have a gradient; None: no layer of a pipeline runs.
-_IN_FORCE: ContextVar[tuple[list[Tensor], bool] | None] = ContextVar("added losses", default=None)
+# Where losses go that are added now; None: no layer of a pipeline runs.
+_IN_FORCE: ContextVar[AddedLosses | None] = ContextVar("added losses", default=None)
 # What runs wherever a module is called.
 _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
 
@@ -45,13 +45,12 @@ def add_loss(loss: Tensor) -> None:
         return  # torch.utils.checkpoint runs a forward again, in its backward
     in_force = _IN_FORCE.get()
     if in_force is not None:
-        losses, needs_gradient = in_force
-        if needs_gradient and not loss.requires_grad:
+        if in_force.needs_gradient and not loss.requires_grad:
             raise ValueError(
                 "add_loss was given a loss that needs no gradient: detach(), item() and torch.no_grad() cut it off, or all that it is "
                 "made from is frozen; leave it out there"
             )
-        losses.append(loss.clone())  # whatever is done to the layer's own tensor later
+        in_force.of_layer.append(loss.clone())  # whatever is done to the layer's own tensor later
     elif not is_compiling and not _is_in_a_module():
         raise RuntimeError(
             "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add to what it returns"
@@ -65,17 +64,6 @@ def _is_in_a_module() -> bool:
     return frame is not None
 
 
-@contextmanager
-def collecting() -> Iterator[list[Tensor]]:
-    """The losses that are given to `add_loss` in the block."""
-    losses: list[Tensor] = []
-    token = _IN_FORCE.set((losses, torch.is_grad_enabled()))
-    try:
-        yield losses
-    finally:
-        _IN_FORCE.reset(token)
-
-
 class WithLosses(NamedTuple):
     """What leaves a stage in which losses were added, or in one before: its output, and their sum, 0-dim."""
 
@@ -84,42 +72,47 @@ class WithLosses(NamedTuple):
 
 
 class AddedLosses:
-    """The losses of one microbatch up to some layer of a stage, in order; those of the stages before are one."""
+    """In its block `add_loss` appends to `of_layer`; `losses` are those of the layers that have ended, and of the stages before."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
+        # Another list for each layer: compiled code depends on how many are in it.
+        self.of_layer: list[Tensor] = []
+        self.needs_gradient = torch.is_grad_enabled()
+        self._token: Token[AddedLosses | None] | None = None
 
-    def take(self, given: Any) -> Any:
+    def __enter__(self) -> AddedLosses:
+        self._token = _IN_FORCE.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _IN_FORCE.reset(self._token)
+
+    def take(self, value: Any) -> Any:
         """What the first layer gets of the input of a stage."""
-        if not isinstance(given, WithLosses):
-            return given
-        self.losses.append(given.losses)
-        return given.output
-
-    def of(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """`layer`, whose losses are taken; where it has to start again, those of its last start."""
-        start = len(self.losses)
-
-        def call(*given: Any) -> Any:
-            own: list[Tensor] = []  # a new list: compiled code depends on how many are in it
-            token = _IN_FORCE.set((own, torch.is_grad_enabled()))
-            try:
-                output = layer(*given)
-            finally:
-                _IN_FORCE.reset(token)
-            self.losses[start:] = own
-            return output
-
-        return call
+        if not isinstance(value, WithLosses):
+            return value
+        self.losses.append(value.losses)
+        return value.output
 
     def beside(self, output: Any) -> Any:
         """`output` with the losses up to here; as it is where there are none."""
         return WithLosses(output, self._sum()) if self.losses else output
 
     def added_to(self, loss: Tensor) -> Tensor:
-        """The loss of `loss_fn` with those of the layers."""
+        """The loss of `loss_fn` with those of the layers, and what `loss_fn` has added."""
+        self.losses += self.of_layer
+        self.of_layer = []
         return loss + self._sum() if self.losses else loss
 
     def _sum(self) -> Tensor:
         first, *others = self.losses
         return sum(others, first)
+
+
+@contextmanager
+def collecting() -> Iterator[list[Tensor]]:
+    """The losses that are given to `add_loss` in the block."""
+    with AddedLosses() as added:
+        yield added.of_layer

@@ -4,6 +4,7 @@ A copy of the layer, which shares its parameters, runs on what the layer gets, w
 
     ahead of F   [1] does it take a gradient inside? Then hooks would be in its way, and it is kept
     after F      [2] does it save, a second time, what F has saved?  [3] does it change its attributes? If so, it is kept
+                 [4] what memory stays that it did not save?
 
 The judge is R itself, which is compared with F (`proof.py`): a copy explains in time what R would only refuse.
 """
@@ -11,28 +12,142 @@ The judge is R itself, which is compared with F (`proof.py`): a copy explains in
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetrain.stage.added_losses import collecting
+from pipetrain.stage.added_losses import AddedLosses, collecting
 from pipetrain.stage.casts import has_compiled
-from pipetrain.stage.entered import Gate
+from pipetrain.stage.entry import through_gate
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.proof import describe_difference, differ
-from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_small
+from pipetrain.stage.slots import LateBoundSet, LayerRefused, refuses_hooks
+from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
 from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
+if TYPE_CHECKING:
+    from pipetrain.stage.stage import Stage, StageInput
+
 _INSIDE = "takes a gradient inside its forward"
-# What torch.func says where saved-tensor hooks are in force.
-_FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
+# Less than this per microbatch is not worth a word. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
+_LITTLE_BYTES = 1 << 16
+
+
+class FirstLook:
+    """An F of a stage in which it is not known yet what its layers do. `compares`: they will be recomputed, and have to do the same then."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        given: StageInput,
+        seeds: Sequence[int],
+        late: LateBoundSet,
+        deferral: Deferral | None,
+        *,
+        compares: bool,
+    ) -> None:
+        self._stage = stage
+        self._given = given
+        self._seeds = seeds
+        self._late = late
+        self._deferral = deferral
+        self._compares = compares
+        self._inspection: LayerInspection | None = None
+        self._gradients: list[tuple[Tensor | None, int]] = []
+
+    def before(self, number: int, value: Any) -> None:
+        """Ahead of F of a layer: where it must run without hooks, it will.
+
+        Raises:
+            LayerRefused: it calls `backward()`.
+        """
+        self._gradients = self._gradients_now()
+        self._inspection = None
+        if number in self._stage.kept.free:
+            return
+        self._inspection = self._inspect(number, value)
+        why = self._inspection.why_kept_ahead()
+        self._refuse_backward(number)
+        if why is not None:
+            self._stage.kept.add(self._late, (number,), f"{self._stage.name_of(number)} {why}", free=True)
+
+    def after(self, number: int) -> None:
+        """F of the layer has run.
+
+        Raises:
+            LayerRefused: it calls `backward()`.
+        """
+        self._refuse_backward(number)
+        stage, late = self._stage, self._late
+        if self._inspection is not None and self._compares and number not in late.whole:
+            why = self._inspection.why_kept(late.saved_by(number))
+            if why is not None:
+                num_bytes = stage.meter.uncounted_bytes(late.saved_by(number))
+                stage.kept.add(late, (number,), f"{stage.name_of(number)} {why}", num_bytes=num_bytes)
+            elif (held := self._inspection.held_outside) >= _LITTLE_BYTES and number not in stage.holds_outside:
+                stage.holds_outside.add(number)
+                warnings.warn(
+                    f"{stage.name_of(number)} holds {held} bytes per microbatch outside of its saved tensors (such as ctx.x = x): "
+                    "recompute cannot free them. In an autograd.Function use ctx.save_for_backward",
+                    stacklevel=2,
+                )
+        if number in late.reads_from:
+            first = late.reads_from[number]
+            through = "" if first == number else f"through {stage.name_of(first)} "
+            why = f"{stage.name_of(number)} takes a gradient {through}inside its forward"
+            stage.kept.add(late, range(first, number + 1), why, free=True)
+
+    def _inspect(self, number: int, value: Any) -> LayerInspection:
+        stage, given, deferral = self._stage, self._given, self._deferral
+        is_loss = number == len(stage.layers)
+
+        def call(layer: Any, value: Any) -> Any:
+            if deferral is not None:
+                layer = stage.weights.split(deferral, number, layer, is_forward=False)
+            return stage.casts.once(number, layer, make=True)(value) if stage.casts.is_active() else layer(value)
+
+        target = pytree.tree_map_only(Tensor, Tensor.clone, given.target)
+
+        def call_loss(loss_fn: Any, output: Any) -> Any:  # on a target of its own: it may be changed in place
+            own = replace(given, target=pytree.tree_map_only(Tensor, Tensor.clone, target))
+            return stage.weighted_loss(loss_fn, output, own, AddedLosses())
+
+        return LayerInspection(
+            stage.loss_fn if is_loss else stage.layers[number],
+            value,
+            call=call_loss if is_loss else call,
+            seed=functools.partial(stage.seed, number, self._seeds[number]),
+            buffers=stage.state.copies_of(number),
+            # Of a set that is kept a forward may change weights that do not learn, and a copy must not.
+            shared=[one for one in stage.state.parameters if one.requires_grad or not self._late.keep],
+        )
+
+    def _gradients_now(self) -> list[tuple[Tensor | None, int]]:
+        found = [parameter.grad for parameter in self._stage.state.parameters]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
+
+    def _refuse_backward(self, number: int) -> None:
+        """In a pipeline forwards stand in another order than in the plain loop; and sums of floats depend on their order."""
+        pairs = zip(self._gradients_now(), self._gradients)
+        if any(new is not old or version != was for (new, version), (old, was) in pairs):
+            raise LayerRefused(
+                f"{self._stage.name_of(number)} calls backward() in its forward, which adds to .grad: gradients come from the loss "
+                "alone. Give the local loss to pipetrain.add_loss, or take its gradient with torch.autograd.grad"
+            )
 
 
 class RefusesHooks(BaseException):
@@ -98,6 +213,8 @@ class LayerInspection:
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
+    held_outside = 0  # bytes that stay when it has run again, besides its output and what it has saved
+
     def why_kept(self, saved: Sequence[Tensor]) -> str | None:
         """Why the layer cannot be recomputed, if it cannot: F has run, and has `saved` these."""
         if self._rebinds:
@@ -114,8 +231,10 @@ class LayerInspection:
         before = own_traces(self._twin)
         again: list[Tensor] = []
         try:
-            with collecting():
-                self._run(lambda tensor: again.append(tensor.detach()), _refuse)
+            with collecting(), _StoragesMade() as made:
+                output = self._run(lambda tensor: again.append(tensor.detach()), _refuse)
+            self.held_outside = made.bytes_left((output, again))
+            del output
         except Exception:
             return None  # R will say it
         if (name := first_change(before, own_traces(self._twin))) is not None:
@@ -135,14 +254,42 @@ class LayerInspection:
             if module._buffers.get(name) is buffer:  # R finds another one as the last F has left it
                 buffer.data = values.clone()
 
-    def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         self._seed()
         with saved_tensors_hooks(pack, unpack):
-            self._call(self._twin, _own_copy(self._value))
+            return self._call(self._twin, _own_copy(self._value))
 
 
-def refuses_hooks(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
+class _StoragesMade(TorchDispatchMode):
+    """The memory that operations in its block made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        there = _storages_in((args, kwargs))
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and is_dense(leaf) and storage_key(leaf) not in there:
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        return output
+
+    def bytes_left(self, allowed: Any) -> int:
+        """Of what is still there, besides that of tensors in `allowed`."""
+        for key in _storages_in(allowed):
+            self._made.pop(key, None)
+        if self._num_alive() >= _LITTLE_BYTES:
+            gc.collect()  # cycles are garbage, not held
+        return self._num_alive()
+
+    def _num_alive(self) -> int:
+        return sum(size for ref, size in self._made.values() if not ref.expired())  # type: ignore[misc, no-untyped-call]
+
+
+def _storages_in(tree: Any) -> set[int]:
+    return {storage_key(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 def _refuse(_: Any) -> NoReturn:
@@ -204,8 +351,7 @@ def _alive(tensor: Tensor) -> Tensor:
     alike = copy_of(tensor)
     if not tensor.requires_grad:
         return alike
-    alive: Tensor = Gate.apply(torch.empty(0, device=tensor.device, requires_grad=True), alike, {}, 0)  # type: ignore[no-untyped-call]
-    return alive
+    return through_gate(torch.empty(0, device=tensor.device, requires_grad=True), alike)
 
 
 def _is_object(leaf: Any) -> bool:

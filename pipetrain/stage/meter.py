@@ -31,7 +31,6 @@ class ActivationMeter:
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
         self._left_out: dict[int, int] = {}  # storages of casts of weights, and who says so
-        self.message_storages: set[int] = set()  # of what comes from other ranks in this step; other threads make them
         self._on_their_way: dict[
             int, int
         ] = {}  # of the holders, those that only wait for the memory to leave or to be used

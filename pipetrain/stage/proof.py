@@ -49,14 +49,12 @@ class Proof:
 
     def __init__(self) -> None:
         self.stop = Stop.AT_SLOT
-        self._brought: list[tuple[Slot, Slot]] = []  # of the layer that R is in: F's slot, R's
-        self._deferred: list[tuple[Slot, Slot]] = []
+        self._brought: list[tuple[Slot, Tensor]] = []  # of the layer that R is in: F's slot, R's tensor
+        self._deferred: list[tuple[Slot, Tensor]] = []
 
     def bring(self, slot: Slot, tensor: Tensor) -> None:
         """R has saved `tensor` where F filled `slot`."""
-        found = type(slot)(slot.layer, slot.number)
-        found.fill(tensor)
-        self._brought.append((slot, found))
+        self._brought.append((slot, tensor.detach()))
 
     def at_last_slot(self) -> None:
         """R has brought the last tensor: it may end here if all are right by now."""
@@ -65,7 +63,7 @@ class Proof:
 
     def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
         """`last`: the layer that fills the last slot. `meter` is told of what R has brought."""
-        meter.touch(meter.uncounted_bytes([found.tensor for _, found in self._brought if found.tensor is not None]))
+        meter.touch(meter.uncounted_bytes(found for _, found in self._brought))
         while self._brought:
             pair = self._brought.pop()
             if _differ(*pair):
@@ -80,18 +78,16 @@ class Proof:
             return None
         slot, found = min(differing, key=lambda pair: pair[0].number)
         assert slot.tensor is not None
-        assert found.tensor is not None
-        return slot, describe_difference(found.tensor, slot.tensor)
+        return slot, describe_difference(found, slot.tensor)
 
     def clear(self) -> None:
         self._brought.clear()
         self._deferred.clear()
 
 
-def _differ(slot: Slot, found: Slot) -> bool:
+def _differ(slot: Slot, found: Tensor) -> bool:
     assert slot.tensor is not None
-    assert found.tensor is not None
-    return differ(found.tensor, slot.tensor)
+    return differ(found, slot.tensor)
 
 
 def differ(found: Tensor, expected: Tensor) -> bool:

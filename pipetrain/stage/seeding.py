@@ -41,21 +41,28 @@ def weight_seed(seed: int, layer: int) -> int:
     return mix(seed, layer)
 
 
-def seed_generators(seed: int, device: torch.device, *, python: bool = True) -> None:
-    """Set the default generators that a layer on `device` draws from.
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The default generators that a layer on `device` draws from."""
+    own = [torch.default_generator]
+    return own if device.type != "cuda" else [*own, torch.cuda.default_generators[device.index or 0]]
 
-    Not `torch.manual_seed`, which seeds every back-end of the machine: this runs once per layer and microbatch. Those of
-    Python and, where it is loaded, of numpy take ten times as long: not set without `python`, for a layer that
-    `draws_in_python` knows not to use them.
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Set the default generators that a layer on `device` draws from, and those of Python.
+
+    Not `torch.manual_seed`, which seeds every back-end of the machine: this runs once per layer and microbatch.
     """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    if python:
-        random.seed(seed)
-        numpy_random = sys.modules.get(_NUMPY)
-        if numpy_random is not None:
-            numpy_random.seed(seed & 0xFFFFFFFF)
+    for generator in generators_of(device):
+        generator.manual_seed(seed)
+    seed_python(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Set the generators of Python and, where it is loaded, of numpy: ten times the work of torch's, for a layer that may draw from them."""
+    random.seed(seed)
+    numpy_random = sys.modules.get(_NUMPY)
+    if numpy_random is not None:
+        numpy_random.seed(seed & 0xFFFFFFFF)
 
 
 def draws_in_python(layer: Any) -> bool:

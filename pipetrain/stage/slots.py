@@ -4,7 +4,7 @@ Autograd runs a backward node on the stream on which its forward ran, so a graph
 stream. Here B runs on the graph of F; only the tensors come from R, whose own graph is thrown away.
 
     F   pack    -> Slot()            [1] an empty slot goes into the graph; the tensor is not held
-    R   pack(t) -> slot.fill(t)      [2] the same layers save the same tensors in the same order
+    R   pack(t) -> slot.tensor = t   [2] the same layers save the same tensors in the same order
     B   unpack  -> slot.tensor       [3] read, not emptied: a node may read twice; the slot goes when its node goes
 
 Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place, so it is made here: at the
@@ -19,18 +19,19 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
-from pipetrain.stage.selective import KeptOutputs, Selection
+from pipetrain.stage.selective import KeptOutputs, Selection, beside_mode
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 from pipetrain.stage.witness import Witness
 
@@ -57,24 +58,25 @@ class LayerRefused(RuntimeError):
     """A layer does in its forward what no stage can give it; the message says what to do."""
 
 
+# What torch.func says where saved-tensor hooks are in force.
+_FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
+
+
 # The node of what R begins with behind a layer that it passes over, which in F was that layer's.
 _ENTERED = "GateBackward"
 
 
 class Slot:
-    """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R.
+    """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R."""
 
-    `number` counts the slots of a set, `layer` is the layer of the stage that saved the tensor.
-    """
-
-    __slots__ = ("counted", "layer", "number", "tensor", "version")
-
-    def __init__(self, layer: int = 0, number: int = 0) -> None:
-        self.tensor: Tensor | None = None
-        self.version = 0
-        self.layer = layer
-        self.number = number
-        self.counted: CountedBytes | None = None
+    tensor: Tensor | None = None
+    version = 0
+    number = 0  # in its set
+    counted: CountedBytes | None = None
 
     def fill(self, tensor: Tensor) -> None:
         # Detached: the tensor may be an output of the node that will own this slot, and a cycle would keep both alive.
@@ -117,10 +119,15 @@ class LateBoundSet:
     ) -> None:
         self.keep = keep
         self.proof = proof
-        self.wanted: Slot | None = None  # an empty slot that a layer has read in F
-        self.hooks_refused = False  # the layer that F is in has asked for no hooks (torch.func)
+        self.is_filled = keep or proof is not None  # by F
+        self.wanted: int | None = None  # the layer whose empty slot another, or the same, has read in F
+        self.hooks_refused = False  # the layer that F is in has asked for no hooks
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
-        self._fills = keep or proof is not None
+        self.whole: set[int] = set()  # layers whose saved tensors F keeps: R brings nothing of theirs
+        self.free: set[int] = set()  # of these, those that run without hooks
+        self.layer = -1  # that F or R is in
+        self.num_bytes = 0  # of what fills the slots
+        self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
         self._split = split
         self._casts = casts
         self._name_of = name_of
@@ -129,115 +136,108 @@ class LateBoundSet:
         self._slots: list[Slot] = []
         self._signatures: list[Signature] = []
         self._witness = witness
-        self._watches = watches or self._fills or witness is not None
-        self._witnesses: list[tuple[int, int, Tensor]] = []  # slot number, version, alias without storage
-        self.num_bytes = 0  # of what fills the slots
-        self._starts: list[int] = []  # number of the first slot of each layer
-        self._whole: set[int] = set()  # layers whose saved tensors F keeps: R brings nothing of theirs
-        self._free: set[int] = set()  # of these, those that run without hooks
+        self._watches = watches or self.is_filled or witness is not None
+        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
+        self._starts: list[int] = []  # the first slot of each layer
         self._filled = 0
         self._end = 0  # as many slots are filled when R is complete
         self._stop = Stop.AT_SLOT
         self._is_complete = False
         self._failure: RuntimeError | None = None
-        self._layer = -1  # that F or R is in
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self._outputs = None if selection is None or keep else KeptOutputs(selection, meter)
-        self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
 
-    def __len__(self) -> int:
-        """How many slots R has to fill, or to prove."""
-        return sum(slot.layer not in self._whole for slot in self._slots)
+    # Layers -----------------------------------------------------------------------------------------------------
 
-    def start_layer(self) -> None:
-        """F or R goes on to its next layer; in R, the one before must have saved as many tensors as in F.
+    def start_layer(self) -> AbstractContextManager[object]:
+        """F or R goes on to its next layer, which runs under what this returns.
 
         Raises:
             SetComplete: R need not go on.
             RecomputeMismatch: the layer before did something else than in F.
         """
-        if self._phase is _Phase.FORWARD:
-            self._layer += 1
-            self._starts.append(len(self._slots))
-            if self._witness is not None:
-                self._witness.end_layer()
-            return
+        self.layer += 1
+        if self._phase is _Phase.RECOMPUTE:
+            return self._start_layer_of_recompute()
+        self._starts.append(len(self._slots))
+        if self._witness is not None and self.layer:
+            self._witness.end_layer()
+        has_hooks = self.layer not in self.free
+        looks = self._watches or self._casts is not None or self.layer in self.whole
+        # Not held: they refer to this set.
+        hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
+        if not has_hooks:
+            return nullcontext()
+        return (
+            hooks if self._outputs is None else _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+        )
+
+    def _start_layer_of_recompute(self) -> AbstractContextManager[object]:
+        self.layer -= 1
         self.raise_what_was_meant()
         self._end_layer_of_recompute()
         if self._stop is Stop.AT_LAYER and self._filled >= self._end:
             raise SetComplete
-        self._layer += 1
-        if self._layer in self._whole:
-            self._filled = self._end_of(self._layer)
-
-    def hooks(self) -> AbstractContextManager[object]:
-        """The hooks under which a layer runs, in F and in R; and what keeps outputs in F, and gives them out in R."""
-        if self._phase is _Phase.FORWARD:
-            hooks = saved_tensors_hooks(self._pack_in_forward, self._unpack)
-            if self._outputs is None:
-                return hooks
-            return _both(hooks, self._outputs.in_forward(self._layer, self._slots.__len__))
+        self.layer += 1
+        if self.layer in self.whole:
+            self._filled = self._end_of(self.layer)
+        pack = self._fill if self.proof is None and self._casts is None else self._compare
         if self._outputs is None:
-            return saved_tensors_hooks(self._pack_in_recompute, self._unpack_in_recompute)
-        hooks = saved_tensors_hooks(self._pack_beside_mode, self._unpack_in_recompute)
-        return _both(hooks, self._outputs.in_recompute(self._layer, self.fail))
+            return saved_tensors_hooks(pack, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(beside_mode(pack), self._unpack_in_recompute)
+        return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
 
-    def before_layer(self, given: Sequence[Tensor]) -> None:
-        """F comes to a layer that gets `given`."""
+    def before_layer(self, value: Any) -> None:
+        """F comes to the layer after this one, which gets `value`."""
         if self._outputs is not None:
-            self._outputs.before_layer(self._layer, given, is_free=self._layer in self._free)
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            self._outputs.before_layer(self.layer + 1, tensors, is_free=self.layer + 1 in self.free)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
-        """The layer that F is in cannot go on with hooks: it is to start again without."""
+        """The layer that F is in cannot go on with hooks."""
         self.hooks_refused = True
         raise NeedsGradientInside
 
-    def is_whole(self, layer: int) -> bool:
-        """Whether this layer's saved tensors stay in the graph of F, so that it runs without hooks in R as well."""
-        return layer in self._whole
-
     # F ----------------------------------------------------------------------------------------------------------
 
-    def is_free(self, layer: int) -> bool:
-        """Whether this layer runs without hooks in F."""
-        return layer in self._free
-
     def keep_whole(self, layers: Set[int], free: Set[int]) -> None:
-        """The saved tensors of these layers stay in the graph of F, as they are."""
-        self._whole |= layers
-        self._free |= free
+        """The saved tensors of these layers stay in the graph of F, as they are; `free` are those that run without hooks."""
+        self.whole |= layers
+        self.free |= free
 
-    def _pack_in_forward(self, tensor: Tensor) -> Slot:
+    def _pack(self, tensor: Tensor) -> Slot:
         # Here and below, for each tensor that is saved: as few lines as can be.
-        slots = self._slots
-        slot = Slot(self._layer, len(slots))
+        slot, slots = Slot(), self._slots
+        slot.number = len(slots)
         slots.append(slot)
         self._signatures.append((tensor.shape, tensor.dtype, type(tensor.grad_fn)))
-        if self._casts is not None:
-            self._casts.see(tensor)
-        if self._watches or self._layer in self._whole:
-            self._watch(slot, tensor)
         return slot
 
-    def _watch(self, slot: Slot, tensor: Tensor) -> None:
-        if self._fills or self._layer in self._whole:
+    def _pack_and_look(self, tensor: Tensor) -> Slot:
+        slot = self._pack(tensor)
+        if self._casts is not None:
+            self._casts.see(tensor)
+        is_whole = self.layer in self.whole
+        if self.is_filled or is_whole:
             slot.fill(tensor)
         elif self._witness is not None:
             self._witness.see(slot.number, tensor)
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            witness = _witness(tensor) if slot.tensor is None else slot.tensor
-            self._witnesses.append((slot.number, tensor._version, witness))
+        if (self._watches or is_whole) and tensor.layout is torch.strided and not tensor.is_nested:
+            alias = _version_alias(tensor) if slot.tensor is None else slot.tensor
+            self._aliases.append((slot.number, tensor._version, alias))
+        return slot
 
     def _unpack(self, slot: Slot) -> Tensor:
-        if self._phase is _Phase.FORWARD:
-            if slot.tensor is None:
-                self.wanted = slot
-                raise NeedsGradientInside
-            self.reads_from[self._layer] = min(slot.layer, self.reads_from.get(self._layer, slot.layer))
         tensor = slot.tensor
-        assert tensor is not None, f"B reads an empty slot of {self._name_of(slot.layer)}: its R has not run"
+        if self._phase is _Phase.FORWARD:
+            layer = self._layer_of(slot.number)
+            if tensor is None:
+                self.wanted = layer
+                raise NeedsGradientInside
+            self.reads_from[self.layer] = min(layer, self.reads_from.get(self.layer, layer))
+        assert tensor is not None, f"B reads an empty slot of {self._name_of_slot(slot)}: its R has not run"
         if tensor._version != slot.version:
-            raise _changed(self._name_of(slot.layer), tensor, "before B read it")
+            raise _changed(self._name_of_slot(slot), tensor, "before B read it")
         return tensor
 
     def end_forward(
@@ -251,21 +251,35 @@ class LateBoundSet:
         Raises:
             SavedTensorChanged: with the layer, and the shape of the tensor.
         """
-        self._check_witnesses("later in the same forward")
+        for number, version, alias in self._aliases:
+            if alias._version != version:
+                where = self._name_of(self._layer_of(number))
+                raise _changed(where, self._signatures[number], "later in the same forward")
+        self._aliases.clear()
         self._phase = _Phase.WAITING
         if self._witness is not None:
             self._witness.end_layer()
         for reader, first in self.reads_from.items():
-            self._whole.update(range(first, reader + 1))
-            self._free.update(range(first, reader + 1))
+            self.whole.update(range(first, reader + 1))
+            self.free.update(range(first, reader + 1))
         if changing:
             self._copy_what_changes(changing)
+        self._end = self._last_slot_of_recompute() if needed else 0
         if self._outputs is not None:
-            self._outputs.end_forward(self._whole, self._end_of_recompute() if needed else 0)
-        if self._fills or self._whole - self._free:
+            self._outputs.end_forward(self.whole, self._end)
+        if self.is_filled or self.whole - self.free:
             self._count(size)
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
+
+    def _last_slot_of_recompute(self) -> int:
+        """The number after that of the last slot that R fills, or proves."""
+        if not self.whole:
+            return len(self._slots)
+        ends = [
+            self._end_of(n) for n, start in enumerate(self._starts) if n not in self.whole and start < self._end_of(n)
+        ]
+        return max(ends, default=0)
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
         copies: Storages = {}  # of each storage one, so that views still share it
@@ -292,52 +306,61 @@ class LateBoundSet:
 
     # R ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def needs_recompute(self) -> bool:
+        """Whether there is a slot that R has to fill, or to prove."""
+        return self._end > 0
+
+    def last_signatures(self) -> Sequence[Signature]:
+        """Of what the last layer that R fills slots of has saved."""
+        start = self._starts[bisect_right(self._starts, self._end - 1) - 1] if self._end else 0
+        return self._signatures[start : self._end]
+
     def start_recompute(self, stop: Stop = Stop.AT_SLOT) -> None:
         """R begins, and ends where `stop` says; where there is a proof, with the stage."""
         self._phase = _Phase.RECOMPUTE
-        self._layer, self._filled = -1, 0
+        self.layer, self._filled = -1, 0
         self._stop = Stop.AT_END if self.proof else stop
-        self._end = self._end_of_recompute()
 
-    def _end_of_recompute(self) -> int:
-        """The number after that of the last slot that R fills, or proves."""
-        return max((slot.number + 1 for slot in self._slots if slot.layer not in self._whole), default=0)
-
-    def _pack_in_recompute(self, tensor: Tensor) -> None:
-        if self._is_complete:
+    def _fill(self, tensor: Tensor) -> None:
+        slot = self._next_slot(tensor)
+        # Detached: the tensor may be an output of the node that owns this slot, and a cycle would keep both alive.
+        slot.tensor = tensor.detach()
+        slot.version = tensor._version
+        self._filled += 1
+        if self._filled == self._end and self._stop is Stop.AT_SLOT:
+            self._is_complete = True
             raise SetComplete
-        number = self._filled
-        found = tensor.shape, tensor.dtype, type(tensor.grad_fn)
-        if number >= len(self._slots) or found != self._signatures[number]:
-            self._fail_because_of(number, found)
-        slot = self._slots[number]
+
+    def _compare(self, tensor: Tensor) -> None:
+        """As `_fill`, for a proof, or where casts are told."""
         if self._casts is not None:
             self._casts.see_again(tensor)
         if self.proof is None:
-            # Detached: the tensor may be an output of the node that owns this slot, and a cycle would keep both alive.
-            slot.tensor = tensor.detach()
-            slot.version = tensor._version
-        else:
-            self.proof.bring(slot, tensor)
-        self._filled = number + 1
+            self._fill(tensor)
+            return
+        self.proof.bring(self._next_slot(tensor), tensor)
+        self._filled += 1
         if self._filled == self._end:
-            self._at_last_slot()
-
-    def _pack_beside_mode(self, tensor: Tensor) -> None:
-        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
-            self._pack_in_recompute(tensor)
-
-    def _at_last_slot(self) -> None:
-        if self.proof is not None:
             self.proof.at_last_slot()
-        if self._stop is Stop.AT_SLOT:
-            self._is_complete = True
+
+    def _next_slot(self, tensor: Tensor) -> Slot:
+        """The slot in which F saved what R saves now."""
+        if self._is_complete:
             raise SetComplete
+        number = self._filled
+        signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        if number >= len(self._slots):
+            self.fail(f"saves one tensor more than in F: {_describe(signature)}")
+        expected = self._signatures[number]
+        if signature != expected and (signature[:2] != expected[:2] or signature[2].__name__ != _ENTERED):
+            self.fail(f"saves {_describe(signature)}, in F it was {_describe(expected)}")
+        return self._slots[number]
 
     def _unpack_in_recompute(self, _: Any) -> NoReturn:
         if self._is_complete:
             raise SetComplete
-        self._fail(self._layer, "takes a gradient inside the layer, which F did not")
+        self.fail("takes a gradient inside the layer, which F did not")
 
     def raise_what_was_meant(self) -> None:
         """A layer has raised something, or returned: what the hooks had raised through it before counts.
@@ -350,22 +373,30 @@ class LateBoundSet:
         if self._failure is not None:
             raise self._failure
 
-    def fail(self, what: str) -> NoReturn:
-        """R of the layer that it is in did something else than F."""
-        self._fail(self._layer, what)
+    def is_what_was_meant(self, error: BaseException) -> bool:
+        """Whether R is complete, although a layer has raised `error`.
+
+        Raises:
+            RecomputeMismatch
+        """
+        if not self._is_complete and self._failure is not None:
+            raise self._failure
+        if not self._is_complete and refuses_hooks(error):
+            self.fail("takes a gradient inside the layer (torch.func), which F did not")
+        return self._is_complete
 
     def _end_layer_of_recompute(self) -> None:
-        if self._layer < 0:
+        if self.layer < 0:
             return
-        expected = self._end_of(self._layer)
+        expected = self._end_of(self.layer)
         if self._filled < expected:
             self._fail_because_it_ended()
         if self._filled > expected:
-            self._fail(self._layer, f"saves {self._filled - expected} tensors more than in F")
-        if self._outputs is not None and self._layer not in self._whole and (left := self._outputs.left(self._layer)):
-            self._fail(self._layer, f"ended without {left} of the operations whose outputs F kept")
+            self.fail(f"saves {self._filled - expected} tensors more than in F")
+        if self._outputs is not None and self.layer not in self.whole and (left := self._outputs.left(self.layer)):
+            self.fail(f"ended without {left} of the operations whose outputs F kept")
         if self.proof is not None:
-            self.proof.at_layer_end(self._meter, last=self._starts[self._layer] < self._end <= expected)
+            self.proof.at_layer_end(self._meter, last=self._starts[self.layer] < self._end <= expected)
 
     def end_recompute(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
         """R is done: every slot is full and what fills it has not changed. `size` is that of sets of this kind.
@@ -384,30 +415,32 @@ class LateBoundSet:
             self._fail_because_it_ended()
         if (difference := self._difference()) is not None:
             raise difference
-        for slot in self._slots if self.proof is None else ():
-            if slot.tensor is not None and slot.tensor._version != slot.version:
-                raise _changed(self._name_of(slot.layer), slot.tensor, "later in the same recompute")
-        changed = (
-            None if self._witness is None or self.proof is not None else self._witness.first_difference(self._slots)
-        )
-        if changed is not None:
-            what = _describe(self._signatures[changed.number])
-            raise self._mismatch(changed.layer, f"saves {what} with other values, which it did not in its first step")
-        for slot in self._slots if own else ():
-            if slot.tensor is not None and slot.storage() in own:
-                slot.fill(slot.tensor.data)
         if self.proof is None:
+            self._check_filled()
+            for slot in self._slots if own else ():
+                if slot.tensor is not None and slot.storage() in own:
+                    slot.fill(slot.tensor.data)
             self._count(size)
+        else:
+            self.proof.clear()
         self._phase = _Phase.WAITING
         self.set_bytes_before = self.saved_outputs_bytes
         self._slots.clear()
-        if self.proof is not None:
-            self.proof.clear()
+
+    def _check_filled(self) -> None:
+        for slot in self._slots:
+            if slot.tensor is not None and slot.tensor._version != slot.version:
+                raise _changed(self._name_of_slot(slot), slot.tensor, "later in the same recompute")
+        if self._witness is None:
+            return
+        layer = self._witness.first_difference(self._slots)
+        if layer is not None:
+            raise self._mismatch(layer, "saves other values than F did, which it did not in its first step")
 
     def drop(self) -> None:
         """The step has failed: hold nothing any more."""
         self._slots.clear()
-        self._witnesses.clear()
+        self._aliases.clear()
         self._failure = None
         if self.proof is not None:
             self.proof.clear()
@@ -424,24 +457,14 @@ class LateBoundSet:
         """B is done: whatever is left of the set belongs to the graph, which goes."""
         assert not self._slots, f"{len(self._slots)} slots are still held after their B"
         assert not self.outputs_bytes, f"{self.outputs_bytes} bytes of outputs are still kept after their B"
-        assert not self._witnesses, f"{len(self._witnesses)} witnesses are still held after their B"
+        assert not self._aliases, f"{len(self._aliases)} aliases are still held after their B"
 
-    # --------------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether F has filled the slots."""
-        return self._fills
+    # What fills the slots ---------------------------------------------------------------------------------------
 
     def saved_by(self, layer: int) -> list[Tensor]:
         """What F has filled the slots of a layer with, in order."""
-        return [
-            slot.tensor for slot in self._slots[self._starts[layer] : self._end_of(layer)] if slot.tensor is not None
-        ]
-
-    def bytes_of(self, layer: int) -> int:
-        """Of what F has filled the slots of a layer with."""
-        return self._meter.uncounted_bytes(self.saved_by(layer))
+        slots = self._slots[self._starts[layer] : self._end_of(layer)]
+        return [slot.tensor for slot in slots if slot.tensor is not None]
 
     def storages(self) -> set[int]:
         """Of what F has filled the slots with."""
@@ -466,33 +489,25 @@ class LateBoundSet:
 
     def _end_of(self, layer: int) -> int:
         """The number after that of the layer's last slot."""
-        return self._starts[layer + 1] if layer + 1 < len(self._starts) else len(self._slots)
+        return self._starts[layer + 1] if layer + 1 < len(self._starts) else len(self._signatures)
 
-    def _check_witnesses(self, when: str) -> None:
-        for number, version, witness in self._witnesses:
-            if witness._version != version:
-                raise _changed(self._layer_of(number), self._signatures[number], when)
-        self._witnesses.clear()
+    def _layer_of(self, slot: int) -> int:
+        return bisect_right(self._starts, slot) - 1
 
-    def _layer_of(self, number: int) -> str:
-        return self._name_of(bisect_right(self._starts, number) - 1)
+    def _name_of_slot(self, slot: Slot) -> str:
+        return self._name_of(self._layer_of(slot.number))
 
-    def _fail_because_of(self, number: int, found: Signature) -> None:
-        if number >= len(self._slots):
-            self._fail(self._layer, f"saves one tensor more than in F: {_describe(found)}")
-        expected = self._signatures[number]
-        if found[:2] != expected[:2] or found[2].__name__ != _ENTERED:
-            self._fail(self._layer, f"saves {_describe(found)}, in F it was {_describe(expected)}")
+    # R went another way -----------------------------------------------------------------------------------------
+
+    def fail(self, what: str, layer: int | None = None) -> NoReturn:
+        """R of the layer that it is in did something else than F. Where a layer before had other values already, those are the cause."""
+        if self._failure is None:
+            self._failure = self._difference() or self._mismatch(self.layer if layer is None else layer, what)
+        raise self._failure
 
     def _fail_because_it_ended(self) -> NoReturn:
-        layer = bisect_right(self._starts, self._filled) - 1
-        self._fail(layer, f"ended without saving {_describe(self._signatures[self._filled])}, which F saved")
-
-    def _fail(self, layer: int, what: str) -> NoReturn:
-        """R went another way. Where a layer before had other values already, those are the cause."""
-        if self._failure is None:
-            self._failure = self._difference() or self._mismatch(layer, what)
-        raise self._failure
+        missing = _describe(self._signatures[self._filled])
+        self.fail(f"ended without saving {missing}, which F saved", self._layer_of(self._filled))
 
     def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
         """The first value that the proof found to be another than in F, if there is one."""
@@ -501,8 +516,9 @@ class LateBoundSet:
             return None
         slot, how = found
         if slot.tensor is not None and slot.tensor._version != slot.version:
-            return _changed(self._name_of(slot.layer), slot.tensor, "after its forward, before it was recomputed")
-        return self._mismatch(slot.layer, f"saves {_describe(self._signatures[slot.number])} with other values: {how}")
+            return _changed(self._name_of_slot(slot), slot.tensor, "after its forward, before it was recomputed")
+        what = _describe(self._signatures[slot.number])
+        return self._mismatch(self._layer_of(slot.number), f"saves {what} with other values: {how}")
 
     def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:
         return RecomputeMismatch(
@@ -524,11 +540,9 @@ def _describe(signature: Signature) -> str:
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
 
 
-def _witness(tensor: Tensor) -> Tensor:
+def _version_alias(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of `tensor` and none of its memory."""
     alias = tensor.detach()
-    if tensor.layout is not torch.strided:  # cannot be empty; they are buffers, as a rule, which stay in any case
-        return alias
     alias.data = alias.new_empty(0)
     return alias
 

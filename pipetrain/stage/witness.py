@@ -1,17 +1,18 @@
-"""The witness: in each step one microbatch of each stage, in turn, of whose saved tensors F and R take checksums.
+"""The witness: in each step one microbatch of each stage, in turn, of whose saved tensors F and R take checksums, one per layer.
 
 So a layer that begins to do something else in R than in F, after its first microbatch was proved, is an error within as many steps as there are
-microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already.
+microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already. Parameters are
+left out: their versions are compared.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.stage.tensor_copies import as_integers
 
@@ -23,46 +24,50 @@ _LENGTH = 1 << 16  # of the weights; what is longer is summed in rows, and so ar
 
 
 class Witness:
-    """The checksums of one set."""
+    """The checksums of one set, by layer."""
 
     def __init__(self) -> None:
-        self._of_layer: list[tuple[int, Tensor]] = []
-        self._sums: dict[int, Tensor] = {}  # by slot
+        self._slots: list[int] = []  # of the layer that F is in
+        self._tensors: list[Tensor] = []  # that it has saved in them
+        self._layers: list[tuple[list[int], Tensor | None]] = []  # of those before
 
-    def see(self, number: int, tensor: Tensor) -> None:
-        """F saves this in the slot of this number."""
-        self._of_layer.append((number, tensor.detach()))
+    def see(self, slot: int, tensor: Tensor) -> None:
+        """F saves this in the layer that it is in."""
+        if type(tensor) is not nn.Parameter and type(tensor._base) is not nn.Parameter:
+            self._slots.append(slot)
+            self._tensors.append(tensor)
 
     def end_layer(self) -> None:
         """A layer of F has ended: nothing is held of it any more."""
-        for number, tensor in self._of_layer:
-            found = checksum(tensor)
-            if found is not None:
-                self._sums[number] = found
-        self._of_layer.clear()
+        self._layers.append((self._slots, checksum(self._tensors)))
+        self._slots = []
+        self._tensors.clear()
 
-    def first_difference(self, slots: Sequence[Slot]) -> Slot | None:
-        """The first slot that R has filled with other values than F saved; None: they are the same. Waits for the device."""
-        for slot in slots:
-            expected = self._sums.get(slot.number)
-            found = None if slot.tensor is None or expected is None else checksum(slot.tensor)
-            if found is not None and expected is not None and not torch.equal(found, expected):
-                return slot
+    def first_difference(self, slots: Sequence[Slot]) -> int | None:
+        """The first layer whose slots R has filled with other values than F saved; None: they are the same. Waits for the device."""
+        for layer, (numbers, expected) in enumerate(self._layers):
+            if expected is not None:
+                found = checksum([tensor for n in numbers if (tensor := slots[n].tensor) is not None])
+                if found is None or not torch.equal(found, expected):
+                    return layer
         return None
 
 
-def checksum(tensor: Tensor) -> Tensor | None:
-    """The sum of the bits of a tensor, weighted by position, 0-dim int64; None where it has no plain bits."""
+def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The sum of the bits of some tensors, weighted by position, 0-dim int64; None where they have no plain bits."""
+    with torch.no_grad():
+        found = [bits.reshape(-1) for tensor in tensors if (bits := _bits(tensor)) is not None]
+        return _weighted_sum(found[0] if len(found) == 1 else torch.cat(found)) if found else None
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
     bits = as_integers(tensor)
-    if bits is None or (
-        bits.dtype is torch.uint8 and bits.dim() == 1
-    ):  # what a library keeps for itself has gaps that nobody writes
-        return None
-    return _weighted_sum(bits.reshape(-1).to(torch.int64))
+    # What a library keeps for itself has gaps that nobody writes.
+    return None if bits is None or (bits.dtype is torch.uint8 and bits.dim() == 1) else bits
 
 
 def _weighted_sum(flat: Tensor) -> Tensor:
-    weights, count = _weights(flat.device), flat.numel()
+    weights, count, flat = _weights(flat.device), flat.numel(), flat.to(torch.int64)
     if count <= _LENGTH:
         return torch.dot(flat, weights[:count])
     whole = count - count % _LENGTH

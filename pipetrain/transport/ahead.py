@@ -5,8 +5,8 @@ device comes after who read it, and the waits that the schedule has anyway say s
 (Fidge, "Timestamps in message-passing systems that preserve the partial ordering", 1988), a count of ops per stream.
 
 Two things ask for it. What was sent was allocated on the compute stream, and is let go of when that stream comes after the
-SEND. What is received lies in buffers that are used again: see `rings.py`. So nothing is under `record_stream`, whose blocks
-come back only when the device gets there.
+SEND. What is received lies in a `Ring` of buffers that are used again. So nothing is under `record_stream`, whose blocks come back only
+when the device gets there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
+import torch
+from torch import Tensor, UntypedStorage
+
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.transport.forms import TensorForm
 
 Line = Hashable  # a stream of the lanes: `Lane.COMPUTE`, `Lane.RECOMPUTE`, `Lane.REDUCE`, or stage and kind of a queue of messages
 Moment = int  # so many ops of the compute lane have been launched
@@ -82,6 +86,54 @@ class Ahead:
             passed = max(clock.get(line, 0), self._joined.get(line, 0))
             while held and held[0][0] <= passed:
                 held.popleft()[1]()
+
+
+class Ring:
+    """The buffers of one queue of receives, used again: what it needs at once, and no more. For the thread that launches.
+
+    Without it the host, which runs ahead, would allocate memory for messages that the device gets to much later. A buffer is free
+
+        [1] on the host, when nobody else holds its memory: its F, R and B have been launched, and what was sent of it has been let go of
+        [2] on the device, for a queue whose stream comes after what compute had been given by then
+
+    so a receive into it comes after all that have read it, and no wait is added to those that the schedule has. Where these do not
+    cover it yet, there is one buffer more.
+    """
+
+    def __init__(self, ahead: Ahead, line: Line, device: torch.device) -> None:
+        self._ahead = ahead
+        self._line = line
+        self._device = device
+        self._taken: list[UntypedStorage] = []
+        self._free: list[tuple[UntypedStorage, Moment]] = []  # [1] and when it was seen; the first one first
+        ahead.watch(self._look)
+
+    def take(self, form: TensorForm) -> Tensor:
+        """A buffer for a tensor of this form. The current stream is that of the queue, which owns the memory."""
+        if not form.num_bytes:
+            return form.empty(self._device)
+        memory = self._used_again(form.num_bytes)
+        if memory is None:
+            memory = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        self._taken.append(memory)
+        return form.within(memory)
+
+    def _used_again(self, num_bytes: int) -> UntypedStorage | None:
+        """The smallest free buffer that is large enough. Where none is, a free one goes: lengths may change from step to step."""
+        free = [at for at, (_, moment) in enumerate(self._free) if self._ahead.comes_after(self._line, moment)]
+        large = [at for at in free if self._free[at][0].nbytes() >= num_bytes]
+        if large:
+            return self._free.pop(min(large, key=lambda at: self._free[at][0].nbytes()))[0]
+        if free:
+            del self._free[free[0]]
+        return None
+
+    def _look(self, moment: Moment) -> None:
+        """Whose memory has been let go of: called before each launch, so `moment` is when its last reader was launched."""
+        free = [memory for memory in self._taken if torch._C._storage_Use_Count(memory._cdata) == 1]
+        if free:
+            self._free += [(memory, moment) for memory in free]
+            self._taken = [memory for memory in self._taken if not any(memory is other for other in free)]
 
 
 _NOTHING: dict[Line, int] = {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -15,7 +16,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.transport.forms import is_plain
 from pipetrain.transport.structures import leaf_names, spec_text
 
-_Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # first entry, shape and strides in a storage
+# Of numpy's search for an entry in common; beyond it two views count as overlapping.
+_MOST_WORK = 10_000
 
 
 def cross(
@@ -32,7 +34,7 @@ def cross(
     for number, leaf in enumerate(leaves):
         if fault := _fault(leaf, device):
             raise TypeError(f"{giver} returned {leaf_names(spec, 'output')[number]} as {fault}")
-    if spec.type is not None:
+    if not spec.is_leaf():
         try:
             spec_text(spec)
         except TypeError as error:
@@ -105,58 +107,28 @@ def overlapping(leaves: Sequence[Any]) -> dict[int, int]:
             groups.setdefault(leaf.untyped_storage()._cdata, {}).setdefault(id(leaf), number)
     found: dict[int, int] = {}
     for group in groups.values():
-        if len(group) > 1:
-            numbers = list(group.values())
-            regions = _regions([leaves[number] for number in numbers])
-            found |= {numbers[one]: numbers[other] for one, other in _overlapping_regions(regions)}
+        for one, other in itertools.combinations(group.values(), 2):
+            if _overlap(leaves[one], leaves[other]):
+                found |= {one: other, other: one}
     return found
 
 
-def _regions(tensors: Sequence[Tensor]) -> tuple[_Region, ...]:
-    """Counted in entries where all are of one size, else in bytes."""
-    if len({tensor.itemsize for tensor in tensors}) == 1:
-        return tuple((int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()) for tensor in tensors)
-    return tuple(
-        (
-            int(tensor.storage_offset()) * tensor.itemsize,
-            (*tensor.shape, tensor.itemsize),
-            (*(stride * tensor.itemsize for stride in tensor.stride()), 1),
-        )
-        for tensor in tensors
-    )
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    try:
+        return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)), max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
-@lru_cache(maxsize=256)
-def _overlapping_regions(regions: tuple[_Region, ...]) -> tuple[tuple[int, int], ...]:
-    """Pairs of regions with an entry in common, each both ways round."""
-    spans = [_span(region) for region in regions]
-    origin = min((first for first, last in spans if last > first), default=0)
-    owner = torch.zeros(max(0, max(last for _, last in spans) - origin), dtype=torch.int16, device="cpu")
-    pairs = []
-    for number, (region, (first, last)) in enumerate(zip(regions, spans)):
-        if last == first:
-            continue
-        entries = _entries(owner, region, first - origin, last - first)
-        if other := int(entries.max()):
-            pairs += [(number, other - 1), (other - 1, number)]
-        entries.fill_(number + 1)
-    return tuple(pairs)
+class _Addresses:
+    """The memory of a tensor on any device, for numpy, which compares addresses and reads none."""
 
-
-def _span(region: _Region) -> tuple[int, int]:
-    """The first entry and the one after the last; equal for a region without entries."""
-    first, shape, strides = region
-    if 0 in shape:
-        return first, first
-    return first, first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-
-
-def _entries(memory: Tensor, region: _Region, start: int, length: int) -> Tensor:
-    """The part of `memory` that a region covers; all that lies in between where it covers an entry twice."""
-    dimensions = sorted((stride, size) for size, stride in zip(region[1], region[2]) if stride != 0 and size != 1)
-    reach = 0
-    for stride, size in dimensions:
-        if stride <= reach:
-            return memory[start : start + length]
-        reach += (size - 1) * stride
-    return memory.as_strided([size for _, size in dimensions], [stride for stride, _ in dimensions], start)
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+        }

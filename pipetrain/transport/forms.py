@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import PipelineError
-from pipetrain.transport.structures import leaf_names, structure
+from pipetrain.transport.structures import leaf_names, spec_text, structure
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,14 @@ class TensorForm:
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     needs_gradient: bool
     fixed: str = ""
 
     @property
-    def layout(self) -> tuple[Any, ...]:
-        """What a buffer for it depends on."""
-        return self.shape, self.strides, self.dtype
-
-    @property
     def num_bytes(self) -> int:
         """Of what is sent."""
-        size: int = getattr(torch, self.dtype).itemsize
-        return size * math.prod(self._sent_shape)
+        return self.dtype.itemsize * math.prod(self._sent_shape)
 
     @property
     def _sent_shape(self) -> list[int]:
@@ -49,12 +44,15 @@ class TensorForm:
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for what is sent: as `compact` lays it out."""
-        return torch.empty_strided(self._sent_shape, self.strides, dtype=getattr(torch, self.dtype), device=device)
+        return torch.empty_strided(self._sent_shape, self.strides, dtype=self.dtype, device=device)
 
     def within(self, memory: UntypedStorage) -> Tensor:
         """The same, at the start of `memory`."""
-        buffer = torch.empty(0, dtype=getattr(torch, self.dtype), device=memory.device)
+        buffer = torch.empty(0, dtype=self.dtype, device=memory.device)
         return buffer.set_(memory, 0, self._sent_shape, self.strides)
+
+    def record(self) -> list[Any]:
+        return ["tensor", self.shape, self.strides, str(self.dtype), self.needs_gradient, self.fixed]
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,26 @@ class AliasForm:
 
     leaf: int
 
+    def record(self) -> list[Any]:
+        return ["alias", self.leaf]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class ValueForm:
-    """A plain value as text: 1 and True and 1.0 are different, and NaN is equal to itself."""
+    """A plain value: 1 and True and 1.0 are different, and NaN is equal to itself."""
 
-    kind: str
-    text: str
+    value: Any
 
-    def value(self) -> Any:
-        return _READ[self.kind](self.text)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ValueForm):
+            return NotImplemented
+        return type(self.value) is type(other.value) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+    def record(self) -> list[Any]:
+        return [type(self.value).__name__, str(self.value)]
 
 
 _LeafForm = TensorForm | AliasForm | ValueForm
@@ -80,9 +88,9 @@ _LeafForm = TensorForm | AliasForm | ValueForm
 
 @dataclass(frozen=True)
 class Form:
-    """A tree of tensors and plain values: `spec` is its structure (empty: a mere list), `leaves` what stands in it."""
+    """A tree of tensors and plain values: `spec` is its structure (None: a mere list), `leaves` what stands in it."""
 
-    spec: str
+    spec: pytree.TreeSpec | None
     leaves: tuple[_LeafForm, ...]
 
     @property
@@ -90,62 +98,56 @@ class Form:
         """What is sent, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
-    def is_laid_out_as(self, other: Form) -> bool:
-        """Whether buffers for a message of one form are buffers for the other."""
-        return [tensor.layout for tensor in self.tensors] == [tensor.layout for tensor in other.tensors]
-
-    def name_of(self, number: int) -> str:
+    def name_of(self, index: int) -> str:
         """What a leaf is called in an error."""
-        return leaf_names(structure(self.spec), "output")[number] if self.spec else f"the gradient of leaf {number}"
+        return f"the gradient of leaf {index}" if self.spec is None else leaf_names(self.spec, "output")[index]
 
     def to_json(self) -> bytes:
-        leaves = [{type(leaf).__name__: asdict(leaf)} for leaf in self.leaves]
-        return json.dumps({"spec": self.spec, "leaves": leaves}).encode()
+        leaves = [leaf.record() for leaf in self.leaves]
+        return json.dumps([None if self.spec is None else spec_text(self.spec), leaves]).encode()
 
     @staticmethod
     def from_json(text: bytes) -> Form:
-        record = json.loads(text)
-        return Form(record["spec"], tuple(_leaf_form(**leaf) for leaf in record["leaves"]))
+        spec, leaves = json.loads(text)
+        return Form(None if spec is None else structure(spec), tuple(_leaf_form(*leaf) for leaf in leaves))
 
 
-def _leaf_form(**record: Mapping[str, Any]) -> _LeafForm:
-    ((kind, fields),) = record.items()
-    if kind == "TensorForm":
-        lists = {"shape": tuple(fields["shape"]), "strides": tuple(fields["strides"])}
-        return TensorForm(**{**fields, **lists})
-    return AliasForm(**fields) if kind == "AliasForm" else ValueForm(**fields)
+def _leaf_form(kind: str, *fields: Any) -> _LeafForm:
+    if kind == "tensor":
+        shape, strides, dtype, needs_gradient, fixed = fields
+        return TensorForm(tuple(shape), tuple(strides), _dtype_of(dtype), needs_gradient, fixed)
+    return AliasForm(*fields) if kind == "alias" else ValueForm(_READ[kind](*fields))
 
 
-# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too.
-_WRITE: Mapping[type, Callable[[Any], str]] = {
-    type(None): repr,
-    bool: repr,
-    int: repr,
-    float: repr,
-    complex: repr,
+def _dtype_of(text: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
+    return dtype
+
+
+# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too. How `str` of one is read.
+_PLAIN: Mapping[type, Callable[[str], Any]] = {
+    type(None): lambda _: None,
+    bool: lambda text: text == "True",
+    int: int,
+    float: float,
+    complex: complex,
     str: str,
-    torch.dtype: str,
-    torch.device: str,
+    torch.dtype: _dtype_of,
+    torch.device: torch.device,
 }
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "NoneType": lambda text: None,  # noqa: ARG005
-    "bool": lambda text: text == "True",
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "str": str,
-    "dtype": lambda text: getattr(torch, text.removeprefix("torch.")),
-    "device": torch.device,
-}
+_READ = {kind.__name__: read for kind, read in _PLAIN.items()}
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value that is no tensor can be sent."""
-    return type(value) in _WRITE
+    return type(value) in _PLAIN
 
 
 def pack(
-    leaves: Sequence[Any], needs_gradient: Sequence[bool], spec: str, fixed: Mapping[int, str] | None = None
+    leaves: Sequence[Any],
+    needs_gradient: Sequence[bool],
+    spec: pytree.TreeSpec | None,
+    fixed: Mapping[int, str] | None = None,
 ) -> tuple[Form, list[Tensor]]:
     """The form of a message, and its tensors, laid out as they are sent. In a tree a tensor that stands twice is sent once.
 
@@ -155,14 +157,17 @@ def pack(
     forms: list[_LeafForm] = []
     tensors: list[Tensor] = []
     places: dict[int, int] = {}
-    for number, (leaf, needed) in enumerate(zip(leaves, needs_gradient)):
+    for index, (leaf, needed) in enumerate(zip(leaves, needs_gradient)):
         if not isinstance(leaf, Tensor):
-            forms.append(_value_form(leaf))
-        elif spec and places.setdefault(id(leaf), number) != number:
+            if not is_plain(leaf):
+                kind = type(leaf).__name__
+                raise TypeError(f"a {kind} cannot be sent: only tensors, numbers, strings and None can")
+            forms.append(ValueForm(leaf))
+        elif spec is not None and places.setdefault(id(leaf), index) != index:
             forms.append(AliasForm(places[id(leaf)]))
         else:
             tensors.append(compact(leaf))
-            forms.append(_tensor_form(leaf, tensors[-1], needed, fixed[number] if fixed and number in fixed else ""))
+            forms.append(_tensor_form(leaf, tensors[-1], needed, fixed[index] if fixed and index in fixed else ""))
     return Form(spec, tuple(forms)), tensors
 
 
@@ -170,13 +175,7 @@ def _tensor_form(leaf: Tensor, dense: Tensor, needs_gradient: bool, fixed: str) 
     strides = tuple(
         0 if full != sent else stride for full, sent, stride in zip(leaf.shape, dense.shape, dense.stride())
     )
-    return TensorForm(tuple(leaf.shape), strides, str(leaf.dtype).removeprefix("torch."), needs_gradient, fixed)
-
-
-def _value_form(value: Any) -> ValueForm:
-    if not is_plain(value):
-        raise TypeError(f"a {type(value).__name__} cannot be sent: only tensors, numbers, strings and None can")
-    return ValueForm(type(value).__name__, _WRITE[type(value)](value))
+    return TensorForm(tuple(leaf.shape), strides, leaf.dtype, needs_gradient, fixed)
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -198,21 +197,21 @@ def conform(tensors: Sequence[Tensor], form: Form, found: Form, device: torch.de
         raise PipelineError(
             f"{what}: the structure of what the stage sends changed: then {form}, now {found}. {_CHANGED}"
         )
-    given = iter(tensors)
-    laid_out = []
-    for number, (expected, actual) in enumerate(zip(form.leaves, found.leaves)):
+    given, laid_out = iter(tensors), []
+    for index, (expected, actual) in enumerate(zip(form.leaves, found.leaves)):
+        tensor = next(given) if isinstance(actual, TensorForm) else None
         if not _fits(expected, actual):
-            raise PipelineError(f"{what}: {found.name_of(number)} changed: then {expected}, now {actual}. {_CHANGED}")
+            raise PipelineError(f"{what}: {found.name_of(index)} changed: then {expected}, now {actual}. {_CHANGED}")
         if isinstance(expected, TensorForm):
-            laid_out.append(_restride(next(given) if isinstance(actual, TensorForm) else None, expected, device))
+            laid_out.append(_restride(tensor, expected, device))
     return laid_out
 
 
 _CHANGED = (
-    "On a GPU what stages exchange may change with the shapes of the step's inputs and with requires_grad of parameters only: "
-    "freeze by requires_grad_(False), and not inside a forward"
+    "What stages exchange may change with the inputs' shapes and plain values and with requires_grad of parameters only: freeze by "
+    "requires_grad_(False) and not inside a forward, and pass what a layer computes on as a tensor of one shape"
 )
-_NO_GRADIENT = ValueForm("NoneType", "None")
+_NO_GRADIENT = ValueForm(None)
 
 
 def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
@@ -223,7 +222,7 @@ def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
         if isinstance(leaf, TensorForm):
             leaves.append(next(tensors).expand(leaf.shape))
         else:
-            leaves.append(leaves[leaf.leaf] if isinstance(leaf, AliasForm) else leaf.value())
+            leaves.append(leaves[leaf.leaf] if isinstance(leaf, AliasForm) else leaf.value)
     return leaves
 
 
@@ -237,9 +236,10 @@ def _fits(expected: _LeafForm, actual: _LeafForm) -> bool:
         return actual == expected
     if actual == _NO_GRADIENT:
         return not expected.needs_gradient
-    if not isinstance(actual, TensorForm):
-        return False
-    if (actual.shape, actual.dtype, actual.needs_gradient) != (expected.shape, expected.dtype, expected.needs_gradient):
+    if (
+        not isinstance(actual, TensorForm)
+        or replace(actual, strides=expected.strides, fixed=expected.fixed) != expected
+    ):
         return False
     # What was one entry of an expanded dimension may not become many; the other way round a copy spreads it.
     return all(wanted != 0 or stride == 0 for wanted, stride in zip(expected.strides, actual.strides))

@@ -12,21 +12,21 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, Store, Work
+from torch.distributed import AllreduceOptions, Store
 
 from pipetrain.group.courier import FOREVER, Courier, Transfer, finish
 from pipetrain.group.failure import Monitor
-from pipetrain.group.pair import Pair, break_off, is_broken, make_pair, make_ring, neighbours_in_ring
+from pipetrain.group.pair import Pair, break_off, make_pair, make_ring, neighbours_in_ring
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.transport.ends import Arrived, Ended, MakeBuffers
 from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.lanes import Lanes
 
-CPU = torch.device("cpu")
 _TAG = 0
 _SHORT_BYTES = 1 << 16
-_TAG_NOTES = 2  # 1 is that of `pair.break_off`
 # Who has lost one of two others breaks the connection to find out which; whoever sees that must let the first say so.
 _SETTLE_SECONDS = 0.5
+_PATIENCE_SECONDS = 0.05
 
 
 class GlooEdges:
@@ -39,11 +39,11 @@ class GlooEdges:
         self._monitor = monitor
         self._reduces: _Reduces | None = None
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooInbound:
-        return GlooInbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
+        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
+        return GlooEnd(pair, 1 - place, peer, self._lanes, self._monitor)
 
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> GlooOutbound:
-        return GlooOutbound(self._meet(edge, direction, place), 1 - place, peer, self._lanes, self._monitor)
+    outbound = inbound
 
     def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
         name = f"reduce/{'/'.join(map(str, ranks))}"
@@ -53,131 +53,64 @@ class GlooEdges:
         others = {other: self._monitor.named(ranks[other]) for other in neighbours_in_ring(place, len(ranks))}
         return GlooReducer(ring, others, peer, self._reduces, self._lanes)
 
-    def _meet(self, edge: int, direction: str, place: int) -> Pair:
-        return make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
 
+class GlooEnd:
+    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
 
-class GlooInbound:
-    """The receiving end of one stage edge and direction: `transport.Inbound`."""
+    reads_later = False
 
-    def __init__(self, pair: Pair, source: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+    def __init__(self, pair: Pair, other: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+        """`other` is the place of `peer` in the pair."""
         self.peer = peer
         self._pair = pair
-        self._source = source
+        self._other = other
         self._lanes = lanes
-        self._courier = Courier(f"receive from {peer}", peer, monitor)
-        self._notes = _NotesIn(pair, source)
-        self._num_messages = 0
+        self._courier = Courier(f"messages with {peer}", peer, monitor)
+        self.close = self._courier.close
 
-    def post(
-        self,
-        op: Op,
-        form: Form | None,
-        make_buffers: Callable[[Form], list[Tensor]],
-        arrived: Callable[[Form, Callable[[], list[Tensor]]], None],
-    ) -> None:
-        self._num_messages += 1
-        number = self._num_messages
-
-        def job() -> Callable[[], None]:
+    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
+        def job() -> Ended:
             start = time.perf_counter()
-            known = receive_form(self._pair, self._source) if form is None else form
+            known = receive_form(self._pair, self._other) if form is None else form
             tensors = make_buffers(known)
-            self._receive(tensors or ([] if form is None else [_word()]))
-            if self._notes.came_before(number):
-                known = receive_form(self._pair, self._source)
-                if form is None or not known.is_laid_out_as(form):
-                    tensors = make_buffers(known)
-                    self._receive(tensors)
+            for tensor in tensors or ([] if form is None else [_word()]):
+                finish(self._pair.recv([flat_bytes(tensor)], self._other, _TAG))
             self._lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(known, lambda: tensors)
 
         self._courier.submit(str(op), job)
 
-    def _receive(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            finish(self._pair.recv([flat_bytes(tensor)], self._source, _TAG))
-
-    def close(self) -> None:
-        self._courier.close()
-
-    def abort(self) -> None:
-        break_off(self._pair, self._source)
-
-
-class GlooOutbound:
-    """The sending end of one stage edge and direction: `transport.Outbound`."""
-
-    tells_changes = True
-    reads_later = False
-
-    def __init__(self, pair: Pair, target: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = peer
-        self._pair = pair
-        self._target = target
-        self._lanes = lanes
-        self._courier = Courier(f"send to {peer}", peer, monitor)
-        self._num_messages = 0
-
     def send(
-        self,
-        op: Op,
-        form: Form | None,
-        tensors: list[Tensor],
-        left: Callable[[], None],
-        expected: Form | None = None,
-        ready: Callable[[], None] | None = None,
+        self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended, ready: Callable[[], None] | None = None
     ) -> None:
         """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
         called = time.perf_counter()
-        self._num_messages += 1
-        number = self._num_messages
         # Bytes alone; of what takes longer to copy than to wake a thread, the computing thread does nothing.
         is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
-        short = self._begun(tensors) if is_short and len(tensors) <= 1 else None
+        short = self._courier.begun(self._transfer(*tensors or [_word()])) if is_short and len(tensors) <= 1 else None
 
-        def job() -> Callable[[], None]:
+        def job() -> Ended:
             start = called
             if ready is not None:
                 ready()
                 start = time.perf_counter()
             if short is not None:
                 finish(short())
-            elif form is None:
-                self._send(tensors or [_word()])
-            elif expected is None:
-                send_form(self._pair, self._target, form)
-                self._send(tensors)
             else:
-                self._send_changed(number, form, tensors, expected)
+                if form is not None:
+                    send_form(self._pair, self._other, form)
+                for tensor in tensors or ([_word()] if form is None else []):
+                    finish(self._transfer(tensor)())
             self._lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
         self._courier.submit(str(op), job)
 
-    def _send_changed(self, number: int, form: Form, tensors: list[Tensor], expected: Form) -> None:
-        """What the receiver has posted is filled first: with what is meant, or with as many bytes of nothing."""
-        finish(self._pair.send([torch.tensor([number])], self._target, _TAG_NOTES))
-        fits = form.is_laid_out_as(expected)
-        self._send((tensors if fits else [tensor.empty(CPU) for tensor in expected.tensors]) or [_word()])
-        send_form(self._pair, self._target, form)
-        if not fits:
-            self._send(tensors)
-
-    def _begun(self, tensors: list[Tensor]) -> Transfer:
-        """The transfer of a message of one tensor, or none."""
-        message = flat_bytes(*tensors) if tensors else _word()
-        return self._courier.begun(functools.partial(self._pair.send, [message], self._target, _TAG))
-
-    def _send(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            finish(self._pair.send([flat_bytes(tensor)], self._target, _TAG))
-
-    def close(self) -> None:
-        self._courier.close()
+    def _transfer(self, tensor: Tensor) -> Transfer:
+        return functools.partial(self._pair.send, [flat_bytes(tensor)], self._other, _TAG)
 
     def abort(self) -> None:
-        break_off(self._pair, self._target)
+        break_off(self._pair, self._other)
 
 
 class _Reduces:
@@ -189,7 +122,7 @@ class _Reduces:
 
 
 class GlooReducer:
-    """One end of several ranks that add up gradients, in a ring: `transport.Reducer`. `others` are the two at its sides, by place, or the one."""
+    """One end of several ranks that add up gradients, in a ring: `ends.Reducer`. `others` are the two at its sides, by place, or the one."""
 
     def __init__(self, ring: Pair, others: Mapping[int, str], peer: str, reduces: _Reduces, lanes: Lanes) -> None:
         self.peer = peer
@@ -197,6 +130,7 @@ class GlooReducer:
         self._others = others
         self._reduces = reduces
         self._lanes = lanes
+        self.close = reduces.courier.close
         self._options = AllreduceOptions()
         self._options.timeout = FOREVER
 
@@ -230,42 +164,12 @@ class GlooReducer:
         if len(self._others) == 1:
             return list(self._others.values())
         time.sleep(_SETTLE_SECONDS)
-        return [name for other, name in self._others.items() if is_broken(self._ring, other)] or [
-            *self._others.values()
-        ]
-
-    def close(self) -> None:
-        self._reduces.courier.close()
+        lost = [name for other, name in self._others.items() if break_off(self._ring, other, _PATIENCE_SECONDS)]
+        return lost or [*self._others.values()]
 
     def abort(self) -> None:
         for other in self._others:
             break_off(self._ring, other)
-
-
-class _NotesIn:
-    """Hears that a message is not of the form that is known, without a word more in those that are.
-
-    A receive stands open for a note, and when a message has come one looks into the memory that it fills. A connection brings
-    what it carries in order, and the sender waits until the note has left: so it is there before its message is.
-    """
-
-    def __init__(self, pair: Pair, source: int) -> None:
-        self._pair = pair
-        self._source = source
-        self._note = torch.zeros(1, dtype=torch.int64)  # the number of the message that it belongs to
-        self._work = self._listen()
-
-    def _listen(self) -> Work:
-        self._note.zero_()
-        return self._pair.recv([self._note], self._source, _TAG_NOTES)
-
-    def came_before(self, number: int) -> bool:
-        """Whether message `number`, counted from 1, which has come, had a note."""
-        if self._note.item() != number:
-            return False
-        finish(self._work)
-        self._work = self._listen()
-        return True
 
 
 def _word() -> Tensor:
@@ -279,7 +183,7 @@ def receive_form(pair: Pair, source: int) -> Form:
     finish(pair.recv([size], source, _TAG))
     text = torch.empty(int(size), dtype=torch.uint8)
     finish(pair.recv([text], source, _TAG))
-    return Form.from_json(bytes(text.tolist()))
+    return Form.from_json(text.numpy().tobytes())
 
 
 def send_form(pair: Pair, target: int, form: Form) -> None:

@@ -9,7 +9,7 @@ Every crossing between lanes has the same three moments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport.ahead import Ahead, Line, Moment
+from pipetrain.transport.ahead import Ahead, Line
 from pipetrain.transport.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.transport.device_clock import StepClock
 
@@ -50,12 +50,12 @@ class Lanes:
 
     def __init__(self, rank: int, device: Device) -> None:
         self.device = device
+        self.ahead = Ahead() if device.runs_ahead else None
         self._rank = rank
         self._compute = device.stream(priority=HIGH)
         self._recompute = device.stream(priority=LOW)
         self._messages: dict[Line, Stream] = {}
         self._ended: dict[Op, Event] = {}
-        self._ahead = Ahead() if device.runs_ahead else None
         self._spare: list[Event] = []
         self._spans: list[_Span] = []
         self._host: list[OpEvent] = []
@@ -63,7 +63,7 @@ class Lanes:
 
     def start_step(self) -> None:
         self._ended.clear()
-        self._spans = [] if self._ahead is None else _Spans(self._spare)
+        self._spans = [] if self.ahead is None else _Spans(self._spare)
         self._host = []
         caller = self.device.current()
         for stream in self._streams():
@@ -74,10 +74,10 @@ class Lanes:
         caller = self.device.current()
         for stream in self._streams():
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
-        if self._ahead is not None:
+        if self.ahead is not None:
             for stream in self._streams():
                 self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next
-            self._ahead.join()
+            self.ahead.join()
 
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:
         """The stream of `op`, which waits from now on for the events of `waits`."""
@@ -86,47 +86,30 @@ class Lanes:
             event = self._ended.get(before)
             if event is not None:
                 self.device.wait(stream, event)  # [1]
-        if self._ahead is not None:
-            self._ahead.launch(_line(lane, op), waits)
+        if self.ahead is not None:
+            self.ahead.launch(line_of(lane, op), waits)
         return self.device.on(stream)
 
     @contextmanager
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
         stream = self._stream(lane, op)
         start = self._record(stream)
-        with _profiled(op):
+        # A range for torch's profiler where it is on: without it a range is a tenth of what an op costs us.
+        with record_function(str(op)) if _profiler_enabled() else nullcontext():
             yield  # [2]
         end = self._ended[op] = self._record(stream)  # [3]
         self._spans.append((lane, op, start, end))
-        if self._ahead is not None:
-            self._ahead.end(_line(lane, op), op)
+        if self.ahead is not None:
+            self.ahead.end(line_of(lane, op), op)
 
     def _record(self, stream: Stream) -> Event:
         return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
 
-    def hold(self, lane: Lane, op: Op, let_go: Callable[[], None]) -> None:
-        """Call `let_go` when the compute stream comes after `op`, which was launched: it has given what `op` reads.
-
-        At the latest at the end of the step. On a device that runs ahead.
-        """
-        assert self._ahead is not None
-        self._ahead.hold(_line(lane, op), op, let_go)
-
-    def watch(self, look: Callable[[Moment], None]) -> None:
-        """On a device that runs ahead: `Ahead.watch`."""
-        assert self._ahead is not None
-        self._ahead.watch(look)
-
-    def comes_after(self, lane: Lane, op: Op, moment: Moment) -> bool:
-        """On a device that runs ahead: whether what the queue of `op` is given comes after what compute was at `moment`."""
-        assert self._ahead is not None
-        return self._ahead.comes_after(_line(lane, op), moment)
-
     def mark(self, lane: Lane, op: Op) -> Event:
         """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
         end = self._ended[op] = self.device.record(self._stream(lane, op))
-        if self._ahead is not None:
-            self._ahead.end(_line(lane, op), op)
+        if self.ahead is not None:
+            self.ahead.end(line_of(lane, op), op)
         return end
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
@@ -139,7 +122,7 @@ class Lanes:
 
         def resolve() -> tuple[OpEvent, ...]:
             found = [OpEvent(self._rank, lane, op, clock(start), clock(end)) for lane, op, start, end in spans]
-            return _by_start([*host, *found])
+            return tuple(sorted([*host, *found], key=lambda event: event.start))
 
         def has_ended() -> bool:
             return all(self.device.has_ended(end) for _, _, _, end in spans)
@@ -156,7 +139,7 @@ class Lanes:
             return self._compute
         if lane is Lane.RECOMPUTE:
             return self._recompute
-        key = _line(lane, op)
+        key = line_of(lane, op)
         if key not in self._messages:
             self._messages[key] = self.device.stream(priority=HIGH)
         return self._messages[key]
@@ -174,17 +157,9 @@ class _Spans(list[_Span]):
             self._spare += (start, end)
 
 
-def _line(lane: Lane, op: Op) -> Line:
+def line_of(lane: Lane, op: Op) -> Line:
+    """The stream of an op."""
     return (op.stage, op.kind) if lane in MESSAGE_LANES else lane
-
-
-def _by_start(events: Iterable[OpEvent]) -> tuple[OpEvent, ...]:
-    return tuple(sorted(events, key=lambda event: event.start))
-
-
-def _profiled(op: Op) -> AbstractContextManager[object]:
-    """A range of the op's name, where torch's profiler is on: without it a range is a tenth of what an op costs us."""
-    return record_function(str(op)) if _profiler_enabled() else nullcontext()
 
 
 def make_lanes(rank: int, device: torch.device) -> Lanes:

@@ -23,8 +23,8 @@ from pipetrain.group.courier import Courier
 from pipetrain.group.failure import Monitor
 from pipetrain.group.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport.carrier import PER_PAIR
 from pipetrain.transport.device import Device
+from pipetrain.transport.ends import Arrived, Ended, MakeBuffers
 from pipetrain.transport.forms import Form, flat_bytes
 from pipetrain.transport.gloo import receive_form, send_form
 from pipetrain.transport.lanes import Lanes
@@ -54,14 +54,14 @@ class NcclEdges:
         self._monitor = monitor
         self._device = device
         self._stage_ranks = stage_ranks
-        self._per_pair = communicators == PER_PAIR
+        self._per_pair = communicators == "pair"
         self._made: dict[str, Communicator] = {}
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> NcclInbound:
-        return NcclInbound(self._meet(edge, direction, place, peer, sends=False), self._lanes)
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> NcclEnd:
+        return NcclEnd(self._meet(edge, direction, place, peer, sends=False), self._lanes)
 
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclOutbound:
-        return NcclOutbound(self._meet(edge, direction, place, peer, sends=True), self._lanes)
+    def outbound(self, edge: int, direction: str, place: int, peer: str) -> NcclEnd:
+        return NcclEnd(self._meet(edge, direction, place, peer, sends=True), self._lanes)
 
     def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> NcclReducer:
         name = f"reduce/{'/'.join(map(str, ranks))}"
@@ -146,7 +146,7 @@ class Communicator:
 
         def job() -> Callable[[], None]:
             send_form(self._forms, self._other, form)
-            return _nothing
+            return lambda: None  # nobody waits for a form to have left
 
         self._courier.submit(str(op), job)
 
@@ -187,42 +187,14 @@ def _shut(data: Pair, peer: str, device: Device, monitor: Monitor) -> None:
     ended = device.record(device.current())  # the caller's stream comes after all that the steps have launched
     device.waited("the last messages")
     monitor.wait_polling(
-        lambda: device.has_ended(ended),
-        lambda: f"{monitor.name} waits for its device: the last messages with {peer}",
+        lambda: device.has_ended(ended), lambda: f"{monitor.name} waits for its device: the last messages with {peer}"
     )
     data.shutdown()  # type: ignore[attr-defined]
 
 
-class NcclInbound:
-    """The receiving end of one stage edge and direction: `transport.Inbound`."""
+class NcclEnd:
+    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
 
-    def __init__(self, communicator: Communicator, lanes: Lanes) -> None:
-        self.peer = communicator.peer
-        self._communicator = communicator
-        self._lanes = lanes
-        self.close, self.abort = communicator.close, communicator.abort
-
-    def post(
-        self,
-        op: Op,
-        form: Form | None,
-        make_buffers: Callable[[Form], list[Tensor]],
-        arrived: Callable[..., None],
-    ) -> None:
-        known = self._communicator.hear(op) if form is None else form
-        with self._lanes.timed(Lane.RECV, op):  # on the queue's own stream: the executor's `on`
-            tensors = make_buffers(known)
-            self._communicator.receive(tensors)
-        arrived(known, lambda: tensors)
-
-
-class NcclOutbound:
-    """The sending end of one stage edge and direction: `transport.Outbound`.
-
-    The host of the receiver does not wait for a message, so nobody there could read that its form has changed.
-    """
-
-    tells_changes = False
     reads_later = True
 
     def __init__(self, communicator: Communicator, lanes: Lanes) -> None:
@@ -231,24 +203,23 @@ class NcclOutbound:
         self._lanes = lanes
         self.close, self.abort = communicator.close, communicator.abort
 
-    def send(
-        self,
-        op: Op,
-        form: Form | None,
-        tensors: list[Tensor],
-        left: Callable[[], None],
-        expected: Form | None = None,
-    ) -> None:
-        assert expected is None, f"{op}: a change of form cannot be told over NCCL"
+    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
+        known = self._communicator.hear(op) if form is None else form
+        with self._lanes.timed(Lane.RECV, op):  # on the queue's own stream: the executor's `on`
+            tensors = make_buffers(known)
+            self._communicator.receive(tensors)
+        arrived(known, lambda: tensors)
+
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
         if form is not None:
             self._communicator.tell(op, form)
-        with self._lanes.timed(Lane.SEND, op):  # on the queue's own stream: the executor's `on`
+        with self._lanes.timed(Lane.SEND, op):
             self._communicator.send(tensors)
         left()
 
 
 class NcclReducer:
-    """One end of several ranks that add up gradients: `transport.Reducer`. The sums are where the gradients were."""
+    """One end of several ranks that add up gradients: `ends.Reducer`. The sums are where the gradients were."""
 
     def __init__(self, data: Pair, peer: str, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = peer
@@ -257,13 +228,7 @@ class NcclReducer:
         self._monitor = monitor
         self._is_open = True
 
-    def reduce(
-        self,
-        op: Op,
-        tensors: list[Tensor],
-        settle: Callable[[], None],
-        ended: Callable[..., None],
-    ) -> None:
+    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
         with self._lanes.timed(Lane.REDUCE, op):  # on the lane's own stream: the executor's `on`
             for tensor in tensors:
                 self._data.allreduce([self._lanes.device.lent(tensor)], AllreduceOptions()).wait()
@@ -278,7 +243,3 @@ class NcclReducer:
     def abort(self) -> None:
         if self._is_open:
             self._data.abort()  # type: ignore[attr-defined]
-
-
-def _nothing() -> None:
-    """Nobody waits for a form to have left."""

@@ -24,8 +24,9 @@ from torch.distributed import Store
 from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.transport.device import Device, Event
+from pipetrain.transport.ends import Arrived, Collect, Ended, MakeBuffers
 from pipetrain.transport.forms import Form, flat_bytes
-from pipetrain.transport.gloo import GlooEdges, GlooInbound, GlooOutbound, GlooReducer
+from pipetrain.transport.gloo import GlooEdges, GlooEnd, GlooReducer
 from pipetrain.transport.lanes import Lanes
 
 _META = torch.device("meta")
@@ -43,37 +44,32 @@ class PinnedEdges:
         self._lanes = lanes
         self._monitor = monitor
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedInbound:
-        return PinnedInbound(self._over_gloo.inbound(edge, direction, place, peer), self._lanes, self._monitor)
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedEnd:
+        return PinnedEnd(self._over_gloo.inbound(edge, direction, place, peer), self._lanes, self._monitor)
 
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedOutbound:
-        return PinnedOutbound(self._over_gloo.outbound(edge, direction, place, peer), self._lanes, self._monitor)
+    outbound = inbound
 
     def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> PinnedReducer:
         return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
 
 
-class PinnedInbound:
-    """The receiving end of one stage edge and direction: `transport.Inbound`."""
+class PinnedEnd:
+    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
 
-    def __init__(self, over_gloo: GlooInbound, lanes: Lanes, monitor: Monitor) -> None:
+    reads_later = False
+
+    def __init__(self, over_gloo: GlooEnd, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = over_gloo.peer
         self._over_gloo = over_gloo
+        self.close, self.abort = over_gloo.close, over_gloo.abort
         self._lanes = lanes
-        self._slots = [_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)]
-        self._num_messages = 0
+        self._sending = _SendingSlots(lanes.device, monitor)
+        self._receiving = itertools.cycle([_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)])
 
-    def post(
-        self,
-        op: Op,
-        form: Form | None,
-        make_buffers: Callable[[Form], list[Tensor]],
-        arrived: Callable[[Form, Callable[[], list[Tensor]], Callable[[], None]], None],
-    ) -> None:
-        slot = self._slots[self._num_messages % _NUM_SLOTS]
-        self._num_messages += 1
+    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
+        slot = next(self._receiving)
 
-        def came(known: Form, collect: Callable[[], list[Tensor]]) -> None:
+        def came(known: Form, collect: Collect, _: Callable[[], None] = lambda: None, /) -> None:
             in_slot, tensors = collect(), list[Tensor]()
             slot.take()
 
@@ -88,98 +84,38 @@ class PinnedInbound:
 
         self._over_gloo.post(op, form, slot.tensors, came)
 
-    def close(self) -> None:
-        self._over_gloo.close()
-
-    def abort(self) -> None:
-        self._over_gloo.abort()
-
-
-class PinnedOutbound:
-    """The sending end of one stage edge and direction: `transport.Outbound`."""
-
-    tells_changes = True
-    reads_later = False
-
-    def __init__(self, over_gloo: GlooOutbound, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = over_gloo.peer
-        self._over_gloo = over_gloo
-        self._device = lanes.device
-        self._monitor = monitor
-        self._free: deque[_Slot] = deque()  # of as many as there were messages at once that had not left
-
-    def send(
-        self,
-        op: Op,
-        form: Form | None,
-        tensors: list[Tensor],
-        left: Callable[[], None],
-        expected: Form | None = None,
-    ) -> None:
-        slot = self._free.popleft() if self._free else _Slot(self._device)
-        in_slot = slot.like(tensors)
-        for target, tensor in zip(in_slot, tensors):
-            self._device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
-        copied = self._device.record(self._device.current())  # [3]
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
+        slot, in_slot, ready = self._sending.fill(tensors)
 
         def sent() -> None:
-            self._free.append(slot)
+            self._sending.free.append(slot)
             left()
 
-        def ready() -> None:
-            _wait(lambda: self._device.has_ended(copied), self._monitor)
-
-        self._over_gloo.send(op, form, in_slot, sent, expected, ready)
-
-    def close(self) -> None:
-        self._over_gloo.close()
-
-    def abort(self) -> None:
-        self._over_gloo.abort()
+        self._over_gloo.send(op, form, in_slot, sent, ready)
 
 
 class PinnedReducer:
-    """One end of several ranks that add up gradients: `transport.Reducer`. The host adds them up, in a slot."""
+    """One end of several ranks that add up gradients: `ends.Reducer`. The host adds them up, in a slot."""
 
     def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
         self.peer = over_gloo.peer
         self._over_gloo = over_gloo
+        self.close, self.abort = over_gloo.close, over_gloo.abort
         self._lanes = lanes
-        self._monitor = monitor
-        self._free: deque[_Slot] = deque()
+        self._slots = _SendingSlots(lanes.device, monitor)
 
-    def reduce(
-        self,
-        op: Op,
-        tensors: list[Tensor],
-        settle: Callable[[], None],
-        ended: Callable[..., None],
-    ) -> None:
-        device = self._lanes.device
-        slot = self._free.popleft() if self._free else _Slot(device)
-        in_slot = slot.like(tensors)
-        for target, tensor in zip(in_slot, tensors):
-            device.copy(target, flat_bytes(tensor))
-        copied = device.record(device.current())
+    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
+        slot, in_slot, ready = self._slots.fill(tensors)
 
         def land() -> None:
             with self._lanes.on(Lane.REDUCE, (), op):
                 for tensor, source in zip(tensors, in_slot):
-                    device.copy(flat_bytes(tensor), source)
+                    self._lanes.device.copy(flat_bytes(tensor), source)
                 settle()
                 self._lanes.mark(Lane.REDUCE, op)
-            self._free.append(slot)  # what is copied into it next comes behind this, on the same stream
-
-        def ready() -> None:
-            _wait(lambda: device.has_ended(copied), self._monitor)
+            self._slots.free.append(slot)  # what is copied into it next comes behind this, on the same stream
 
         self._over_gloo.reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
-
-    def close(self) -> None:
-        self._over_gloo.close()
-
-    def abort(self) -> None:
-        self._over_gloo.abort()
 
 
 class _Slot:
@@ -197,6 +133,24 @@ class _Slot:
         return [
             self._memory[start : start + tensor.nbytes].view(tensor.dtype) for start, tensor in zip((0, *ends), tensors)
         ]
+
+
+class _SendingSlots:
+    """As many as there were messages at once that had not left; `free` are those that have."""
+
+    def __init__(self, device: Device, monitor: Monitor) -> None:
+        self.free: deque[_Slot] = deque()
+        self._device = device
+        self._monitor = monitor
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[_Slot, list[Tensor], Callable[[], None]]:
+        """A slot with copies of `tensors`, these, and what a courier waits in until they are there."""
+        slot = self.free.popleft() if self.free else _Slot(self._device)
+        in_slot = slot.like(tensors)
+        for target, tensor in zip(in_slot, tensors):
+            self._device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
+        copied = self._device.record(self._device.current())  # [3]
+        return slot, in_slot, lambda: _wait(lambda: self._device.has_ended(copied), self._monitor)
 
 
 class _ReceivingSlot(_Slot):

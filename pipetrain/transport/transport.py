@@ -6,121 +6,36 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
+from torch.utils import _pytree as pytree
 
 from pipetrain.group.failure import Monitor
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.transport.carrier import AUTO, NCCL, PER_EDGE, PINNED, carrier_of
+from pipetrain.transport.ahead import Ring
+from pipetrain.transport.ends import Collect, Edges, End, Inbound, Outbound, Reducer
 from pipetrain.transport.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.transport.gloo import GlooEdges
-from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.lanes import Lanes, line_of
 from pipetrain.transport.pinned import PinnedEdges
-from pipetrain.transport.rings import Ring
 
-Collect = Callable[[], list[Tensor]]
 _MOST_NAMED = 8  # ranks, in a message
-
-MakeBuffers = Callable[[Form], list[Tensor]]
-
-
-class Arrived(Protocol):
-    """What a receiving end calls, perhaps on another thread, when an op has ended: so that what waits for it may be launched.
-
-    `form` is the one that the message turned out to have; `collect()` gives the tensors, on the lane that uses them. `land()`
-    is called before that by the thread that launches: it gives the device what is still to be done.
-    """
-
-    def __call__(self, form: Form, collect: Collect, land: Callable[[], None] = ..., /) -> None: ...
-
-
-class Inbound(Protocol):
-    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's.
-
-    On a device with streams `post` is called on the stream of the queue, which waits for what the op waits for.
-    """
-
-    peer: str
-
-    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
-        """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`."""
-
-    def close(self) -> None:
-        """Everything has been sent and received."""
-
-    def abort(self) -> None:
-        """The step has failed: break the connection, so that nobody waits on it."""
-
-
-class Outbound(Protocol):
-    """The sending end of one stage edge and direction; `send` is called on the stream of its queue."""
-
-    peer: str
-    tells_changes: bool  # whether a message may have another form than its receiver expects
-    reads_later: bool  # whether the device may still read the tensors when `left` is called
-
-    def send(
-        self,
-        op: Op,
-        form: Form | None,
-        tensors: list[Tensor],
-        left: Callable[[], None],
-        expected: Form | None = None,
-    ) -> None:
-        """Send one message, with its form if given; `expected` is the form that its receiver knows, where that is another
-        one. `left()` is called, perhaps on another thread, when `op` has ended: where the end does not `reads_later` the
-        tensors need no longer be held."""
-
-    def close(self) -> None:
-        """Everything has been sent and received."""
-
-    def abort(self) -> None:
-        """The step has failed: break the connection, so that nobody waits on it."""
-
-
-class Reducer(Protocol):
-    """One end of several ranks that add up gradients; on a device `reduce` is called on the stream of the lane `reduce`."""
-
-    peer: str
-
-    def reduce(
-        self,
-        op: Op,
-        tensors: list[Tensor],
-        settle: Callable[[], None],
-        ended: Callable[..., None],
-    ) -> None:
-        """Make each of `tensors`, which are dense, the sum of what all ends give, then `settle()`: on that stream, or on
-        another thread. `ended()` is called, perhaps on another thread, when `op` has ended; `ended(land)`, where the thread that launches
-        still has to give the device something, by `land()`."""
-
-    def close(self) -> None:
-        """Everything has been added up."""
-
-    def abort(self) -> None:
-        """The step has failed: break the connection, so that nobody waits on it."""
-
-
-class Edges(Protocol):
-    """Makes the ends of stage edges, and those of ranks that hold the same parameters. `place` is 0 on the rank of the edge's first stage
-    and 1 on the other's; of a reducer, the place among `ranks`, which ascend."""
-
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> Inbound: ...
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> Outbound: ...
-    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> Reducer: ...
+AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
+GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
+PER_EDGE, PER_PAIR = "edge", "pair"  # what there is a communicator of NCCL for, in each direction
 
 
 class Transport:
     """The ends of every stage edge of a rank, one per direction.
 
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
-    step sends the tensors' bytes alone. A message of another form than remembered says so, where its end `tells_changes`;
-    elsewhere it is refused.
+    step sends the tensors' bytes alone, and a message of another form than remembered is refused.
 
     `edges` makes the ends. A transfer that has ended stands in a list until `take_ended` is called: the threads of the ends
     only add to it.
@@ -216,7 +131,6 @@ class Transport:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
         self.assert_nothing_is_held()
         self._forms, self._described = forms, described
-        self._meter.message_storages.clear()
 
     def has_ended(self) -> bool:
         """Whether a transfer has ended that `take_ended` has not given yet."""
@@ -250,17 +164,16 @@ class Transport:
         def arrived(found: Form, collect: Collect, land: Callable[[], None] = _nothing, /) -> None:
             self._arrived[op] = (found, collect)
             self._forms[op] = found
-            if land is _nothing:
+
+            def landed() -> None:
+                land()
                 self._hold_early(op, collect)
-                self._ended.append((op, land))
-            else:
-                self._ended.append((op, lambda: self._land(op, collect, land)))
+
+            if land is _nothing:
+                landed()
+            self._ended.append((op, land if land is _nothing else landed))
 
         self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
-
-    def _land(self, op: Op, collect: Collect, land: Callable[[], None]) -> None:
-        land()
-        self._hold_early(op, collect)
 
     def _hold_early(self, op: Op, collect: Collect) -> None:
         """An input that has come counts as an activation from now on."""
@@ -273,12 +186,10 @@ class Transport:
         if self._lanes.device.runs_ahead:
             ring = self._rings.get((op.stage, op.kind))
             if ring is None:
-                ring = self._rings[op.stage, op.kind] = Ring(self._lanes, op, self._device)
-            buffers = [ring.take(tensor) for tensor in form.tensors]
-        else:
-            buffers = [tensor.empty(self._device) for tensor in form.tensors]
-        self._meter.message_storages.update(buffer.untyped_storage()._cdata for buffer in buffers)
-        return buffers
+                assert self._lanes.ahead is not None
+                ring = self._rings[op.stage, op.kind] = Ring(self._lanes.ahead, line_of(Lane.RECV, op), self._device)
+            return [ring.take(tensor) for tensor in form.tensors]
+        return [tensor.empty(self._device) for tensor in form.tensors]
 
     def take(self, op: Op) -> tuple[list[Any], Form]:
         """The leaves of a message that has arrived, and its form."""
@@ -292,7 +203,7 @@ class Transport:
         op: Op,
         leaves: Sequence[Any],
         wants_gradient: Sequence[bool],
-        spec: str,
+        spec: pytree.TreeSpec | None,
         fixed: Mapping[int, str] | None = None,
     ) -> None:
         """Send a message. The tensors count as activations until they have left, where they are outputs.
@@ -301,19 +212,15 @@ class Transport:
         that are made here, and the SEND comes after the copies.
 
         Raises:
-            PipelineError: another form than in earlier steps, where that cannot be told.
+            PipelineError: another form than in earlier steps.
         """
         end = self._outbound[op.stage, op.kind]
         form, tensors = pack(leaves, wants_gradient, spec, fixed)
-        expected = None if self._is_described(op) else self._forms[op]
-        told: Form | None = form
-        if expected is not None and form == expected:
-            told, expected = None, None
-        elif expected is not None and not end.tells_changes:
-            tensors = conform(tensors, expected, form, self._device, f"{self._named(self._rank)} in {op}")
-            told, expected = None, None
+        told = form if self._is_described(op) else None
         if told is not None:
-            self._forms[op] = told
+            self._forms[op] = form
+        elif form != self._forms[op]:
+            tensors = conform(tensors, self._forms[op], form, self._device, f"{self._named(self._rank)} in {op}")
         keys = [self._meter.hold(tensor, on_its_way=True) for tensor in tensors] if _is_activation(op) else []
         self._unsent.add(op)
         # Of a tensor with gaps `tensors` has a copy, which the device may still have to make.
@@ -327,16 +234,14 @@ class Transport:
 
         def left() -> None:
             if end.reads_later:
-                self._lanes.hold(Lane.SEND, op, let_go)
+                assert self._lanes.ahead is not None
+                self._lanes.ahead.hold(line_of(Lane.SEND, op), op, let_go)
             else:
                 let_go()
             self._unsent.discard(op)
             self._ended.append((op, _nothing))
 
-        if expected is None:
-            end.send(op, told, tensors, left)
-        else:
-            end.send(op, told, tensors, left, expected)
+        end.send(op, told, tensors, left)
 
     def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None]) -> None:
         """Make each of `tensors` the sum of what all ranks have that add up `op`, then `settle()`. Who gives them holds them until the step ends."""
@@ -360,13 +265,13 @@ class Transport:
     def disconnect(self, op: Op) -> None:
         """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
         key = (op.stage, op.kind)
-        end: Inbound | Outbound | Reducer | None = self._inbound.get(key) or self._outbound.get(key)
+        end: End | None = self._inbound.get(key) or self._outbound.get(key)
         if op.kind in REDUCING:
             end = self._reducers.get((op.stage, op.peer))
         for one in [end] if end is not None else self._ends():
             one.abort()
 
-    def _ends(self) -> list[Inbound | Outbound | Reducer]:
+    def _ends(self) -> list[End]:
         return [*self._inbound.values(), *self._outbound.values(), *dict.fromkeys(self._reducers.values())]
 
     def close(self) -> None:
@@ -421,3 +326,25 @@ def make_edges(
         return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
     made = PinnedEdges if carrier == PINNED else GlooEdges
     return made(store, lanes, monitor, of_all)
+
+
+def carrier_of(edges: str, device: torch.device) -> str:
+    """What `edges` (`auto`, `nccl` or `pinned`) means where ranks compute on `device`: `gloo`, `nccl` or `pinned`.
+
+    Raises:
+        ValueError: it cannot be had here; with the key and what to use instead.
+    """
+    if edges == PINNED:
+        return PINNED
+    if device.type == "cpu":
+        if edges == NCCL:
+            raise ValueError(
+                "transport.edges=nccl: NCCL carries messages between GPUs, and the ranks compute on the CPU; use transport.edges=auto"
+            )
+        return GLOO
+    if not dist.is_nccl_available():
+        raise ValueError(
+            f"transport.edges={edges}: this build of torch has no NCCL, which carries messages between GPUs; install one that has, "
+            "or use transport.edges=pinned (make_plan(..., edges='pinned')), which takes them through memory of the host"
+        )
+    return NCCL

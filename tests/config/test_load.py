@@ -14,20 +14,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
 from pipetrain.config.together import check_run
 
-GROUPS = {
-    "model",
-    "data",
-    "pipeline",
-    "recompute",
-    "parallel",
-    "engine",
-    "optim",
-    "guard",
-    "snapshot",
-    "observe",
-    "cluster",
-    "transport",
-}
+GROUPS = "model data pipeline recompute parallel engine optim guard snapshot observe cluster transport"
 PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
@@ -43,7 +30,7 @@ PROMISED = (
 
 
 def test_groups_are_those_of_the_design() -> None:
-    assert set(choices()) == GROUPS | {"experiment"}
+    assert set(choices()) == {*GROUPS.split(), "experiment"}
 
 
 def test_keys_that_scripts_rely_on() -> None:
@@ -103,6 +90,13 @@ def test_overrides_win_over_groups_and_groups_over_defaults() -> None:
     assert (config.experiment, config.steps, config.model.name) == ("smoke", 7, "gpt2")
     assert (config.recompute.mode, config.recompute.sets) == ("inline", (2, 1))
     assert config.model.num_blocks == 2  # of the experiment, over the group's 4
+
+
+def test_a_value_of_one_configuration_is_none_of_the_next() -> None:
+    """Files are composed once, values set each time."""
+    default = load([])
+    assert load(["steps=7", "optim.betas=[0.5,0.6]", "recompute.sets=[2,1]"]) != default
+    assert load([]) == default
 
 
 def test_types_are_those_of_the_records() -> None:

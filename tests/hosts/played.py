@@ -59,7 +59,7 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    store.add("attempt-0/pipetrain/versions/come", num_ranks - len(roles))
+    _play_versions(store, set(range(num_ranks)) - set(roles), with_verdict=0 not in roles)
     processes, connections = [], {}
     for own, (role, of) in roles.items():
         ours, theirs = _CONTEXT.Pipe()
@@ -72,7 +72,11 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
         found = {}
         for own, connection in connections.items():
             assert connection.poll(_SECONDS), f"rank {own} of {num_ranks} did not start in time"
-            found[own] = connection.recv()
+            try:
+                found[own] = connection.recv()
+            except EOFError as error:
+                codes = [process.exitcode for process in processes]
+                raise AssertionError(f"rank {own} of {num_ranks} has ended; exit codes of all: {codes}") from error
         for connection in connections.values():
             connection.send("end")
         for process in processes:
@@ -83,6 +87,18 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
         for process in processes:
             if process.is_alive():
                 process.kill()
+
+
+def _play_versions(store: Any, absent: set[int], *, with_verdict: bool) -> None:
+    """What ranks that are not there would have left when all compare their versions; rank 0 reads it."""
+    from pipetrain.group.versions import own_versions
+
+    prefix = "attempt-0/pipetrain/versions"
+    if with_verdict:
+        store.set(f"{prefix}/verdict", "the same")
+        return
+    for rank in absent:
+        store.set(f"{prefix}/rank/{rank}", json.dumps([rank, "elsewhere", own_versions()]))
 
 
 def _main(
@@ -166,9 +182,8 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
-    from pipetrain.group.chain import Chain
+    from pipetrain.group.chain import Chain, Everyone
     from pipetrain.group.clocks import align_clocks
-    from pipetrain.group.everyone import Everyone
     from pipetrain.group.failure import FailureBoard, Monitor
     from pipetrain.group.pair import make_pair
     from pipetrain.group.torch_distributed import start_torch_distributed
@@ -194,7 +209,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
         return chain
 
     agreeing = meet("pipetrain/attempt-0/group-0")
-    agreeing.broadcast(json.dumps("the run folder").encode(), 0, "what rank 0 says")
+    agreeing.broadcast(json.dumps("the run folder").encode(), 0, "what rank 0 says between two steps")
 
     name = "pipetrain/attempt-0/group-1"
     chain = meet(name)
@@ -214,7 +229,7 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     pairs = [
         make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"
     ]
-    agreeing.largest(num_ranks - 1 if own > of else 0, "what all ranks agree on")
+    agreeing.concatenate(b"%d" % (num_ranks - 1 if own > of else 0), "what all ranks agree on between two steps")
     connection.send(None)
     connection.recv()
     assert len(pairs) == 2

@@ -129,7 +129,7 @@ def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
         code, stderr = end(start(host.command(words), folder, environment()))
     assert code == 1
     assert stderr.startswith(
-        f"pipetrain: {address}, where the ranks meet, could not be reached from {host.address} (eth0 of "
+        f"pipetrain: {address}, where the ranks meet, could not be reached from {host.address} of "
     )
     assert len(stderr.splitlines()) == 1
 
@@ -155,4 +155,4 @@ def test_a_machine_without_a_free_port(folder: pathlib.Path) -> None:
             taking.communicate()
     assert code == 2, stderr
     assert stderr.splitlines()[-1].startswith("pipetrain: no free port on 127.0.0.1 (Address already in use): ")
-    assert "50000 to 50001 (net.ipv4.ip_local_port_range)" in stderr
+    assert "all of net.ipv4.ip_local_port_range are taken" in stderr

@@ -68,7 +68,7 @@ def test_an_address_that_does_not_answer() -> None:
     with pytest.raises(Unreachable) as caught:
         wait_for("127.0.0.1", port, 1.0)
     text = str(caught.value)
-    assert text.startswith(f"127.0.0.1:{port}, where the ranks meet, could not be reached from 127.0.0.1 (lo of ")
+    assert text.startswith(f"127.0.0.1:{port}, where the ranks meet, could not be reached from 127.0.0.1 of ")
     assert "within 1 s (Connection refused): rank 0's machine did not start" in text
 
 
@@ -147,8 +147,7 @@ def test_versions_that_differ_are_told_the_same_on_every_rank(name: str) -> None
     assert told[0] == told[1] == told[2]
     host = socket.gethostname()
     assert told[0].startswith("ValueError: the machines of this run have different versions: ")
-    # The rank that is named is the first to come of those that have the same.
-    assert any(f"{host} has {name} {ours[name]} (rank {rank})" in told[0] for rank in (0, 1)), told[0]
+    assert f"{host} has {name} {ours[name]} (rank 0)" in told[0]
     assert f"{host} has {name} 0.0.1 (rank 2)" in told[0]
     assert len(told[0].splitlines()) == 1
 

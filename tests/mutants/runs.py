@@ -4,6 +4,20 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a rank that a signal killed is not told",
+        "pipetrain/launcher/launch.py",
+        "Outcome(0, Exit.FAILED, killed, run_dir)",
+        'Outcome(0, Exit.FAILED, "", run_dir)',
+        ("tests/train/test_outcome.py", "-k", "killed_rank"),
+    ),
+    Mutant(
+        "values of a configuration stay for the next one",
+        "pipetrain/config/load.py",
+        "copy.deepcopy(_composed(*(str(choice.input_line) for choice in chosen)))",
+        "_composed(*(str(choice.input_line) for choice in chosen))",
+        ("tests/config/test_load.py", "-k", "none_of_the_next"),
+    ),
+    Mutant(
         "a piece of a state is taken from the start of its parameter",
         "pipetrain/engine/deepspeed/sharded.py",
         "value.flatten().narrow(0, place.start, place.numel)",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from one_rank import make_stages, run_step, twins
+from pairwise import pairwise
 from parity_cases import mean_square
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,19 +119,24 @@ LAYERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["autocast", "no autocast"])
-@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_numbers_are_those_of_the_plain_loop(name: str, keep: bool, outside: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "how", "around"), pairwise([*LAYERS], ["recomputed", "kept"], ["autocast", "no autocast"]), ids=str
+)
+def test_numbers_are_those_of_the_plain_loop(name: str, how: str, around: str) -> None:
     """Also over several steps in one autocast, with no optimizer in between; the gradients add up."""
     torch.manual_seed(0)
     reference, ours = twins(LAYERS[name]())
     stages = make_stages(list(ours), [2, len(ours) - 2], mean_square, ActivationMeter())
-    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+    with torch.autocast("cpu", torch.bfloat16, enabled=around == "autocast"):
         for step in range(3):
             expected = reference_step(reference, mean_square, *batch(), num_microbatches=M, step=step)
             loss = run_step(
-                stages, *batch(), M, keep=lambda _: keep, prove=lambda i, step=step: step == 0 and not i, step=step
+                stages,
+                *batch(),
+                M,
+                keep=lambda _: how == "kept",
+                prove=lambda i, step=step: step == 0 and not i,
+                step=step,
             )
             assert torch.equal(loss, expected)
     assert_same_gradients(reference, ours)

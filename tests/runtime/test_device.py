@@ -31,7 +31,6 @@ from pipetrain.transport.device import CpuDevice
 from pipetrain.transport.device_clock import StepClock
 from pipetrain.transport.forms import Form, TensorForm
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.structures import spec_text
 from pipetrain.transport.transport import Transport
 
 CPU = torch.device("cpu")
@@ -102,7 +101,6 @@ class _End:
     peer: str
     let_go: dict[Op, dict[int, int]]  # what had been sent, and what the compute stream came after when it was freed
 
-    tells_changes = False
     reads_later = True
 
     def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
@@ -149,9 +147,8 @@ def launch(
     edges = _Edges(lanes)
     transport = Transport(schedule.stage_ranks, RANK, edges, meter, CPU, lanes)
     stage = Stage(RANK, [nn.Linear(3, 3), nn.Tanh()], first_layer=RANK, device=CPU, meter=meter)
-    stage._probe.done = True
-    form = Form(spec_text(pytree.tree_structure(0)), (TensorForm((2, 3), (3, 1), "float32", True),))
-    gradient = Form("", (TensorForm((2, 3), (3, 1), "float32", False),))
+    form = Form(pytree.tree_structure(0), (TensorForm((2, 3), (3, 1), torch.float32, True),))
+    gradient = Form(None, (TensorForm((2, 3), (3, 1), torch.float32, False),))
     forms = {op: form if op.kind in (Kind.SEND_F, Kind.RECV_F) else gradient for _, _, op in schedule.ops()}
     executor = Executor(RANK, {RANK: stage}, transport, lanes, Monitor(RANK, board, timeout_seconds=1.0), board)
     for index in range(1 if between is None else 2):

@@ -121,8 +121,8 @@ def last_line(outcome: Outcome, kind: str) -> str:
     ("at_rank", "when", "op", "lane", "mode"),
     [
         (1, {"forward": 2}, "1F1", "compute", "overlap"),
-        (0, {"forward": 1}, "0F0", "compute", "overlap"),
-        (3, {"forward": 3}, "3F2", "compute", "overlap"),
+        pytest.param(0, {"forward": 1}, "0F0", "compute", "overlap", marks=pytest.mark.slow),
+        pytest.param(3, {"forward": 3}, "3F2", "compute", "overlap", marks=pytest.mark.slow),
         (1, {"forward": 2 * M + 2}, r"1[FR]\d", r"\w+", "overlap"),
         (0, {"forward": M + 1}, "0R0", "recompute", "overlap"),
         (2, {"forward": M + 2}, "2R1", "compute", "inline"),
@@ -147,14 +147,16 @@ def test_a_rank_that_raises(at_rank: int, when: dict[str, int], op: str, lane: s
             assert re.search(rf"{place}: BrokenOnPurpose: the answer is 43", last_line(outcome, "PipelineError"))
 
 
-def random_deaths(count: int) -> list[tuple[int, dict[str, int], dict[str, Any]]]:
+def random_deaths(count: int) -> list[Any]:
+    """All but two are slow."""
     chosen = random.Random(11)
     deaths = []
-    for _ in range(count):
+    for number in range(count):
         kind = chosen.choice(["forward", "backward"])
         when = {kind: chosen.randint(1, 2 * M)}
         mode, schedule = chosen.choice(["never", "inline", "overlap"]), chosen.choice(["gpipe", "1f1b"])
-        deaths.append((chosen.randrange(4), when, {"recompute": mode, "schedule": schedule}))
+        options = {"recompute": mode, "schedule": schedule}
+        deaths.append(pytest.param(chosen.randrange(4), when, options, marks=pytest.mark.slow if number > 1 else ()))
     return deaths
 
 
@@ -245,6 +247,7 @@ def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, wh
     train(harm, at_rank, when, {})
 
 
+@pytest.mark.quick("{'forward': 3}")
 @pytest.mark.parametrize("when", [{"forward": 3}, {"backward": 2}], ids=str)
 def test_the_rank_that_hosts_the_store_is_killed(when: dict[str, int]) -> None:
     with socket.socket() as free:

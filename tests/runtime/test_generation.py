@@ -152,6 +152,7 @@ def _killed(at_rank: int) -> None:
         pipeline.generate(SEVERAL, max_new_tokens=1000, num_groups=3, on_token=on_token)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 def test_a_rank_that_is_killed_is_named(at_rank: int) -> None:
     for outcome in run_outcomes(3, _killed, at_rank):

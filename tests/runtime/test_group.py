@@ -16,7 +16,7 @@ from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.group import neighbour as neighbours
+from pipetrain.group import chain as chains
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
 from pipetrain.group.courier import Courier, finish
@@ -64,7 +64,7 @@ def test_what_ranks_are_called() -> None:
 
 
 def talk() -> dict[str, Any]:
-    long = 3 * neighbours._FRAME_BYTES
+    long = 3 * chains._FRAME_BYTES
     with join_group(timeout_seconds=NEVER_SECONDS) as group:
         chain, own = group.chain, str(group.rank).encode()
         assert (group.coordinates.stage, group.grid.size) == (group.rank, 3)
@@ -76,7 +76,7 @@ def talk() -> dict[str, Any]:
             "up": chain.up(lambda received: (received or b"") + own, "up"),
             "broadcast": [chain.broadcast(own * long, root, "from one") == b"%d" % root * long for root in range(3)],
             "bring": chain.bring(b"of the middle" if group.rank == 1 else None, "to the first"),
-            "largest": chain.largest([-3, -1, -2][group.rank], "the largest"),
+            "largest": group.largest([-3, -1, -2][group.rank]),
             "concatenate": chain.concatenate(own * group.rank, "all"),
             "gather": chain.gather(own * group.rank, "to the first"),
             "from_first": group.from_first({"rank": group.rank}),
@@ -85,7 +85,7 @@ def talk() -> dict[str, Any]:
 
 def talk_of_all_sizes() -> list[int]:
     """Short messages behind long ones, of which the courier still has the rest to send."""
-    sizes = [size for _ in range(20) for size in (40 * neighbours._FRAME_BYTES, 1, 2 * neighbours._FRAME_BYTES, 0)]
+    sizes = [size for _ in range(20) for size in (40 * chains._FRAME_BYTES, 1, 2 * chains._FRAME_BYTES, 0)]
     with join_group(timeout_seconds=NEVER_SECONDS) as group:
         first = group.rank == 0
         values = [
@@ -269,7 +269,7 @@ def runs_ahead() -> int:
             def note(*given: Any) -> None:
                 nonlocal unsent
                 unsent = max(unsent, neighbour._num_given - neighbour._num_sent)
-                if unsent == neighbours._MOST_UNSENT:
+                if unsent == chains._MOST_UNSENT:
                     store.set("piled up", "")
                 wait(*given)
 
@@ -282,7 +282,7 @@ def runs_ahead() -> int:
 
 
 def test_a_rank_that_runs_ahead_waits() -> None:
-    assert run_ranks(2, runs_ahead) == [neighbours._MOST_UNSENT, 0]
+    assert run_ranks(2, runs_ahead) == [chains._MOST_UNSENT, 0]
 
 
 def pairs_of_three() -> int:

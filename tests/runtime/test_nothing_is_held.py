@@ -34,7 +34,7 @@ def test_a_step_gives_everything_back(mode: str) -> None:
     run = two_ranks(mode)
     for _ in range(2):
         run.step()
-        assert [stage._meter.current_bytes for stages in run.stages for stage in stages.values()] == [0, 0]
+        assert [stage.meter.current_bytes for stages in run.stages for stage in stages.values()] == [0, 0]
 
 
 @pytest.mark.parametrize("what", LEAKS)

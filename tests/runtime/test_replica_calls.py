@@ -25,7 +25,7 @@ from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipetrain.group import neighbour as neighbours
+from pipetrain.group import chain as chains
 from pipetrain.group.failure import PipelineError
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.losses import LossNotFinite
@@ -293,13 +293,13 @@ def shared_by_stages() -> None:
 def few_messages() -> None:
     """What ranks tell each other besides ops does not grow with the microbatches."""
     sent: list[str] = []
-    counts, send = [], neighbours.Neighbour.send
+    counts, send = [], chains.Neighbour.send
 
     def note(self: Any, data: bytes, what: str) -> None:
         sent.append(what)
         send(self, data, what)
 
-    neighbours.Neighbour.send = note  # type: ignore[method-assign]
+    chains.Neighbour.send = note  # type: ignore[method-assign]
     try:
         for num_microbatches in (2, 12):
             plan = make_plan(6, num_ranks=2, num_microbatches=num_microbatches)
@@ -308,7 +308,7 @@ def few_messages() -> None:
                 pipeline.step(*map(pipeline.own_rows, batch(0)))
                 counts.append(len(sent))
     finally:
-        neighbours.Neighbour.send = send  # type: ignore[method-assign]
+        chains.Neighbour.send = send  # type: ignore[method-assign]
     assert counts[0] == counts[1] <= 5
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from parity_cases import Case, check_case, mean_square, rows
 from ranks import run_outcomes, run_ranks
 from torch import Tensor, nn
@@ -81,9 +82,9 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str, str]] =
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-@pytest.mark.parametrize("mode", ["never", "overlap"])
-@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.parametrize(
+    ("name", "mode", "schedule"), pairwise([*REFUSED], ["never", "overlap"], ["gpipe", "interleaved"])
+)
 def test_a_skip_between_stages_of_one_rank(name: str, mode: str, schedule: str) -> None:
     make, here, there = REFUSED[name]
     message = rf"^layer 1 \(Takes\) of stage 1 computes with {here}.*where stage 0 leaves.*{there}.*as part of the output \(a tuple\)"
@@ -201,10 +202,11 @@ def with_first_value() -> tuple[nn.Module, nn.Module]:
     return Puts(lambda x: setattr(held, "skip", x)), Takes(lambda: held.skip)
 
 
-def two_steps(make: Callable[[], list[nn.Module]]) -> None:
-    with Pipeline(make(), mean_square, num_microbatches=2) as pipeline:
-        for _ in range(2):
-            pipeline.step(*rows(8)[0])
+def two_steps(*makes: Callable[[], list[nn.Module]]) -> None:
+    for make in makes:
+        with Pipeline(make(), mean_square, num_microbatches=2) as pipeline:
+            for _ in range(2):
+                pipeline.step(*rows(8)[0])
 
 
 def test_a_first_value_that_never_changes_on_the_other_rank() -> None:
@@ -217,8 +219,7 @@ def test_a_first_value_that_never_changes_on_the_other_rank() -> None:
 
 
 def test_what_may_be_shared_between_ranks() -> None:
-    for make in (with_statistics, with_config, with_table):
-        run_ranks(2, two_steps, make)
+    run_ranks(2, two_steps, with_statistics, with_config, with_table)
 
 
 def with_mistake() -> list[nn.Module]:

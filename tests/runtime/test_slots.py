@@ -11,8 +11,7 @@ from pipetrain.stage.slots import LateBoundSet, RecomputeMismatch, SetComplete
 
 
 def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
-    late.start_layer()
-    with late.hooks():
+    with late.start_layer():
         return (x * weight).sigmoid().sum()
 
 
@@ -34,7 +33,10 @@ def made(keep: bool) -> tuple[LateBoundSet, ActivationMeter, Tensor, Tensor, Ten
 
 def test_a_late_bound_set_holds_nothing_until_it_is_recomputed() -> None:
     late, meter, weight, x, loss = made(keep=False)
-    assert (len(late), meter.current_bytes) == (3 - 1, 0)  # x, for the weight's gradient, and the sigmoid's output
+    assert (len(late._slots), meter.current_bytes) == (
+        3 - 1,
+        0,
+    )  # x, for the weight's gradient, and the sigmoid's output
     recompute(late, weight, x)
     assert meter.current_bytes == 40
     loss.backward()
@@ -92,13 +94,11 @@ def test_two_layers_are_told_apart() -> None:
     layers = [nn.Linear(3, 3), nn.Linear(3, 3, bias=False)]
     value = torch.randn(2, 3)
     for layer in layers:
-        late.start_layer()
-        with late.hooks():
+        with late.start_layer():
             value = layer(value).tanh()
     late.end_forward()
     late.start_recompute()
-    late.start_layer()
-    with late.hooks():
+    with late.start_layer():
         value = layers[0](torch.randn(2, 3))
     with pytest.raises(RecomputeMismatch, match="layer 0: the recompute ended without saving"):
         late.start_layer()

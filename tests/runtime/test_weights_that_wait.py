@@ -44,7 +44,7 @@ def test_only_what_w_needs_is_held_and_only_until_then() -> None:
     model = [linear(), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)]
     stage, meter = one_stage(*model), ActivationMeter()
     meter.exclude(parameter for layer in model for parameter in layer.parameters())
-    stage._meter = stage._weights._meter = meter
+    stage.meter = stage.weights._meter = meter
     inputs, targets = rows()
     one = inputs.nbytes
     seen: list[int] = []
@@ -64,7 +64,7 @@ def test_casts_are_no_part_of_a_set() -> None:
     sizes = {}
     for name, around in (("full", nullcontext), ("autocast", autocast)):
         stage = one_stage(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-        stage._meter.exclude(parameter for layer in stage.layers for parameter in layer.parameters())
+        stage.meter.exclude(parameter for layer in stage.layers for parameter in layer.parameters())
         with around(), warnings.catch_warnings():
             warnings.simplefilter("error")
             run_step([stage], *rows(M * 2, 64), M, keep=lambda _: False, waiting=1)
@@ -74,7 +74,7 @@ def test_casts_are_no_part_of_a_set() -> None:
 
 def test_a_step_that_fails_holds_nothing() -> None:
     stage = one_stage(linear())
-    meter = stage._meter
+    meter = stage.meter
     with pytest.raises(ZeroDivisionError):
         run_step([stage], *rows(), M, keep=lambda _: True, waiting=M, before_w=lambda: 1 // 0)
     assert meter.current_bytes > 0

@@ -14,29 +14,14 @@ from ranks import PATIENCE_SECONDS
 
 Process = subprocess.Popen  # of text
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
+WORDS = "the pipeline runs while the stage waits and the stage waits while the pipeline runs"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def make_text(folder: pathlib.Path) -> None:
     """Text to learn from: every file another slice of the same words."""
     folder.mkdir()
-    words = [
-        "the",
-        "pipeline",
-        "runs",
-        "while",
-        "the",
-        "stage",
-        "waits",
-        "and",
-        "the",
-        "stage",
-        "waits",
-        "while",
-        "the",
-        "pipeline",
-        "runs",
-    ]
+    words = WORDS.split()
     for number in range(20):
         (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
 

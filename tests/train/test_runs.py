@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ METRICS = (
     "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
     "communicator_bytes reduce_exposed_seconds skipped phase"
 )
+FILES = (
+    "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html weights events"
+)
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
@@ -31,17 +35,9 @@ REPORT = (
 # smoke: two blocks of hidden 32 and MLP 88, samples of 32 tokens, 256 tokens to choose from; B takes two F
 FLOPS_PER_TOKEN = 3 * (2 * (2 * (4 * 32 * 32 + 3 * 32 * 88) + 4 * 32 * 32) + 2 * 256 * 32)
 PER_RANK = [
-    "recompute_hidden_seconds",
-    "recompute_exposed_seconds",
-    "wait_activation_seconds",
-    "wait_gradient_seconds",
-    "fill_seconds",
-    "drain_seconds",
-    "imbalance_seconds",
-    "unexplained_seconds",
-    "reduce_exposed_seconds",
-    "peak_activation_bytes",
-    "peak_memory_bytes",
+    key
+    for key in METRICS.split()
+    if key.endswith(("_seconds", "_activation_bytes", "_memory_bytes")) and key != "step_seconds"
 ]
 
 
@@ -77,19 +73,7 @@ def test_the_last_line_on_stdout_is_the_run_folder(finished: Finished) -> None:
 
 def test_the_run_folder_has_everything(finished: Finished) -> None:
     folder = finished[0] / "runs" / "latest"
-    expected = [
-        "config.yaml",
-        "plan.json",
-        "schedule.csv",
-        "profile.json",
-        "metrics.jsonl",
-        "report.json",
-        "report.md",
-        "timeline.html",
-        "weights",
-        "events",
-    ]
-    assert sorted(entry.name for entry in folder.iterdir()) == sorted(expected)
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted(FILES.split())
     assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
     page = (folder / "timeline.html").read_text()
@@ -203,7 +187,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path
         started.kill()
     assert started.returncode == 1
     assert stderr.splitlines()[-1].startswith("pipetrain: ")
-    assert "rank 1 is gone" in stderr.splitlines()[-1]
+    # by the rank that waited for it or, where torchrun ended that one first, by the launcher
+    assert re.search("rank 1 (is gone|was killed by SIGKILL)", stderr.splitlines()[-1])
     assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'killed'}"
     assert [pid for pid in ranks if is_alive(pid)] == []
     assert list(tmp_path.glob("pipetrain-*")) == []

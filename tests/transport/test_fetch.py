@@ -10,8 +10,7 @@ from late_device import LateDevice
 from torch import Tensor
 
 from pipetrain.group.failure import FailureBoard, Monitor
-from pipetrain.transport.device import CpuDevice, Device
-from pipetrain.transport.fetch import bring, fetch
+from pipetrain.transport.device import CpuDevice, Device, bring, fetch
 
 META = torch.device("meta")
 

@@ -24,7 +24,7 @@ from pipetrain.transport.transport import Transport
 
 CPU = torch.device("cpu")
 SEND, RECV = Op(0, Kind.SEND_F, 0), Op(1, Kind.RECV_F, 0)
-FORM = Form("", (TensorForm((2, 3), (3, 1), "complex64", needs_gradient=True),))
+FORM = Form(None, (TensorForm((2, 3), (3, 1), torch.complex64, needs_gradient=True),))
 
 
 class Device(CpuDevice):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from late_device import LateDevice
 from one_gpu import Shared, compare_all, every_case
-from parity_cases import Case, rows, run_cases
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
@@ -33,12 +32,11 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
-from pipetrain.transport.carrier import AUTO, NCCL, PINNED, carrier_of
-from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device import CpuDevice, OnWait, _waits_seen
 from pipetrain.transport.forms import Form, TensorForm, flat_bytes
-from pipetrain.transport.host_waits import OnWait, waits_seen
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.pinned import _ReceivingSlot, _Slot
+from pipetrain.transport.transport import AUTO, NCCL, PINNED, carrier_of
 
 LATE = [
     Shared("plain", "gpipe", "overlap"),
@@ -73,45 +71,11 @@ def test_ranks_of_one_device() -> None:
     assert run_ranks(2, compare_all, "cpu", 2, cases) == [len(cases)] * 2
 
 
-class Widens(nn.Module):
-    """Its output is wider in some steps, on inputs of the same shape: its message has another form then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.times = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[:, :8]).repeat(1, self.times)
-
-
-def widen(step: int, model: nn.Sequential) -> None:
-    for module in model.modules():
-        if isinstance(module, Widens):
-            module.times = 1 + step % 3
-
-
-class Narrows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x[:, :8])
-
-
-def changing_forms() -> list[Case]:
-    copies_end_late()
-    options: dict[str, Any] = {"plan": make_plan(4, num_ranks=2, num_microbatches=4, edges="pinned")}
-    layers = [Widens(), Widens(), Widens(), Narrows()]
-    return [Case("forms that change", lambda: layers, lambda: rows(*[8] * 4), options=options, before_step=widen)]
-
-
-def test_a_form_that_changes_is_told() -> None:
-    run_ranks(2, run_cases, changing_forms)
-
-
 def test_a_message_waits_for_its_turn_in_a_slot() -> None:
     """A courier that is faster than the thread that launches does not receive over what that thread has not landed."""
     monitor = Monitor(0, FailureBoard(None), timeout_seconds=NEVER_SECONDS)
     slot = _ReceivingSlot(CpuDevice(), monitor)
-    form = Form("", (TensorForm((2,), (1,), "float32", needs_gradient=False),))
+    form = Form(None, (TensorForm((2,), (1,), torch.float32, needs_gradient=False),))
     (first,) = slot.tensors(form)
     slot.take()
     came: list[Tensor] = []
@@ -130,7 +94,7 @@ def test_a_courier_goes_when_the_pipeline_has_failed() -> None:
     slot.take()
     monitor.fail("rank 1 failed")
     with pytest.raises(PipelineError, match="rank 1 failed"):
-        slot.tensors(Form("", ()))
+        slot.tensors(Form(None, ()))
 
 
 def test_a_slot_has_room_for_tensors_of_every_kind() -> None:
@@ -346,7 +310,7 @@ class Watched(CpuDevice):
     """Looks where a GPU would."""
 
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return waits_seen(on_wait)
+        return _waits_seen(on_wait)
 
 
 def test_layers_that_wait_are_named_once() -> None:
@@ -374,7 +338,7 @@ def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyP
 
 class WatchedLate(LateDevice):
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return waits_seen(on_wait)
+        return _waits_seen(on_wait)
 
 
 def test_a_first_step_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.transport.ahead import Ring
 from pipetrain.transport.device import CpuDevice
 from pipetrain.transport.forms import TensorForm
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.rings import Ring
+from pipetrain.transport.lanes import Lanes, line_of
 
 CPU = torch.device("cpu")
-FORM = TensorForm((2, 3), (3, 1), "float32", needs_gradient=True)
+FORM = TensorForm((2, 3), (3, 1), torch.float32, needs_gradient=True)
 
 
 class RunsAhead(CpuDevice):
@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.lanes = Lanes(1, RunsAhead())
-        self.ring = Ring(self.lanes, Op(1, Kind.RECV_F, 0), CPU)
+        self.ring = Ring(self.lanes.ahead, line_of(Lane.RECV, Op(1, Kind.RECV_F, 0)), CPU)
         self.held: dict[int, Tensor] = {}
         self.lanes.start_step()
 
@@ -125,7 +125,7 @@ def test_as_many_as_are_needed_at_once(depth: int) -> None:
 def test_lengths_that_change_do_not_pile_up() -> None:
     rank = Rank()
     for length, step in itertools.product((3, 50, 7, 200, 1), range(2)):
-        form = TensorForm((2, length), (length, 1), "bfloat16", needs_gradient=False)
+        form = TensorForm((2, length), (length, 1), torch.bfloat16, needs_gradient=False)
         for number in range(2):
             rank.receive(number, form=form)
             assert rank.held[number].shape == (2, length), step
@@ -141,7 +141,7 @@ def test_lengths_that_change_do_not_pile_up() -> None:
 
 def test_strides_and_expanded_dimensions_are_those_of_the_form() -> None:
     rank = Rank()
-    form = TensorForm((4, 3, 5), (3, 1, 0), "float64", needs_gradient=False)
+    form = TensorForm((4, 3, 5), (3, 1, 0), torch.float64, needs_gradient=False)
     rank.receive(0, form=form)
     assert (rank.held[0].shape, rank.held[0].stride()) == ((4, 3, 1), (3, 1, 0))
     assert rank.held[0].untyped_storage().nbytes() == form.num_bytes == 4 * 3 * 8
@@ -149,6 +149,6 @@ def test_strides_and_expanded_dimensions_are_those_of_the_form() -> None:
 
 def test_a_message_without_entries_has_no_buffer() -> None:
     rank = Rank()
-    rank.receive(0, form=TensorForm((0, 3), (3, 1), "float32", needs_gradient=False))
+    rank.receive(0, form=TensorForm((0, 3), (3, 1), torch.float32, needs_gradient=False))
     assert rank.held[0].shape == (0, 3)
     assert not rank.ring._taken

@@ -33,51 +33,26 @@ def races_of(program: Program) -> list[str]:
     return [str(race).removeprefix("rank 0: ").replace(" of the caller", "") for race in found]
 
 
-def test_a_read_that_does_not_wait_for_its_write_is_a_race() -> None:
+@pytest.mark.parametrize(
+    "waits", ["not at all", "for its event", "before it is recorded", "for one of before the write"]
+)
+def test_a_read_waits_for_an_event_that_was_recorded_after_the_write(waits: str) -> None:
     def program(device: VirtualDevice, one: VirtualStream, other: VirtualStream) -> object:
+        event = device.record(other if waits == "before it is recorded" else one)
+        if waits == "before it is recorded":
+            device.recording.entries.pop()
+            device.wait(other, event)
         with device.on(one):
             value = torch.ones(4)
+        if waits in ("for its event", "before it is recorded"):
+            device.record(one, event)
+        if waits in ("for its event", "for one of before the write"):
+            device.wait(other, event)
         with device.on(other):
             return value, value + 1
 
-    assert races_of(program) == ["add on other does not wait for ones on one"]
-
-
-def test_a_wait_for_an_event_mends_it() -> None:
-    def program(device: VirtualDevice, one: VirtualStream, other: VirtualStream) -> object:
-        with device.on(one):
-            value = torch.ones(4)
-        device.wait(other, device.record(one))
-        with device.on(other):
-            return value, value + 1
-
-    assert races_of(program) == []
-
-
-def test_an_event_that_is_waited_for_before_it_is_recorded_orders_nothing() -> None:
-    def program(device: VirtualDevice, one: VirtualStream, other: VirtualStream) -> object:
-        event = device.record(other)
-        device.recording.entries.pop()
-        device.wait(other, event)
-        with device.on(one):
-            value = torch.ones(4)
-        device.record(one, event)
-        with device.on(other):
-            return value, value + 1
-
-    assert races_of(program) == ["add on other does not wait for ones on one"]
-
-
-def test_an_event_does_not_cover_what_its_stream_gets_later() -> None:
-    def program(device: VirtualDevice, one: VirtualStream, other: VirtualStream) -> object:
-        event = device.record(one)
-        with device.on(one):
-            value = torch.ones(4)
-        device.wait(other, event)
-        with device.on(other):
-            return value, value + 1
-
-    assert races_of(program) == ["add on other does not wait for ones on one"]
+    race = "add on other does not wait for ones on one"
+    assert races_of(program) == ([] if waits == "for its event" else [race])
 
 
 def test_a_write_waits_for_the_reads_before_it() -> None:

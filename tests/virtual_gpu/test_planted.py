@@ -22,8 +22,8 @@ from pipetrain.schedule import check, launches
 from pipetrain.snapshot import saver
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.stage import Stage
+from pipetrain.transport.ahead import Ring
 from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.rings import Ring
 from pipetrain.transport.transport import Transport
 from virtual_gpu.cases import Case, batch_norm, bfloat16, bridges, conjugate, differences, dropout, frozen, gaps, play
 from virtual_gpu.hangs import find_hangs
@@ -233,7 +233,7 @@ PLANTED = (
     ),
     Planted(
         "a buffer is used again whatever still reads it on the device",
-        broken(Ring, "_used_again", " if self._lanes.comes_after(Lane.RECV, self._op, moment)", ""),
+        broken(Ring, "_used_again", " if self._ahead.comes_after(self._line, moment)", ""),
         Case("1f1b", ranks=3, microbatches=8),
     ),
     Planted(
@@ -264,13 +264,13 @@ PLANTED = (
     # Each rank's thread has generators of its own (`baton`): a process per rank would show nothing more.
     Planted(
         "a layer goes on with what its generator has",
-        broken(Stage, "_forward_layer", "self._seed(number, given)", "pass"),
+        broken(Stage, "_forward_layer", "self.seed(number, held.seeds[number])", "pass"),
         replace(PLAIN, mode="never", layers=dropout),
         "values",
     ),
     Planted(
         "each rank seeds its layers from 0",
-        broken(Stage, "_seed", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
+        broken(Stage, "forward", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
         replace(PLAIN, layers=dropout),
         "values",
     ),

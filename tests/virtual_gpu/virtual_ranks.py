@@ -101,7 +101,7 @@ class VirtualRanks:
                 stack.enter_context(mock.patch.object(target, name, value))
 
             stack.enter_context(nccl_there())
-            from pipetrain.group import chain, neighbour
+            from pipetrain.group import chain
             from pipetrain.runtime import pipeline, runner
             from pipetrain.snapshot import saver
             from pipetrain.transport import nccl
@@ -112,7 +112,7 @@ class VirtualRanks:
             put(runner, "make_edges", _nccl_edges)
             for module in (chain, nccl):
                 put(module, "make_pair", self._hosts.pair)
-            for module in (neighbour, nccl):
+            for module in (chain, nccl):
                 put(module, "break_off", lambda pair, _: pair.cut())
             put(Lanes, "on", _marked(Lanes.on, self))
             put(nccl.Communicator, "tell", _told(nccl.Communicator.tell, self))
@@ -228,7 +228,6 @@ def _heard(hear: Callable[..., Form], ranks: VirtualRanks) -> Any:
 def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
     def called(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         for stage in pipeline._stages.values():
-            stage._probe.done = True  # it looks at every tensor of the process, and other ranks' are among them
             for layer in stage.layers:
                 for tensor in (*layer.parameters(), *layer.buffers()):
                     ranks.device.blocks.put_on_device(tensor)

@@ -26,7 +26,7 @@ from pipetrain.model.sharing import tied_parameters
 from pipetrain.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 _ANY_LENGTH = 2048  # tokens of a sample, for a model whose config tells no longest one
@@ -41,7 +41,13 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     check_plain(model)
     parts = model_parts(model)
     modules = dict(enumerate(layers_of(model, 0, parts.num_layers, parts)))
-    spec = _spec_of(model, parts, partial(_taken_of, model, parts))
+
+    def build(
+        first: int, last: int, *, device: torch.device, makes_pieces: bool, **_: Any
+    ) -> Sequence[nn.Module]:  # around the modules that are there, with what they share
+        return [layer.to(device) for layer in layers_of(model, first, last, parts, makes_pieces=makes_pieces)]
+
+    spec = _spec_of(model, parts, build)
     return replace(spec, modules=modules, tied=tied_parameters(modules))
 
 
@@ -104,30 +110,19 @@ def _read_of(
     return [layer.to(device) for layer in layers_of(model.train(), first, last, parts, makes_pieces=makes_pieces)]
 
 
-def _taken_of(
-    model: PreTrainedModel,
-    parts: Parts,
-    first: int,
-    last: int,
-    *,
-    seed: int,  # noqa: ARG001
-    device: torch.device,
-    makes_pieces: bool,
-) -> Sequence[nn.Module]:
-    """Layers around the modules of a model that is there, with what they share of their own."""
-    return [layer.to(device) for layer in layers_of(model, first, last, parts, makes_pieces=makes_pieces)]
-
-
 def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
     """All of the bundle but what layers share; `model` may be on the meta device."""
     names, config = HfNames(parts), model.config.to_dict()
+    fingerprint: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    for key in ("_name_or_path", "transformers_version", "architectures", "dtype"):  # where it came from, what wrote it
+        fingerprint.pop(key, None)
     return ModelSpec(
         size=hf_size_of(config, HfShape(config).most_positions or _ANY_LENGTH),
         build_layers=partial(build, makes_pieces=True),
         build_for_other_loss=partial(build, makes_pieces=False),
         loss_fn=causal_loss,
         count_fn=count_tokens,
-        fingerprint=_fingerprint(model.config),
+        fingerprint={**fingerprint, "attention": model.config._attn_implementation},
         to_file=names.to_file,
         from_file=names.from_file,
         take_batch=BatchCheck(
@@ -136,14 +131,6 @@ def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
             cache(partial(what_mixes_documents, model, parts)),
         ),
     )
-
-
-def _fingerprint(config: PreTrainedConfig) -> dict[str, Any]:
-    """What makes it this model; where it came from and what wrote it does not."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    for key in ("_name_or_path", "transformers_version", "architectures", "dtype"):
-        found.pop(key, None)
-    return {**found, "attention": config._attn_implementation}
 
 
 def _most_positions(model: PreTrainedModel, parts: Parts) -> int | None:

@@ -184,8 +184,14 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     calls, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
     given = [hidden, *calls.returned]
     key = _key_of(calls.calls, given)
-    _check_nothing_else_depends(calls.calls, key)
-    if not _is(output, given[-1]):
+    for index, call in enumerate(calls.calls):
+        if more := [str(each) for each in _tensors_with_gradient(call) if each != key]:
+            raise _Unfit(
+                f"decoder layer {index} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
+            )
+    last = output if isinstance(output, Tensor) else output[0]  # the hidden state, or a view of all of it
+    is_view = isinstance(last, Tensor) and last._base is given[-1] and last.shape == given[-1].shape
+    if last is not given[-1] and not is_view:
         raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
     before = {name for name in stand_ins if name not in called or name in called[:num_before]}
     start = f"{owner_name}." if owner_name else ""
@@ -247,12 +253,6 @@ def _recorded_run(
     return recorded, before[0], output
 
 
-def _is(output: Any, hidden: Tensor) -> bool:
-    """Whether the owner's output is the hidden state, or a view of all of it."""
-    found = output if isinstance(output, Tensor) else output[0]
-    return isinstance(found, Tensor) and (found is hidden or (found._base is hidden and found.shape == hidden.shape))
-
-
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
     """Where each decoder layer gets what the one before it returned."""
     keys = [[key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])]
@@ -274,14 +274,6 @@ def _tensors_with_gradient(call: Call) -> list[int | str]:
         for key, value in _items(call)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
     ]
-
-
-def _check_nothing_else_depends(calls: Sequence[Call], key: int | str) -> None:
-    for number, call in enumerate(calls):
-        if more := [str(each) for each in _tensors_with_gradient(call) if each != key]:
-            raise _Unfit(
-                f"decoder layer {number} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
-            )
 
 
 # A model with other modules in it ----------------------------------------------------------------------------------
