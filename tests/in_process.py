@@ -22,12 +22,11 @@ from pipetrain.runtime.program import COMPUTING, Program
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.without import without_microbatches
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.transport.crossing import cross
-from pipetrain.transport.device import CpuDevice
+from pipetrain.transport.device import CpuDevice, Event
 from pipetrain.transport.forms import Form
 from pipetrain.transport.lanes import Lanes
 from pipetrain.transport.transport import Transport
@@ -54,6 +53,12 @@ class _Lanes(Lanes):
         if lane in COMPUTING:
             self._log.append(("end", op))
 
+    def mark(self, lane: Lane, op: Op) -> Event:
+        """Of an op that does nothing, as its microbatch counts nothing."""
+        if lane not in COMPUTING:
+            self._log.append(("end", op))
+        return super().mark(lane, op)
+
 
 class _Monitor(Monitor):
     def __init__(self, rank: int, theatre: Theatre) -> None:
@@ -75,8 +80,7 @@ class InProcessRun:
     ) -> None:
         """`skipped` are the microbatches that count nothing, in each replica."""
         self.schedule = schedule
-        self.schedules = [without_microbatches(schedule, own) if own else schedule for own in skipped]
-        self.schedules = self.schedules or [schedule] * schedule.num_replicas
+        self.skipped = list(skipped) or [frozenset[int]()] * schedule.num_replicas
         self.theatre = Theatre(choose)
         torch.manual_seed(0)
         self.layers = [Layer() for _ in schedule.stage_ranks]
@@ -90,6 +94,7 @@ class InProcessRun:
         self.targets = torch.randn(m, 2, WIDTH, dtype=torch.float64)
         self.outputs: dict[int, Tensor] = {}
         self._num_steps = 0
+        self._programs = [Program.of(schedule, place) for place in range(schedule.num_ranks)]
         self._forms: list[dict[Op, Form]] = [{} for _ in range(schedule.num_ranks * schedule.num_replicas)]
         meetings: dict[tuple[int, ...], Meeting] = {}
         edges = [Edges(self.theatre, buffered, log, meetings) for log in self.logs]
@@ -173,16 +178,17 @@ class InProcessRun:
         step = Step(self._num_steps, 0, self.schedule.num_stages, with_graph=with_graph, with_loss=True)
         step.microbatches, step.targets = list(self.inputs[own]), list(self.targets[own])
         step.weights, step.first_microbatch = [1 / len(self.inputs)] * m, own.start
+        step.idle = self.skipped[replica]
         described = self._num_steps == 0
         self.transports[rank].start_step(self._forms[rank], described=(described, described))
-        self.executors[rank].run(Program.of(self.schedules[replica], place), step)
+        self.executors[rank].run(self._programs[place], step)
         self.shared[rank].finish(lambda tensor, what: tensor)
         self.outputs.update({own.start + number: output for number, output in step.outputs.items()})
 
     def assert_right(self, logs: Sequence[Log]) -> None:
         """Every op obeyed its waits and its queue, and every value is that of a plain loop over the microbatches."""
-        for schedule, log in zip(self.schedules, logs, strict=True):
-            assert_obeyed(schedule, log)
+        for log in logs:
+            assert_obeyed(self.schedule, log)
         found = [self._gradients(layers) for layers in self.replicas]
         for layer in self.layers:
             layer.zero_grad()
@@ -192,7 +198,9 @@ class InProcessRun:
         # Microbatches are added up in another order; each gradient has crossed a sum over the width in every layer.
         close = rounding(torch.float64, terms=m * len(self.layers) * WIDTH)
         starts = range(0, m, self.schedule.num_microbatches)
-        for number in (start + number for start, own in zip(starts, self.schedules) for number in own.microbatches):
+        for number in (
+            start + one for start, idle in zip(starts, self.skipped) for one in range(starts.step) if one not in idle
+        ):
             value = self.inputs[number]
             for layer in self.layers:
                 value = layer(value)

@@ -85,7 +85,9 @@ def check_case(case: Case) -> None:
                 expected = _reference(case, reference, copy.deepcopy(inputs), targets, m, step, count_fn)
             assert loss.dtype == expected.dtype, f"loss is {loss.dtype}, expected {expected.dtype}"
             assert torch.equal(loss, expected), f"step {step}: loss {loss}, expected {expected}"
-            assert pipeline._meter.current_bytes == 0, f"{pipeline._meter.current_bytes} bytes left after step {step}"
+            assert pipeline._parts.meter.current_bytes == 0, (
+                f"{pipeline._parts.meter.current_bytes} bytes left after step {step}"
+            )
             assert_same_gradients(pipeline, reference)
         norm = pipeline.clip_grad_norm_(0.05)
         wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)

@@ -127,7 +127,7 @@ class SpinningRanks:
 
             if not hasattr(dist, "ProcessGroupNCCL"):  # torch without CUDA
                 stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", SpinningGroup, create=True))
-            from pipetrain.runtime import pipeline, runner
+            from pipetrain.runtime import agreement, pipeline, runner
             from pipetrain.transport import lanes, nccl
 
             def make_edges(
@@ -145,8 +145,8 @@ class SpinningRanks:
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
             put(pipeline, "join_group", self._join_group)
-            put(pipeline, "carrier_of", lambda edges, device: "nccl")
-            put(pipeline, "identity_of", lambda device: f"GPU {self._here.rank}")
+            put(agreement, "carrier_of", lambda edges, device: "nccl")
+            put(agreement, "identity_of", lambda device: f"GPU {self._here.rank}")
             put(lanes, "device_of", lambda _: _Noting(self.device, self._here.streams))
             put(runner, "make_edges", make_edges)
             yield

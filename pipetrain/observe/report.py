@@ -242,7 +242,7 @@ def measured_and_predicted(
         # Its own, not those of other steps: it may have been faster.
         costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
         return Shown(
-            last.schedule,  # in the last step microbatches that count nothing may have been skipped
+            last.schedule,
             costs,
             timeline,
             # The step itself is an order of its ops: what their medians say of the least time can be no more.

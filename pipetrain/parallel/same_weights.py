@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipetrain.group.chain import Chain
 from pipetrain.group.failure import PipelineError
-from pipetrain.parallel.tied import send_over
 
+_PIECE_BYTES = 1 << 24
 _WHAT = "the weights of the replicas"
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an entry
 
@@ -93,3 +93,23 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Of its entries, as whole numbers of their size; it wraps around."""
     dense = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return dense.contiguous().view(_WHOLE_NUMBERS[dense.element_size()]).sum(dtype=torch.int64)
+
+
+def send_over(source: Tensor | None, target: Tensor | None, root: int, what: str, chain: Chain) -> None:
+    """The chain has the values of `source` pass by in pieces, from the rank that gives one; another takes them as its `target`."""
+    data = None if source is None else _bytes_of(source)
+    count = int(chain.broadcast(b"" if data is None else str(len(data)).encode(), root, what))
+    came = bytearray() if target is not None else None
+    for start in range(0, count, _PIECE_BYTES):
+        own = b"" if data is None else data[start : start + _PIECE_BYTES].numpy().tobytes()
+        piece = chain.broadcast(own, root, what)
+        if came is not None:
+            came += piece
+    if target is not None and came:
+        values = torch.frombuffer(came, dtype=torch.uint8).view(target.dtype).view(target.shape)
+        with torch.no_grad():
+            target.copy_(values)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

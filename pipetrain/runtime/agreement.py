@@ -10,6 +10,9 @@ from typing import Any
 
 from pipetrain.group.chain import Everyone
 from pipetrain.group.group import Group
+from pipetrain.group.own_device import identity_of
+from pipetrain.plan.plan import Plan
+from pipetrain.transport.transport import NCCL, carrier_of
 
 
 @dataclass
@@ -25,6 +28,13 @@ class Introduction:
     carrier: str = ""  # of messages between stages
     gpu: str = ""  # its own, where it must have it for itself
     problem: str = ""
+
+    def tell(self, plan: Plan, schedule: str, group: Group) -> None:
+        """What this rank runs; `schedule` as `Programs.describe` gives it."""
+        self.plan, self.schedule = repr(plan), schedule
+        if group.size > 1:
+            self.carrier = carrier_of(plan.edges, group.device)
+            self.gpu = identity_of(group.device) if self.carrier == NCCL else ""
 
 
 @contextmanager

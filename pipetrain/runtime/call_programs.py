@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
@@ -24,19 +23,15 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.without import without_microbatches
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
 """What a pipeline takes as its schedule: a family's name, a CSV file, a generator, or the schedule itself."""
 
 _Key = tuple[str, int, int]  # what runs, its microbatches, and the first stage with a backward
-_NONE: frozenset[int] = frozenset()
-# Of text any step may leave out others, and a program of many ops takes megabytes.
-_MOST_WITH_SKIPPED = 64
 
 
 class Programs:
-    """A program for each kind of call: which stages need gradients, how many microbatches there are, which are skipped.
+    """A program for each kind of call: which stages need gradients, how many microbatches there are.
 
     `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks. `tied`: the pairs of stages that share
     parameters, also where a schedule is given that was made without a word of the model. `work` has an entry per layer: what stages
@@ -70,7 +65,6 @@ class Programs:
         costs = costs_by_work(plan.balance, work, Costs.spread(plan.num_stages)) if spec.family == AUTO else None
         self._spec = dataclasses.replace(spec, costs=costs, tied=tied)
         self._cache: dict[_Key, Program] = {}
-        self._with_skipped: OrderedDict[tuple[_Key, frozenset[int]], Program] = OrderedDict()  # last used last
         whole = self.whole().schedule
         notes = (pairs_in_csv(whole.family), idle_places(whole))
         for note in notes if rank == 0 else ():
@@ -87,14 +81,18 @@ class Programs:
         """The program of `step` with every stage's gradients, or with those that a given schedule has."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
-    def training(self, first_backward: int, skipped: frozenset[int] = _NONE) -> Program:
-        """The program of `step` where stages below `first_backward` need no gradient and microbatches `skipped` count nothing."""
+    def training(self, first_backward: int) -> Program:
+        """The program of `step` where stages below `first_backward` need no gradient."""
         key = ("step", self._spec.num_microbatches, first_backward)
         if key not in self._cache:
-            self._cache[key] = self._program(self._training(first_backward))
-        return self._without(key, skipped)
+            if self._given is not None:
+                schedule = with_first_backward(self._given, first_backward)
+            else:
+                schedule = make(dataclasses.replace(self._spec, first_backward=first_backward))
+            self._cache[key] = self._program(schedule)
+        return self._cache[key]
 
-    def inference(self, num_microbatches: int, skipped: frozenset[int] = _NONE) -> Program:
+    def inference(self, num_microbatches: int) -> Program:
         """The program of `evaluate` and of a call: forwards only, of any number of microbatches."""
         key = ("inference", num_microbatches, self._spec.num_stages)
         if key not in self._cache:
@@ -102,23 +100,7 @@ class Programs:
                 self._spec, family="inference", num_microbatches=num_microbatches, warmup=None
             )
             self._cache[key] = self._program(make(forwards))
-        return self._without(key, skipped)
-
-    def _without(self, key: _Key, skipped: frozenset[int]) -> Program:
-        if not skipped:
-            return self._cache[key]
-        program = self._with_skipped.pop((key, skipped), None)
-        if program is None:
-            program = self._program(without_microbatches(self._cache[key].schedule, skipped))
-        self._with_skipped[key, skipped] = program
-        if len(self._with_skipped) > _MOST_WITH_SKIPPED:
-            self._with_skipped.popitem(last=False)
-        return program
-
-    def _training(self, first_backward: int) -> Schedule:
-        if self._given is not None:
-            return with_first_backward(self._given, first_backward)
-        return make(dataclasses.replace(self._spec, first_backward=first_backward))
+        return self._cache[key]
 
     def _program(self, schedule: Schedule) -> Program:
         check(schedule)
@@ -163,11 +145,6 @@ def _check_fits(schedule: Schedule, plan: Plan) -> None:
     if schedule.num_microbatches != plan.num_microbatches:
         raise ValueError(
             f"the schedule is for {schedule.num_microbatches} microbatches, the pipeline has num_microbatches={plan.num_microbatches}"
-        )
-    if schedule.skipped:
-        raise ValueError(
-            f"the schedule skips the microbatches {sorted(schedule.skipped)}: give one with all of them; which of a batch count "
-            "nothing the pipeline finds out by count_fn"
         )
     if schedule.stage_ranks != plan.stage_ranks:
         raise ValueError(

@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.group.chain import Chain
 from pipetrain.group.failure import Monitor, PipelineError
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.counting import Counted
-from pipetrain.runtime.cut import cut, num_rows, row_counts, rows_fault, weights_of
-from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.arguments import check_batch
+from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
 from pipetrain.stage.segments import AnyStage
 from pipetrain.transport.forms import Form, is_plain
@@ -33,7 +32,7 @@ class Call:
 
     `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
     the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
-    stages all come before it. No rank runs the microbatches `skipped`: they count nothing. `weights` is what each weighs in the
+    stages all come before it. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
     loss of all replicas, where targets are counted or there are several replicas; else None.
     """
 
@@ -42,7 +41,7 @@ class Call:
     signature: int
     first_backward: int
     described: tuple[bool, bool]
-    skipped: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
     weights: list[float] | None = None
     left: tuple[tuple[int, str, int], ...] = ()  # what ranks say of `runtime/skips.py`
 
@@ -112,7 +111,8 @@ class Calls:
             self._num_changes += asked.pop("changed", False)
         if count is not None and self._plan.num_stages - 1 in self._stages:
             counted = count()
-            asked |= _header_of(counted)
+            told = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
+            asked |= {"target_rows": counted.rows, "target_error": told, "counts": counted.counts}
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
@@ -134,14 +134,10 @@ class Calls:
             header = json.loads(self._chain.down(add, what))
             changes = (header["changes"] - self._num_changes, header["changes"])
         else:
-            whole = self._chain.up(add, what)
-            header = json.loads(self._chain.broadcast(whole, 0, what))
+            header = json.loads(self._chain.broadcast(self._chain.up(add, what), 0, what))
             changes = (header["changes"], header["changes"])
         headers = [header] if self._replicas is None else self._compare(header, kind, what)
-        weights, problem = None, next(filter(None, map(_problem_of, headers)), None)
-        if problem is not None and len(headers) > 1:
-            where = next(number for number, one in enumerate(headers) if _problem_of(one))
-            problem += f" (in replica {where})"
+        problem, weights = _problem_of_all(headers), None
         if problem is None and (count is not None or len(headers) > 1):
             weights, problem = _weights_of(headers)
         if problem:
@@ -184,15 +180,15 @@ class Calls:
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
         # A count may be so small beside the others that its share is 0.
-        skipped = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
+        idle = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
         before, after = self._told.setdefault(number, (_Told(), _Told()))
         return Call(
             num_microbatches=m,
             rows=header["rows"],
             signature=number,
             first_backward=header["first_backward"],
-            described=(before.tell(changes[0], m, skipped), after.tell(changes[1], m, skipped)),
-            skipped=skipped,
+            described=(before.tell(changes[0], m, idle), after.tell(changes[1], m, idle)),
+            idle=idle,
             weights=weights,
             left=tuple(map(tuple, header.get("left", ()))),
         )
@@ -206,20 +202,14 @@ class _Told:
     num_changes: int | None = None
     microbatches: set[int] = field(default_factory=set)
 
-    def tell(self, num_changes: int, num_microbatches: int, skipped: frozenset[int]) -> bool:
+    def tell(self, num_changes: int, num_microbatches: int, idle: frozenset[int]) -> bool:
         """Whether messages carry their form in the call that comes; if so it is told then."""
         if self.num_changes != num_changes:
             self.num_changes = num_changes
             self.microbatches.clear()
-        untold = set(range(num_microbatches)) - skipped - self.microbatches
+        untold = set(range(num_microbatches)) - idle - self.microbatches
         self.microbatches |= untold
         return bool(untold)
-
-
-def _header_of(counted: Counted) -> dict[str, Any]:
-    """What the other ranks are told of the targets; a mistake in them travels as one in the inputs does."""
-    problem = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
-    return {"target_rows": counted.rows, "target_error": problem, "counts": counted.counts}
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
@@ -238,6 +228,14 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
     except ValueError as error:
         return [], str(error)
     return [list(itertools.islice(weights, len(own))) for own in counts], None
+
+
+def _problem_of_all(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first replica's that has one."""
+    for replica, header in enumerate(headers):
+        if problem := _problem_of(header):
+            return problem if len(headers) == 1 else f"{problem} (in replica {replica})"
+    return None
 
 
 def _problem_of(header: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,14 @@
-"""The parameters that two stages share, as one rank has them: by name, by op, and in a state."""
+"""The parameters that two stages share, as one rank has them: by name, by op, and in a state.
+
+    stage 0, rank 0    .grad = what B0 .. B7 of the embedding gave     ----+        .grad = the sum
+    stage 3, rank 3    .grad = what B0 .. B7 of the head gave          ----+-->     .grad = the sum, the same bits
+
+A sum of two is the same whichever comes first, so with one optimizer the copies stay equal.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +17,7 @@ from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
 from pipetrain.model.sharing import Tie, groups_of, parameter_of, put_in_place
-from pipetrain.parallel.tied import make_equal
+from pipetrain.parallel.same_weights import send_over
 from pipetrain.schedule.op import Op
 
 Layers = Mapping[int, nn.Module]  # by global index
@@ -58,7 +65,7 @@ class Copies:
         Raises:
             ValueError: two that can be no copies of each other; on every rank.
         """
-        make_equal([(tie.name, tie.copy) for tie in self._ties], self._own, chain)
+        _make_equal([(tie.name, tie.copy) for tie in self._ties], self._own, chain)
 
     def buckets(self, reduces: Iterable[Op]) -> dict[Op, list[nn.Parameter]]:
         """What those of the REDUCE_GRAD of this rank add up that are of two stages."""
@@ -116,3 +123,30 @@ def _differ(one: Any, other: Any) -> bool:
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
     return one.shape != other.shape or not torch.equal(one.cpu(), other.cpu())
+
+
+def _make_equal(pairs: Sequence[tuple[str, str]], own: Mapping[str, nn.Parameter], chain: Chain) -> None:
+    """Each second one of `pairs` gets the weights of its first, whoever holds them. Collective.
+
+    Raises:
+        ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
+    """
+    if not pairs:
+        return
+    said = {name: [list(one.shape), str(one.dtype), one.requires_grad] for name, one in own.items()}
+    parts = [json.loads(part) for part in chain.concatenate(json.dumps(said).encode(), "what stages share")]
+    holder = {name: rank for rank, part in enumerate(parts) for name in part}
+    for name, copy in pairs:
+        first, second = (parts[holder[one]][one] for one in (name, copy))
+        if first != second:
+            raise ValueError(
+                f"{name} and {copy} are one parameter, and cannot be: {_looks(first)} and {_looks(second)}"
+            )
+    for name, copy in pairs:
+        if holder[name] != holder[copy]:
+            send_over(own.get(name), own.get(copy), holder[name], f"the weights of {name}", chain)
+
+
+def _looks(said: Sequence[object]) -> str:
+    shape, dtype, is_trained = said
+    return f"{shape} of {str(dtype).removeprefix('torch.')}, {'trained' if is_trained else 'frozen'}"

@@ -1,13 +1,15 @@
-"""A batch, cut into microbatches along dimension 0, leaf by leaf."""
+"""A batch, cut into microbatches along dimension 0, leaf by leaf; and how much each of them counts in the loss."""
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Tree = Any  # a tensor, or (nested) tuples, lists and dicts of tensors and plain values
@@ -36,16 +38,17 @@ def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tre
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """The leaves of each microbatch that are the same tensor in all, by number, with what they are called."""
-    found, number = dict[int, str](), 0
+    """The leaves of each microbatch that are the same tensor in all, by index, with what they are called and what that means."""
+    found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):
-            number += 1
+            index += 1
             continue
         for inner, value in pytree.tree_flatten_with_path(leaf.value)[0]:
             if isinstance(value, torch.Tensor):
-                found[number] = name + pytree.keystr(path) + pytree.keystr(inner)
-            number += 1
+                full = name + pytree.keystr(path) + pytree.keystr(inner)
+                found[index] = f"{full}, which is Whole: every microbatch gets the very same tensor"
+            index += 1
     return found
 
 
@@ -158,3 +161,65 @@ def row_counts(rows: int, num_microbatches: int) -> list[int]:
     """The rows of each microbatch, as `torch.tensor_split` cuts them."""
     share, rest = divmod(rows, num_microbatches)
     return [share + (number < rest) for number in range(num_microbatches)]
+
+
+# What counts ----------------------------------------------------------------------------------------------------------
+
+CountFn = Callable[[Any], Any]
+"""What of a microbatch's target counts in the loss: a number, 0 or more."""
+
+
+def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
+    """What `count_fn` says of the target of each microbatch.
+
+    Raises:
+        ValueError: it says no number, or it fails; the message has the microbatch.
+    """
+    return [_count(number, target, count_fn) for number, target in enumerate(targets)]
+
+
+def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
+    try:
+        found = count_fn(target)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
+    value = _as_number(found.item() if isinstance(found, Tensor) and found.dim() == 0 else found)
+    if value is not None and 0 <= value < math.inf:
+        return value
+    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) and found.dim() else repr(found)
+    raise ValueError(
+        f"count_fn gave {shown} for the target of microbatch {microbatch}: it must return how much of it counts in the "
+        "loss, an int, a float or a 0-dim tensor, finite and 0 or more"
+    )
+
+
+def _as_number(value: Any) -> int | float | None:
+    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, numbers.Integral):  # numpy's too
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the rank of the last stage has found in the targets of a call; with a `problem` the counts say nothing."""
+
+    rows: int | None = None  # of the targets; None where no tensor of them is cut
+    counts: tuple[int | float, ...] = ()
+    problem: ValueError | TypeError | None = None
+
+
+def count_targets(targets: Any, most_microbatches: int, count_fn: CountFn, *, all_of_them: bool) -> Counted:
+    """Cut the targets of a call and count each microbatch: `most_microbatches`, or fewer where there are fewer rows, unless
+    `all_of_them` are wanted."""
+    rows = None
+    try:
+        rows = num_rows(targets, "targets")
+        wanted = most_microbatches if all_of_them or rows is None else max(1, min(most_microbatches, rows))
+        counts = counts_of(cut(targets, wanted, "targets"), count_fn)
+    except (ValueError, TypeError) as problem:
+        return Counted(rows, problem=problem)
+    return Counted(rows, tuple(counts))

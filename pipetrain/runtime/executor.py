@@ -1,5 +1,9 @@
 """Runs one rank's part of a schedule: a table from kind to what it does, and a loop.
 
+    F2   take     the microbatch, or what the stage before gave: a message, or left by a stage of this rank      [1]
+         run      the stage                                                                                      [2]
+         give     its output to the SEND, or to the stage of this rank that comes next                           [3]
+
 One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers; the threads of the transport only
 say what has ended. It is work-conserving: when the next op of the compute lane waits for a message and the recompute lane
 has an op that may run, that one runs. On a device it launches in the order of the schedule.
@@ -42,10 +46,9 @@ class Step:
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()  # what the loss of each microbatch is multiplied by
     shares: Sequence[float] = ()  # what of the batch each is
-    whole_inputs: Mapping[int, str] = field(
-        default_factory=dict
-    )  # leaves that are one tensor for all microbatches, and their names
-    whole_targets: Mapping[int, str] = field(default_factory=dict)
+    idle: frozenset[int] = frozenset()  # microbatches that count nothing: their ops do nothing
+    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # leaves that are the same in all microbatches, and
+    whole_targets: Mapping[int, str] = field(default_factory=dict)  # why they may not be changed in place
     first_microbatch: int = 0  # of this replica, among those of all
     scale: float = 1.0
     past: Past | None = None  # the tokens before, where text is made: stages go on from them
@@ -56,18 +59,24 @@ class Step:
     proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
     witnessed: frozenset[tuple[int, int | None]] = frozenset()  # those whose R is, by checksums
 
-    def seed_of(self, microbatch: int) -> Callable[[int], int]:
-        number = self.first_microbatch + microbatch
-        return lambda layer: layer_seed(self.seed, self.index, number, layer)
+
+class _Boundary(NamedTuple):
+    """What a stage gives its neighbour: the leaves of a tree and its structure, which of them want a gradient, and which may not be
+    changed in place, and why; `is_shared`: a stage of this rank gave it, in whose memory they lie."""
+
+    leaves: Sequence[Any]
+    wants_gradient: frozenset[int] = frozenset()
+    spec: pytree.TreeSpec | None = None
+    fixed: Mapping[int, str] = {}
+    is_shared: bool = True
 
 
-class _Turn(NamedTuple):
-    """One op that runs now."""
+class _Entry(NamedTuple):
+    """An op of a program."""
 
     op: Op
     lane: Lane
     program: Program
-    step: Step
 
     @property
     def microbatch(self) -> int:
@@ -75,28 +84,7 @@ class _Turn(NamedTuple):
         return self.op.microbatch
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What F or B gives a neighbouring stage: the leaves of a tree, which of them want a gradient, and its structure.
-
-    `fixed` are leaves that the other stage may not change in place, and why.
-    """
-
-    leaves: Sequence[Any]
-    wants_gradient: Sequence[bool]
-    spec: pytree.TreeSpec | None = None
-    fixed: Mapping[int, str] = field(default_factory=dict)
-
-
-class _Received(NamedTuple):
-    """What F or B gets: the leaves of a tree, which of them want a gradient, which may not be changed in place, and its
-    structure; `is_shared`: from a stage of this rank, in whose memory they lie."""
-
-    leaves: Sequence[Any]
-    wants_gradient: frozenset[int]
-    fixed: Mapping[int, str]
-    spec: pytree.TreeSpec | None
-    is_shared: bool
+_Run = Callable[[Step], None]
 
 
 class Executor:
@@ -120,30 +108,41 @@ class Executor:
         self._monitor = monitor
         self._board = board
         self._shared = SharedGradients({}) if shared is None else shared
-        # Until they are taken: by the SEND that takes them, or by the op that gave them where a stage of this rank does.
-        self._results: dict[Op, _Result] = {}
+        self._compiled: dict[Program, list[_Run]] = {}  # what each op of a program does, decided once
+        # By the SEND that takes it, or by the op that gave it where a stage of this rank does.
+        self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
         """What the next steps run on; between two steps nothing is held of the one before."""
         self._assert_nothing_is_held()
         self._stages, self._shared = stages, shared
+        self._compiled.clear()
 
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
 
+        Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
+        message comes.
+
         Raises:
             PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
-        turns = Turns(program)
+        if program not in self._compiled:
+            entries = (_Entry(op, lane, program) for op, lane in zip(program.ops, program.lanes))
+            self._compiled[program] = [_TABLE[entry.op.kind](self, entry) for entry in entries]
+        runs, turns = self._compiled[program], Turns(program)
         self._lanes.start_step()
         self._shared.start_step(program.reduces)
         while True:
             for transfer in self._transport.take_ended():
                 turns.end(program.number[transfer])
-            if turns.over:
+            if not turns.num_left:
                 break
-            if not self._start_one(turns, program, step):
+            index = turns.take()
+            if index is None:
                 self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
+            elif self._run(program, index, runs[index], step):
+                turns.end(index)
         self._lanes.end_step()
         self._shared.end_step()
         self._assert_nothing_is_held()
@@ -154,167 +153,158 @@ class Executor:
             for stage in self._stages.values():
                 stage.prepare(past)
 
-    # Order --------------------------------------------------------------------------------------------------------
-
-    def _start_one(self, turns: Turns, program: Program, step: Step) -> bool:
-        """Start the next transfer, or run the next F, R or B; False where all wait.
-
-        Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
-        message comes.
-        """
-        for queue in range(len(program.queues)):
-            place = turns.take(queue)
-            if place is not None:
-                lane = program.lanes[place]
-                self._run(_Turn(program.ops[place], lane, program, step), program.waits[place])
-                if lane in COMPUTING:
-                    turns.end(place)
-                return True
-        return False
-
-    def _run(self, turn: _Turn, waits: Sequence[Op]) -> None:
-        op, lane, _, step = turn
+    def _run(self, program: Program, index: int, run: _Run, step: Step) -> bool:
+        """Run or start one op; whether it has ended: a transfer is under way then."""
+        op, lane = program.ops[index], program.lanes[index]
         self._monitor.doing = op
         try:
-            with self._lanes.on(lane, waits, op):
+            with self._lanes.on(lane, program.waits[index], op):
+                if op.microbatch in step.idle:
+                    self._lanes.mark(lane, op)
+                    return True
                 if self.before_op is not None and step.with_graph:
                     self.before_op(op, step.index)
                 if step.on_op is not None:
                     step.on_op(op)
-                _TABLE[op.kind](self, turn)
+                run(step)
         except PipelineError:
             raise
         except BaseException as error:
             meant = step.explain(error, op.stage) if step.explain and isinstance(error, Exception) else None
-            self._report(meant or error, turn)
+            self._report(meant or error, program, index, step)
             if meant is not None:
                 raise meant from error
             raise
+        return lane in COMPUTING
 
     def _describe(self, op: Op, awaited: Op) -> str:
         """What this rank waits in."""
         return self._transport.describe(awaited) or f"{self._monitor.name} waits in {op} for {awaited}"
 
-    # The table ----------------------------------------------------------------------------------------------------
+    # The table: each gives what an op of a program does in a step -------------------------------------------------
 
-    def _forward(self, turn: _Turn) -> None:
-        op, lane, program, step = turn
-        stage = self._stages[op.stage]
-        given = self._given(turn)
+    def _forward(self, entry: _Entry) -> _Run:
+        (op, lane, program), number = entry, entry.microbatch
+        stage, place = self._stages[op.stage], (op.stage, number)
+        keep, split = place not in program.recomputed, place in program.split
+        has_backward = op.stage >= program.schedule.first_backward
         is_last = op.stage == program.schedule.num_stages - 1
-        with self._lanes.timed(lane, op):
-            if step.with_graph:
-                place = op.stage, op.microbatch
-                output = stage.forward(
-                    turn.microbatch,
-                    given,
-                    keep=place not in program.recomputed,
-                    prove=place in step.proved,
-                    witness=place in step.witnessed,
-                    has_backward=op.stage >= program.schedule.first_backward,
-                    split=place in program.split,
-                )
+        take = None if op.stage == 0 else self._taking(program, op)
+        to = send_of(program.schedule, op) or op
+
+        def run(step: Step) -> None:
+            given = _stage_input(step, number, take() if take else None, is_last=is_last)  # [1]
+            with self._lanes.timed(lane, op):
+                if step.with_graph:
+                    output = stage.forward(  # [2]
+                        number,
+                        given,
+                        keep=keep,
+                        prove=place in step.proved,
+                        witness=place in step.witnessed,
+                        has_backward=has_backward,
+                        split=split,
+                    )
+                else:
+                    output = stage.infer(given, with_loss=step.with_loss, past=step.past)
+                if not is_last:  # before the op ends: what it gives may have to be copied
+                    self._given[to] = self._crossed(stage, output, given)  # [3]
+            if not is_last:
+                return
+            if step.with_loss:
+                (step.outputs[number],) = output.leaves
             else:
-                output = stage.infer(given, with_loss=step.with_loss, past=step.past)
-            if not is_last:  # before the op ends: what it gives may have to be copied
-                self._give(turn, self._crossed(stage, output, given))
-        if is_last:
-            self._finish_microbatch(turn.microbatch, output, step)
+                step.outputs[number] = pytree.tree_unflatten(list(output.leaves), output.spec)
 
-    def _recompute(self, turn: _Turn) -> None:
-        with self._lanes.timed(turn.lane, turn.op):
-            self._stages[turn.op.stage].recompute(turn.microbatch, turn.op.part)
+        return run
 
-    def _backward(self, turn: _Turn) -> None:
-        op, lane, program, step = turn
-        gradients: Sequence[Any] = ()
-        if op.stage < program.schedule.num_stages - 1 and reads_boundary(program.schedule, op):
-            gradients = self._received(op, program).leaves
-        with self._lanes.timed(lane, op):
-            stage = self._stages[op.stage]
-            wanted_back = stage.backward(turn.microbatch, gradients, scale=step.scale, part=op.part)
-        if op.stage > program.schedule.first_backward and writes_boundary(op):
-            self._give(turn, _Result(wanted_back, (False,) * len(wanted_back)))
+    def _recompute(self, entry: _Entry) -> _Run:
+        (op, lane, _), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
 
-    def _backward_weights(self, turn: _Turn) -> None:
-        with self._lanes.timed(turn.lane, turn.op):
-            self._stages[turn.op.stage].backward_weights(turn.microbatch)
+        def run(_: Step) -> None:
+            with self._lanes.timed(lane, op):
+                stage.recompute(number, op.part)
 
-    def _send(self, turn: _Turn) -> None:
-        result = self._results.pop(turn.op)
-        self._transport.send(turn.op, result.leaves, result.wants_gradient, result.spec, result.fixed)
+        return run
 
-    def _receive(self, turn: _Turn) -> None:
-        self._transport.post(turn.op)
+    def _backward(self, entry: _Entry) -> _Run:
+        (op, lane, program), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
+        schedule = program.schedule
+        from_next = op.stage < schedule.num_stages - 1 and reads_boundary(schedule, op)
+        take = self._taking(program, op) if from_next else None
+        to = (send_of(schedule, op) or op) if op.stage > schedule.first_backward and writes_boundary(op) else None
 
-    def _reduce(self, turn: _Turn) -> None:
-        self._transport.reduce(turn.op, self._shared.given(turn.op), functools.partial(self._shared.settle, turn.op))
+        def run(step: Step) -> None:
+            gradients = take().leaves if take else ()
+            with self._lanes.timed(lane, op):
+                wanted_back = stage.backward(number, gradients, scale=step.scale, part=op.part)
+            if to is not None:
+                self._given[to] = _Boundary(wanted_back)
 
-    # What F and B get and give ------------------------------------------------------------------------------------
+        return run
 
-    def _given(self, turn: _Turn) -> StageInput:
-        op, _, program, step = turn
-        if op.stage == 0:
-            leaves, spec = pytree.tree_flatten(step.microbatches[turn.microbatch])
-            received = _Received(leaves, frozenset(), _why_fixed(step.whole_inputs), spec, is_shared=False)
-        else:
-            received = self._received(op, program)
-            assert received.spec is not None
-            spec = received.spec
-        scored = step.with_loss and op.stage == program.schedule.num_stages - 1
-        return StageInput(
-            tuple(received.leaves),
-            spec,
-            received.wants_gradient,
-            step.seed_of(turn.microbatch),
-            step.targets[turn.microbatch] if scored else None,
-            step.weights[turn.microbatch] if scored else 1.0,
-            None if step.on_layer is None else functools.partial(step.on_layer, turn.microbatch),
-            received.is_shared,
-            received.fixed,
-            _why_fixed(step.whole_targets) if scored else {},
-        )
+    def _backward_weights(self, entry: _Entry) -> _Run:
+        (op, lane, _), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
 
-    def _received(self, op: Op, program: Program) -> _Received:
-        """What F or B gets from the neighbouring stage: by a message, or from this rank's own."""
+        def run(_: Step) -> None:
+            with self._lanes.timed(lane, op):
+                stage.backward_weights(number)
+
+        return run
+
+    def _send(self, entry: _Entry) -> _Run:
+        op = entry.op
+
+        def run(_: Step) -> None:
+            given = self._given.pop(op)
+            wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
+            self._transport.send(op, given.leaves, wants_gradient, given.spec, given.fixed)
+
+        return run
+
+    def _receive(self, entry: _Entry) -> _Run:
+        return lambda _: self._transport.post(entry.op)
+
+    def _reduce(self, entry: _Entry) -> _Run:
+        op, settle = entry.op, functools.partial(self._shared.settle, entry.op)
+        return lambda _: self._transport.reduce(op, self._shared.given(op), settle)
+
+    # Boundary tensors ---------------------------------------------------------------------------------------------
+
+    def _taking(self, program: Program, op: Op) -> Callable[[], _Boundary]:
+        """How F or B gets what the neighbouring stage gives: by a message, or from this rank's own."""
         message = receive_of(program.schedule, op)
-        if message is not None:
-            leaves, form = self._transport.take(message)
-            return _Received(leaves, wanted(form), fixed_leaves(form), form.spec, is_shared=False)
-        source = local_source(program.schedule, op)
-        assert source is not None
-        result = self._results.pop(source)
-        wants = frozenset(n for n, want in enumerate(result.wants_gradient) if want)
-        return _Received(result.leaves, wants, result.fixed, result.spec, is_shared=True)
+        if message is None:
+            source = local_source(program.schedule, op)
+            assert source is not None
+            return functools.partial(self._given.pop, source)
 
-    def _crossed(self, stage: AnyStage, output: StageOutput, given: StageInput) -> _Result:
+        def take() -> _Boundary:
+            leaves, form = self._transport.take(message)
+            return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
+
+        return take
+
+    def _crossed(self, stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
         """The output of a stage as the next one gets it, here or on another rank."""
         fixed = memories(given.leaves, given.fixed)
         leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
-        return _Result(leaves, output.wants_gradient, output.spec, may_not_change)
-
-    def _give(self, turn: _Turn, result: _Result) -> None:
-        self._results[send_of(turn.program.schedule, turn.op) or turn.op] = result
-
-    def _finish_microbatch(self, microbatch: int, output: StageOutput, step: Step) -> None:
-        if not step.with_loss:
-            step.outputs[microbatch] = pytree.tree_unflatten(list(output.leaves), output.spec)
-        else:
-            (step.outputs[microbatch],) = output.leaves
+        wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
+        return _Boundary(leaves, wants, output.spec, may_not_change)
 
     # The end ------------------------------------------------------------------------------------------------------
 
     def _assert_nothing_is_held(self) -> None:
         """A step gives back all that it took: what it left would be memory that grows, or another step's message."""
-        assert not self._results, f"nobody took the results of {', '.join(map(str, self._results))}"
+        assert not self._given, f"nobody took the results of {', '.join(map(str, self._given))}"
         self._transport.assert_nothing_is_held()
         for stage in self._stages.values():
             stage.end_step()
 
-    def _report(self, error: BaseException, turn: _Turn) -> None:
+    def _report(self, error: BaseException, program: Program, index: int, step: Step) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
-        op, lane, program, step = turn
-        place = f"{self._monitor.name} failed in {op} ({lane} lane, step {step.index})"
+        op = program.ops[index]
+        place = f"{self._monitor.name} failed in {op} ({program.lanes[index]} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
         error.add_note(f"{place}\n{grid(program.schedule, op)}")
@@ -324,17 +314,32 @@ class Executor:
         for stage in self._stages.values():
             stage.drop()
         self._shared.drop()
-        self._results.clear()
+        self._given.clear()
 
 
-def _why_fixed(names: Mapping[int, str]) -> dict[int, str]:
-    return {
-        number: f"{name}, which is Whole: every microbatch gets the very same tensor" for number, name in names.items()
-    }
+def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_last: bool) -> StageInput:
+    """What F of a stage gets: what another gave, or (None) a microbatch of the batch."""
+    if taken is None:
+        leaves, spec = pytree.tree_flatten(step.microbatches[microbatch])
+        taken = _Boundary(leaves, frozenset(), spec, step.whole_inputs, is_shared=False)
+    assert taken.spec is not None
+    scored = step.with_loss and is_last
+    return StageInput(
+        tuple(taken.leaves),
+        taken.spec,
+        taken.wants_gradient,
+        functools.partial(layer_seed, step.seed, step.index, step.first_microbatch + microbatch),
+        step.targets[microbatch] if scored else None,
+        step.weights[microbatch] if scored else 1.0,
+        None if step.on_layer is None else functools.partial(step.on_layer, microbatch),
+        taken.is_shared,
+        taken.fixed,
+        step.whole_targets if scored else {},
+    )
 
 
-# What the executor does in an op of each kind that `runs` by its row: a new kind is one entry here, one method above, and what its stage does.
-_TABLE: Mapping[Kind, Callable[[Executor, _Turn], None]] = {
+# What an op of each kind that `runs` by its row does: a new kind is one entry here, one method above, and what its stage does.
+_TABLE: Mapping[Kind, Callable[[Executor, _Entry], _Run]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,

@@ -10,47 +10,154 @@ begins turn k when it knows the token of the same group's turn before, and not s
 from __future__ import annotations
 
 import itertools
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.group.chain import Chain
-from pipetrain.plan.plan import Plan
+from pipetrain.plan.plan import Plan, whole_number
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
-from pipetrain.runtime.prompts import Prompts
+from pipetrain.runtime.sampling import Sampling
 from pipetrain.schedule.op import Op
-from pipetrain.stage.past import Past
+from pipetrain.stage.past import Past, goes_on
+from pipetrain.transport.device import Fetch
 from pipetrain.transport.forms import Form
 from pipetrain.transport.transport import Transport
 
 Choose = Callable[[Tensor], Tensor]
 OnToken = Callable[[int, int], None]
-Fetch = Callable[[Tensor, str], Tensor]
 
 
-class _Turn(NamedTuple):
-    """One pass of a group through the stages, whose tokens this rank does not know yet."""
+@dataclass(frozen=True)
+class Request:
+    """Token ids to go on from, and how far and how to do so; `context` is how many tokens of a sample are looked at: where there are more, it
+    goes on from the latter half of them. None: all."""
 
-    group: SampleGroup
-    chosen: bytes  # on the last stage's rank
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    ends: Sequence[int] = ()  # tokens after which a sample has ended
+    context: int | None = None
+    num_groups: int = 1
+
+    @staticmethod
+    def of(
+        prompts: Any, *, max_new_tokens: Any, sampling: Sampling, eos: Any = None, context: Any = None, num_groups: Any
+    ) -> Request:
+        """Raises:
+        ValueError: with what of it no text can be made from.
+        """
+        rows, groups = _prompts_of(prompts), whole_number("num_groups", num_groups)
+        if groups > len(rows):
+            raise ValueError(f"num_groups={groups}: there are {len(rows)} prompts, and each group needs one")
+        eos = () if eos is None else eos if isinstance(eos, (Sequence, Tensor)) else [eos]
+        return Request(
+            rows,
+            whole_number("max_new_tokens", max_new_tokens),
+            sampling,
+            _ids(eos, "eos"),
+            None if context is None else whole_number("context", context, least=2),
+            groups,
+        )
+
+
+def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
+    """What the rank that holds the first stage was asked for (`make`, None elsewhere), on every rank. Collective.
+
+    Raises:
+        ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank.
+        PipelineError: another rank failed, or called something else.
+    """
+    own: dict[str, Any] = {"problem": "", "request": None}
+    lacking = next((number for number, layer in layers.items() if not goes_on(layer)), None)
+    try:
+        if lacking is not None:
+            raise ValueError(
+                f"layer {lacking} ({type(layers[lacking]).__name__}) cannot go on from the tokens before: give it "
+                "forward_cached(value, past) beside forward, as pipetrain.stage.past says"
+            )
+        own["request"] = None if make is None else asdict(make())
+    except (ValueError, TypeError) as error:
+        own["problem"] = str(error)
+    what = "what is generated"
+    parts = [json.loads(part) for part in chain.concatenate(json.dumps(own).encode(), what)]
+    if problem := next((part["problem"] for part in parts if part["problem"]), None):
+        chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+        raise ValueError(problem)
+    found = next(part["request"] for part in parts if part["request"])
+    return Request(**{**found, "sampling": Sampling(**found["sampling"])})
+
+
+def _prompts_of(tokens: Any) -> list[list[int]]:
+    if tokens is None:
+        raise ValueError("generate was given no prompts on the rank that holds the first stage: give token ids there")
+    if isinstance(tokens, Mapping):
+        tokens = _unpadded(tokens)
+    if isinstance(tokens, Tensor):
+        tokens = [tokens] if tokens.dim() == 1 else list(tokens)
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+        raise ValueError(
+            f"prompts is a {type(tokens).__name__}: give a list of prompts, each a list or a tensor of token ids, a tensor [prompts, tokens], "
+            "or a dict with input_ids and attention_mask"
+        )
+    if tokens and isinstance(tokens[0], Integral):
+        tokens = [tokens]
+    rows = [_ids(row, f"prompts[{index}]") for index, row in enumerate(tokens)]
+    if not rows or not all(rows):
+        what = f"prompts[{rows.index([])}]" if rows else "prompts"
+        raise ValueError(f"{what} is empty: a text goes on from at least one token")
+    return rows
+
+
+def _unpadded(batch: Mapping[str, Any]) -> list[Tensor]:
+    """The rows of what a tokenizer gives, without padding."""
+    unknown = sorted(set(batch) - {"input_ids", "attention_mask", "token_type_ids"})
+    ids = batch.get("input_ids")
+    if unknown or not isinstance(ids, Tensor):
+        raise ValueError(
+            f"prompts has the keys {sorted(batch)}: a dict needs input_ids, a tensor, and may have attention_mask"
+        )
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape or ids.dim() != 2:
+        raise ValueError("prompts: input_ids and attention_mask need the same shape [prompts, tokens]")
+    return [row[seen.bool()] for row, seen in zip(ids, mask)]
+
+
+def _ids(row: Any, what: str) -> list[int]:
+    try:
+        ids = torch.as_tensor(row if isinstance(row, Tensor) or not len(row) else list(row))
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what} is a {type(row).__name__}: a list or a tensor of token ids is needed") from None
+    if not ids.numel():
+        return []
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise ValueError(
+            f"{what} is a tensor {list(ids.shape)} of {ids.dtype}: token ids are whole numbers in one dimension"
+        )
+    found: list[int] = ids.tolist()
+    if min(found) < 0:
+        raise ValueError(f"{what} has {min(found)}: a token id is a whole number from 0 on")
+    return found
 
 
 class SampleGroup:
     """Samples that go through the stages together: what they had so far, and what the layers of this rank have kept of it."""
 
-    def __init__(self, prompts: Prompts, samples: range, device: torch.device) -> None:
+    def __init__(self, request: Request, samples: range, device: torch.device) -> None:
         self.samples = samples
         self.num_new = 0
         self.past = Past([0], device)  # until the first turn
-        self._rows = [list(prompts.tokens[sample]) for sample in samples]
-        self._lengths = [len(row) for row in self._rows]  # where a sample ended, without what followed
-        self._starts = list(self._lengths)
+        self.made: list[list[int]] = [[] for _ in samples]  # the new tokens of each, up to its end
+        self._rows = [list(request.prompts[sample]) for sample in samples]  # all tokens, also behind an end
         self._open = [True] * len(samples)
-        self._prompts = prompts
+        self._request = request
         self._device = device
 
     @property
@@ -58,17 +165,13 @@ class SampleGroup:
         return not any(self._open)
 
     def begin(self) -> Tensor:
-        """The new tokens of this turn, `[rows, new]`, int64: those of the prompts, or the one that each sample got last."""
-        limit = self._prompts.context
-        if self.num_new == 0:
-            return self._begin_anew(limit)
-        if limit is not None and self.past.length >= limit:
-            return self._begin_anew(limit // 2)
-        self.past.begin(1)
-        return torch.tensor([[row[-1]] for row in self._rows], device=self._device)
-
-    def _begin_anew(self, most: int | None) -> Tensor:
-        """With nothing kept, from the latest `most` tokens, shorter samples padded in front."""
+        """The new tokens of this turn, `[rows, new]`, int64: the one that each sample got last; or, with nothing kept, the latest
+        tokens of all, shorter samples padded in front."""
+        limit = self._request.context
+        if self.num_new and (limit is None or self.past.length < limit):
+            self.past.begin(1)
+            return torch.tensor([[row[-1]] for row in self._rows], device=self._device)
+        most = None if limit is None else limit // 2 if self.num_new else limit
         rows = [row if most is None else row[-most:] for row in self._rows]
         length = max(map(len, rows))
         self.past = Past([length - len(row) for row in rows], self._device)
@@ -78,55 +181,52 @@ class SampleGroup:
     def take(self, tokens: Sequence[int], on_token: OnToken | None) -> None:
         """Each sample's next token; of a sample that has ended it is nothing."""
         self.num_new += 1
-        for number, token in enumerate(tokens):
-            self._rows[number].append(token)
-            if not self._open[number]:
-                continue
-            self._lengths[number] += 1
-            self._open[number] = token not in self._prompts.ends and self.num_new < self._prompts.max_new_tokens
-            if on_token is not None:
-                on_token(self.samples[number], token)
-
-    def made(self) -> list[Tensor]:
-        """The new tokens of each sample."""
-        return [torch.tensor(row[start:end]) for row, start, end in zip(self._rows, self._starts, self._lengths)]
+        for row, token in enumerate(tokens):
+            self._rows[row].append(token)
+            if self._open[row]:
+                self.made[row].append(token)
+                self._open[row] = token not in self._request.ends and self.num_new < self._request.max_new_tokens
+                if on_token is not None:
+                    on_token(self.samples[row], token)
 
 
+class _Turn(NamedTuple):
+    """One pass of a group through the stages, whose tokens this rank does not know yet."""
+
+    group: SampleGroup
+    chosen: bytes  # on the last stage's rank
+
+
+@dataclass
 class Generation:
-    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `prompts`.
+    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `request`.
 
     `program` is that of one microbatch's forward. `choose` stands in for the sampling, on the rank that holds the last stage.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        plan: Plan,
-        chain: Chain,
-        program: Program,
-        executor: Executor,
-        transport: Transport,
-        fetch: Fetch,
-        device: torch.device,
-        *,
-        choose: Choose | None,
-        on_token: OnToken | None,
-    ) -> None:
-        self._prompts = prompts
-        self._chain = chain
-        self._program = program
-        self._executor = executor
-        self._transport = transport
-        self._fetch = fetch
-        self._choose = choose
-        self._on_token = on_token
-        self._num_layers = plan.num_layers
-        self._last_rank = plan.stage_ranks[-1]
-        self._groups = [
-            SampleGroup(prompts, samples, device) for samples in _cut(len(prompts.tokens), prompts.num_groups)
-        ]
-        self._lag = _lag(plan, chain.rank)
-        self._forms: dict[tuple[int, int], dict[Op, Form]] = {}  # by the shape of the tokens
+    request: Request
+    plan: Plan
+    chain: Chain
+    program: Program
+    executor: Executor
+    transport: Transport
+    fetch: Fetch
+    device: torch.device
+    choose: Choose | None
+    on_token: OnToken | None
+
+    def __post_init__(self) -> None:
+        share, rest = divmod(len(self.request.prompts), self.request.num_groups)
+        ends = list(itertools.accumulate(share + (group < rest) for group in range(self.request.num_groups)))
+        samples = [range(start, end) for start, end in zip([0, *ends], ends)]
+        self._groups = [SampleGroup(self.request, own, self.device) for own in samples]
+        # How many turns this rank may be ahead of the tokens that it knows: where each rank has one stage, in order, as many as there are
+        # ranks behind it, as its turns come so much earlier. Every rank learns all tokens in one order, and a token needs no turn that
+        # comes after it, so nobody waits in a ring. With any other placement a rank may have work before and after another's in one turn:
+        # there turns do not overlap.
+        in_order = self.plan.stage_ranks == tuple(range(self.plan.num_stages))
+        self._lag = self.plan.num_stages - 1 - self.chain.rank if in_order else 0
+        self._forms: dict[tuple[int, ...], dict[Op, Form]] = {}  # by the shape of the tokens
 
     def run(self) -> list[Tensor]:
         """The new tokens of each prompt, int64, on every rank. Collective.
@@ -144,60 +244,42 @@ class Generation:
                     self._learn(unknown.popleft())
             elif all(other.is_over for other in self._groups):
                 break
-        return [tokens for group in self._groups for tokens in group.made()]
+        return [torch.tensor(tokens) for group in self._groups for tokens in group.made]
 
     def _pass_through(self, group: SampleGroup) -> _Turn:
         """The new tokens of a group through the stages of this rank."""
         tokens = group.begin()
-        self._executor.prepare(group.past)
+        self.executor.prepare(group.past)
         step = Step(
             group.num_new,
             seed=0,  # nothing draws
-            num_layers=self._num_layers,
+            num_layers=self.plan.num_layers,
             with_graph=False,
             with_loss=False,
             microbatches=[tokens],
             past=group.past,
         )
-        shape = (tokens.shape[0], tokens.shape[1])
-        described = shape not in self._forms
-        self._transport.start_step(self._forms.setdefault(shape, {}), described=(described, described))
-        self._executor.run(self._program, step)
+        described = tuple(tokens.shape) not in self._forms
+        forms = self._forms.setdefault(tuple(tokens.shape), {})
+        self.transport.start_step(forms, described=(described, described))
+        self.executor.run(self.program, step)
         group.past.end()
         return _Turn(group, self._chosen(group, step.outputs[0]) if step.outputs else b"")
 
     def _chosen(self, group: SampleGroup, output: Tensor) -> bytes:
-        logits, sampling = output[:, -1], self._prompts.sampling
+        logits, sampling = output[:, -1], self.request.sampling
         what = f"the logits of token {group.num_new}"
-        if self._choose is not None:
-            chosen = self._fetch(self._choose(logits.clone()), what)  # theirs, and not of inference mode
+        if self.choose is not None:
+            chosen = self.fetch(self.choose(logits.clone()), what)  # theirs, and not of inference mode
         elif sampling.is_greedy:
-            chosen = self._fetch(logits.argmax(-1), what)  # where the logits are: a vocabulary is long
+            chosen = self.fetch(logits.argmax(-1), what)  # where the logits are: a vocabulary is long
         else:
-            chosen = sampling.choose(self._fetch(logits.clone(), what), group.samples, group.num_new)
+            chosen = sampling.choose(self.fetch(logits.clone(), what), group.samples, group.num_new)
         return chosen.to(torch.int64).numpy().tobytes()
 
     def _learn(self, turn: _Turn) -> None:
         """The tokens that were chosen in a turn."""
         group = turn.group
         what = f"token {group.num_new} of prompt {group.samples.start}"
-        chosen = self._chain.broadcast(turn.chosen, self._last_rank, what)
-        group.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self._on_token)
-
-
-def _cut(num_prompts: int, num_groups: int) -> list[range]:
-    """Neighbouring prompts, as many in each group as can be, and one more in the first ones."""
-    share, rest = divmod(num_prompts, num_groups)
-    ends = list(itertools.accumulate(share + (number < rest) for number in range(num_groups)))
-    return [range(start, end) for start, end in zip([0, *ends], ends)]
-
-
-def _lag(plan: Plan, rank: int) -> int:
-    """How many turns a rank may be ahead of the tokens that it knows.
-
-    Where each rank has one stage, in order, as many as there are ranks behind it: its turns come so much earlier. Every rank learns all
-    tokens in one order, and a token needs no turn that comes after it, so nobody waits in a ring. With any other placement a rank may
-    have work before and after another's in one turn: there turns do not overlap.
-    """
-    in_order = plan.stage_ranks == tuple(range(plan.num_stages))
-    return plan.num_stages - 1 - rank if in_order else 0
+        chosen = self.chain.broadcast(turn.chosen, self.plan.stage_ranks[-1], what)
+        group.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self.on_token)

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.runtime.arguments import MEAN
-from pipetrain.runtime.counting import CountFn, counts_of
-from pipetrain.runtime.cut import weights_of
+from pipetrain.runtime.cut import CountFn, counts_of, weights_of
 from pipetrain.runtime.executor import Step
 from pipetrain.stage.added_losses import WithLosses
 from pipetrain.stage.stage import LossFn

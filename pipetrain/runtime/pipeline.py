@@ -2,76 +2,55 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.group.clocks import align_clocks
 from pipetrain.group.coordinates import REPLICA_STAGE, Coordinates
 from pipetrain.group.failure import PipelineError
-from pipetrain.group.group import join_group
-from pipetrain.group.own_device import identity_of
-from pipetrain.model.sharing import SharedState
-from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in, spec_of
-from pipetrain.parallel.clipping import clip_grad_norm
-from pipetrain.parallel.replicas import SharedGradients
-from pipetrain.parallel.same_weights import check_replicas_equal, make_replicas_equal
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, plan_of, replicas_said, whole_number
-from pipetrain.runtime import whole_state as weights
+from pipetrain.group.group import Group, join_group
+from pipetrain.model.spec import spec_of
+from pipetrain.parallel.same_weights import make_replicas_equal
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, replicas_said, whole_number
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
-    check_callable,
-    check_loss_is_local,
-    check_loss_is_plain,
-    check_no_inference_tensors,
+    check_functions,
     checked_reduction,
     checked_seed,
     checked_timeout,
     mistake_in_step,
 )
-from pipetrain.runtime.build import build_stage_layers, check_has_parameters, kept_layers
-from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
-from pipetrain.runtime.copies import Copies, make_one
+from pipetrain.runtime.assembly import Assembly
+from pipetrain.runtime.call_programs import GivenSchedule
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
+from pipetrain.runtime.generation import Request, agree
 from pipetrain.runtime.measure import measure_rank
-from pipetrain.runtime.prompts import Prompts, agree_on, check_prompts, mistake_in_layers
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.sampling import Sampling
-from pipetrain.runtime.skips import Skips
 from pipetrain.runtime.sync_watch import waits_told
+from pipetrain.runtime.weights import StageWeights
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.past import set_trainable
-from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
 from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.crossing import cross
-from pipetrain.transport.device import fetch
 from pipetrain.transport.lanes import Recording, make_lanes
-from pipetrain.transport.transport import NCCL, PINNED, carrier_of
-
-_LOG = logging.getLogger(__name__)
+from pipetrain.transport.transport import PINNED
 
 
-class Pipeline:
+class Pipeline(StageWeights):
     """A model cut into stages over the ranks of torch.distributed, trained microbatch by microbatch.
 
     Args:
@@ -133,140 +112,39 @@ class Pipeline:
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
         timeout_seconds = checked_timeout(timeout_seconds)  # before this rank waits for another
-        replicas = replicas_said(num_replicas, plan)
         spec = spec_of(model).for_loss(loss_fn)
-        self._take_batch = spec.take_batch
         # Whoever made a bundle with a count_fn has said what its loss is a mean over.
         checks_loss = loss_fn is not None or spec.count_fn is None
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
-        self.step_index = 0
-        self._on_event = on_event
-        self._training = True
-        self._closed = False
+        self.step_index, self._training, self._closed = 0, True, False
+        self._take_batch, self._on_event = spec.take_batch, on_event
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
-        self._meter = ActivationMeter()
-        shares = isinstance(plan, Plan) and plan.edges == PINNED
-        self._group = join_group(
-            group,
-            device,
-            timeout_seconds=timeout_seconds,
-            shares_gpus=shares,
-            num_replicas=replicas,
-            order=plan.order if isinstance(plan, Plan) else REPLICA_STAGE,
-            mesh=mesh,
-        )
-        self._lanes = make_lanes(self._place, self._group.device)
+        self._group = _join(group, device, timeout_seconds, replicas_said(num_replicas, plan), plan, mesh)
+        self._lanes = make_lanes(self._group.chain.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain, self._group.replicas)
             with introduced(self._group) as own:
-                own.seed = self._seed = checked_seed(seed)
-                own.loss_reduction = checked_reduction(loss_reduction)
-                check_callable("loss_fn", loss_fn, "of an output and its target")
-                check_callable("count_fn", count_fn, "of a microbatch's target")
-                check_callable("on_event", on_event, "of an OpEvent")
-                check_loss_is_plain(loss_fn, spec.modules.values())
-                own.model, own.counts = _fingerprint(spec), count_fn is not None
-                self.plan = plan_of(
-                    plan,
-                    spec.num_layers,
-                    num_ranks=self._group.grid.stage,
-                    num_stages=num_stages,
-                    stages_per_rank=stages_per_rank,
-                    num_microbatches=num_microbatches,
-                    balance=balance,
-                    work=spec.size.flops_per_layer,
-                    num_replicas=self._group.grid.replica,
-                    order=self._group.grid.order,
+                own.seed, own.loss_reduction = checked_seed(seed), checked_reduction(loss_reduction)
+                check_functions(loss_fn, count_fn, on_event, spec.modules.values())
+                self._parts = parts = Assembly(spec, loss_fn, own.seed, self._group, self._lanes)
+                own.model, own.counts = parts.fingerprint, count_fn is not None
+                self._given_schedule, self._policy = schedule, RecomputePolicy.of(recompute)
+                numbers = {"num_stages": num_stages, "stages_per_rank": stages_per_rank}
+                self.plan = parts.make_plan(
+                    plan, schedule, self._policy, balance, num_microbatches=num_microbatches, **numbers
                 )
-                self._group.names.tell_stages(self.plan.stage_ranks)
-                self._policy = policy = RecomputePolicy.of(recompute)
-                policy.check_layers(self.plan.num_layers)
-                if plan is None and balance == "auto":
-                    self.plan = self._balanced(spec, schedule, policy)
-                ties = check_sharing(spec, self.plan.stage_of)
-                self._shared = SharedState(spec.modules, self.plan.stage_of)
-                self._given_schedule = schedule
-                self._make_programs = partial(
-                    Programs,
-                    rank=self._place,
-                    runs_ahead=self._lanes.device.runs_ahead,
-                    tied=self.plan.tied_stages(tie.layers for tie in ties),
-                    work=spec.size.flops_per_layer,
-                )
-                self._programs = self._make_programs(schedule, policy, self.plan)
-                own.plan, own.schedule = repr(self.plan), self._programs.describe()
-                if self._group.size > 1:
-                    own.carrier = carrier_of(self.plan.edges, self.device)
-                    own.gpu = identity_of(self.device) if own.carrier == NCCL else ""
-                self._name_of, self._loss_fn = name_in(spec), loss_fn
-                layers = self._build(spec, checked=plan is None and balance == "auto")
-                self._stages = self._stages_of(layers, self._programs, policy)
-                check_loss_is_local(loss_fn, {**spec.modules, **self._layers()}, self.plan)
-                check_no_inference_tensors(self._layers())
-                check_built(spec, self._layers(), self.plan.stage_of)
-                self._copies = Copies(ties, self._layers())
-            self._copies.make_equal(self._group.chain)
-            make_replicas_equal(self._tensors(), self._group.replicas, self._fetch)
+                parts.build(self.plan, is_balanced=plan is None and balance == "auto")
+                self._programs = parts.programs(schedule, self._policy, self.plan)
+                own.tell(self.plan, self._programs.describe(), self._group)
+                self._stages = parts.stages(self._programs, self._policy, self.plan)
+                parts.check(self.plan)
+            parts.copies.make_equal(self._group.chain)
+            make_replicas_equal(self._tensors(), self._group.replicas, parts.fetch)
             self._runner = CallRunner(
-                self._group,
-                self.plan,
-                self._programs,
-                self._stages,
-                self._lanes,
-                self._meter,
-                loss_fn,
-                count_fn,
-                policy.verify,
-                self._shared_gradients(self._stages, self._programs),
-                self._copies.apart if ties else None,
-                Skips({**spec.modules, **self._layers()}, loss_fn, self.plan, self._place),
-                loss_reduction=own.loss_reduction,
-                checks_loss=checks_loss,
+                parts, self.plan, self._programs, self._stages, self._policy, count_fn, loss_reduction, checks_loss
             )
-
-    def _balanced(self, spec: ModelSpec, schedule: GivenSchedule, policy: RecomputePolicy) -> Plan:
-        """The plan whose step is shortest, unless its stages have more in common than those of equal work, or one has no parameters."""
-        plan, told = with_shortest_step(self.plan, schedule, policy, spec.size.flops_per_layer)
-        if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):
-            return self.plan
-        if self._place == 0:
-            _LOG.info(told)
-        return plan
-
-    def _build(self, spec: ModelSpec, *, checked: bool) -> dict[int, list[nn.Module]]:
-        """The layers of each stage of this rank."""
-        layers = {
-            index: build_stage_layers(spec, self.plan, index, self._seed, self.device, checked=checked)
-            for index in self.plan.stages_of(self._place)
-        }
-        numbers = (number for index in layers for number in self.plan.layers_of(index))
-        make_one(spec.tied, dict(zip(numbers, itertools.chain(*layers.values()))))
-        return layers
-
-    def _stages_of(
-        self, layers: Mapping[int, Sequence[nn.Module]], programs: Programs, policy: RecomputePolicy
-    ) -> dict[int, AnyStage]:
-        """The stages of this rank, which have these layers."""
-        parts = programs.whole().schedule.policy
-        kept = kept_layers(policy.keep_layers, layers, self.plan)
-        return {
-            index: make_stage(
-                index,
-                own,
-                parts.parts[index] if parts.in_parts else (),
-                first_layer=self.plan.layers_of(index).start,
-                cross=cross,
-                device=self.device,
-                meter=self._meter,
-                loss_fn=self._loss_fn if index == self.plan.num_stages - 1 else None,
-                name_of=self._name_of,
-                selective=() if policy.mode is Mode.NEVER else policy.selective,
-                keep_layers=kept,
-            )
-            for index, own in layers.items()
-        }
 
     def change(
         self,
@@ -301,22 +179,12 @@ class Pipeline:
             policy.check_layers(self.plan.num_layers)
             m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
             plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
-            programs = self._make_programs(given, policy, plan)
-            own.seed, own.plan, own.schedule = self._seed, repr(plan), programs.describe()
-            stages = self._stages_of({index: one.layers for index, one in self._stages.items()}, programs, policy)
+            programs = self._parts.programs(given, policy, plan)
+            own.tell(plan, programs.describe(), self._group)
+            stages = self._parts.stages(programs, policy, plan)
         self.plan, self._given_schedule, self._policy = plan, given, policy
         self._programs, self._stages = programs, stages
-        self._runner.change(plan, programs, stages, policy.verify, self._shared_gradients(stages, programs))
-
-    def _shared_gradients(self, stages: Mapping[int, AnyStage], programs: Programs) -> SharedGradients:
-        """What the REDUCE_GRAD of this rank add up."""
-        of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {
-            (index, part): parameters
-            for index, stage in stages.items()
-            for part, parameters in enumerate(parameters_of_parts(stage))
-        }
-        copies = self._copies.buckets(programs.whole().reduces)
-        return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self._lanes.device.runs_ahead)
+        self._runner.adopt(plan, programs, stages, policy)
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 
@@ -368,11 +236,6 @@ class Pipeline:
         replica. Collective the first time. For libraries that share out over replicas, such as `ZeroRedundancyOptimizer`."""
         return self._group.replica_process_group()
 
-    @property
-    def _place(self) -> int:
-        """This process among the ranks of its replica, as plan and schedule count them."""
-        return self._group.chain.rank
-
     def own_rows(self, batch: Any) -> Any:
         """Of a whole batch, a tensor or a (nested) tuple or dict, the rows of this replica: what `step` wants where each rank has all.
 
@@ -403,11 +266,13 @@ class Pipeline:
                 `find_not_finite` says where it began.
         """
         step = self._new_step(with_graph=True, with_loss=True, scale=scale)
-        with self._watching():
+        # In the first step, on a device that the host should run ahead of: which layers make it wait.
+        watches = self._last_report is None and self._lanes.device.runs_ahead
+        with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
         # Not the step itself, which holds the batch until the next one has ended.
         index, recording = step.index, self._lanes.recording()
-        peak, peak_of_stages, stages = self._meter.peak_bytes, self._meter.peak_stage_bytes, self._stages
+        peak, peak_of_stages, stages = self._parts.meter.peak_bytes, self._parts.meter.peak_stage_bytes, self._stages
         self._last_report = lambda: measure_rank(
             self.rank,
             index,
@@ -419,22 +284,13 @@ class Pipeline:
             self._runner.communicator_bytes,
             peak_of_stages,
             replica=self.coordinates.replica,
-            place=self._place,
+            place=self._group.chain.rank,
         )
         self.step_index += 1
         if self._on_event is not None:
             self._unseen.append(recording)
         self._emit_events()
         return self._runner.loss_of(step)
-
-    def _watching(self) -> AbstractContextManager[None]:
-        """In the first step on a device that the host should run ahead of: which layers make it wait."""
-        is_first = self._last_report is None
-        return (
-            waits_told(self._stages, self._lanes.device)
-            if is_first and self._lanes.device.runs_ahead
-            else nullcontext()
-        )
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, of which each replica gets its own rows, on every rank's host; layers in eval mode, no gradients."""
@@ -445,7 +301,7 @@ class Pipeline:
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
-        modes = [(module, module.training) for layer in self._layers().values() for module in layer.modules()]
+        modes = [(module, module.training) for layer in self._parts.layers.values() for module in layer.modules()]
         training, self._training = self._training, False
         try:
             for module, _ in modes:
@@ -500,8 +356,7 @@ class Pipeline:
             ValueError: what no text can be made from; layers that cannot go on from the tokens before. The same on every rank.
             PipelineError: another rank failed.
         """
-        if self._closed:
-            raise PipelineError("the pipeline is closed")
+        self._check_open()
         if self.num_replicas > 1:
             raise ValueError(
                 f"generate was called with num_replicas={self.num_replicas}: make a Pipeline of one replica for it"
@@ -509,23 +364,14 @@ class Pipeline:
         self._runner.check_whole()
         self._emit_events()
 
-        def own() -> Prompts:
+        def make() -> Request:
             sampling = Sampling(temperature, top_k, top_p, seed)
-            return check_prompts(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                eos=eos,
-                context=context,
-                num_groups=num_groups,
-            )
+            limits = {"max_new_tokens": max_new_tokens, "context": context, "num_groups": num_groups}
+            return Request.of(prompts, sampling=sampling, eos=eos, **limits)
 
-        agreed = agree_on(own if self.is_first else None, mistake_in_layers(self._layers()), self._group.chain)
-        with self._in_eval_mode(), self._runner.failing_together():
-            try:
-                return self._runner.generation(agreed, choose=choose, on_token=on_token).run()
-            finally:
-                set_trainable(self._layers().values())
+        request = agree(make if self.is_first else None, self._parts.layers, self._group.chain)
+        with self._in_eval_mode():
+            return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
         """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
@@ -547,7 +393,7 @@ class Pipeline:
     def _new_step(self, *, with_graph: bool, with_loss: bool, scale: float = 1.0) -> Step:
         return Step(
             self.step_index,
-            self._seed,
+            self._parts.seed,
             self.plan.num_layers,
             with_graph=with_graph,
             with_loss=with_loss,
@@ -562,7 +408,7 @@ class Pipeline:
                 inputs, targets = self._take_batch(inputs, targets)
             except ValueError as error:
                 mistake = mistake or str(error)
-        self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake, shared=self._shared)
+        self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -574,107 +420,6 @@ class Pipeline:
             assert self._on_event is not None
             for event in self._unseen.popleft().events():
                 self._on_event(event)
-
-    # Parameters ---------------------------------------------------------------------------------------------------
-
-    def _layers(self) -> dict[int, nn.Module]:
-        return {number: layer for stage in self._stages.values() for number, layer in stage.layers_by_number().items()}
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has there one name, the first,
-        and so have its two copies."""
-        return ((self._copies.name(name), parameter) for name, parameter in weights.named_parameters(self._layers()))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put this rank's layers into training mode. Collective in meaning: do it on every rank."""
-        if not isinstance(mode, bool):
-            raise ValueError(f"train was given mode={mode!r}: True or False is needed")
-        self._training = mode
-        for layer in self._layers().values():
-            layer.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        return self.train(False)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
-
-        The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split; of a parameter that two stages share one counts.
-        """
-        parameters_of = weights.parameters_of({s.index: s.layers_by_number() for s in self._stages.values()})
-        return clip_grad_norm(
-            parameters_of,
-            max_norm,
-            lambda own: self._group.chain.concatenate(own, "the gradient norms"),
-            self.device,
-            lambda norms: self._runner.fetch(norms, "the norms of the gradients"),
-            uncounted=self._copies.second,
-        )
-
-    def check_replicas(self) -> None:
-        """Whether all replicas hold the same weights, by a sum over the bits of each. Collective.
-
-        Raises:
-            PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
-        """
-        names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self.rank)]
-        own = dict(weights.named_parameters(self._layers()))
-        check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._fetch)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's layers, by name."""
-        return {
-            f"{number}.{name}": tensor
-            for number, layer in sorted(self._layers().items())
-            for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
-            if tensor.layout is torch.strided
-        }
-
-    def _fetch(self, tensor: Tensor, what: str) -> Tensor:
-        return fetch(tensor, what, self._lanes.device, self._group.monitor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors, under the whole model's names."""
-        return weights.state_dict(self._layers())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
-
-        Raises:
-            ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
-        """
-        numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
-        unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
-        if unknown:
-            raise ValueError(
-                f"the state has {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not: its tensors are named as in "
-                f"nn.Sequential(*layers), 0.* to {self.plan.num_layers - 1}.*"
-            )
-        weights.load_state_dict(self._layers(), self._copies.in_state(state))
-
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective.
-
-        Only rank 0 needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB.
-        """
-        first = self.coordinates.replica == 0
-        gathered = weights.gather(self.state_dict(), self._group.chain) if first else None
-        if gathered is None:
-            return None
-        return dict(sorted(gathered.items(), key=lambda item: int(item[0].split(".", 1)[0])))
 
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
@@ -731,19 +476,21 @@ class Pipeline:
         self.close()
 
 
-def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How much stages have in common; infinity: more than they may, or one has no parameters."""
-    try:
-        for stage in range(plan.num_stages):
-            known = [spec.modules[number] for number in plan.layers_of(stage) if number in spec.modules]
-            if len(known) == plan.balance[stage]:
-                check_has_parameters(stage, known, plan.layers_of(stage))
-        return len(check_sharing(spec, plan.stage_of)) + len(SharedState(spec.modules, plan.stage_of))
-    except ValueError:
-        return math.inf
-
-
-def _fingerprint(spec: ModelSpec) -> str:
-    """What all ranks must have been given: ties, too, as a rank that knew of none would wait for nobody."""
-    tied = {"tied": spec.tied} if spec.tied else {}
-    return json.dumps({**spec.fingerprint, **tied}, sort_keys=True)
+def _join(
+    group: Any,
+    device: torch.device | str | None,
+    timeout_seconds: float,
+    num_replicas: int,
+    plan: Plan | None,
+    mesh: DeviceMesh | None,
+) -> Group:
+    given = plan if isinstance(plan, Plan) else None
+    return join_group(
+        group,
+        device,
+        timeout_seconds=timeout_seconds,
+        shares_gpus=given is not None and given.edges == PINNED,
+        num_replicas=num_replicas,
+        order=given.order if given else REPLICA_STAGE,
+        mesh=mesh,
+    )

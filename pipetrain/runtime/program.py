@@ -11,17 +11,19 @@ the executor obeys, and it obeys it for every op.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
 from pipetrain.schedule.op import Op
+from pipetrain.schedule.policy import EVERY, FIRST, OFF
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.stage.segments import AnyStage
 
 COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The ops of one rank, numbered; those that compute first, or all as they are launched. Op n belongs to `lanes[n]`.
 
@@ -94,26 +96,21 @@ class Turns:
         self._open = [len(waits) for waits in program.waits]  # what each op still waits for
         self._heads = [queue.start for queue in program.queues]  # the first of each queue that had no turn yet
         self._ended = [False] * len(program.ops)
-        self._num_left = len(program.ops)
+        self.num_left = len(program.ops)  # ops that have not ended
 
-    @property
-    def over(self) -> bool:
-        """Whether every op has ended."""
-        return self._num_left == 0
-
-    def take(self, queue: int) -> int | None:
-        """The op of this queue whose turn it is, which then has had it; None where there is none or it still waits."""
-        head = self._heads[queue]
-        if head == self._program.queues[queue].stop or self._open[head]:
-            return None
-        self._heads[queue] = head + 1
-        return head
+    def take(self) -> int | None:
+        """The next op whose turn it is, which then has had it; None where there is none."""
+        for queue, head in enumerate(self._heads):
+            if head != self._program.queues[queue].stop and not self._open[head]:
+                self._heads[queue] = head + 1
+                return head
+        return None
 
     def end(self, place: int) -> None:
         """This op has ended: those that wait for it wait for one op less."""
         assert not self._ended[place], f"{self._program.ops[place]} ended twice"
         self._ended[place] = True
-        self._num_left -= 1
+        self.num_left -= 1
         for follower in self._program.followers[place]:
             self._open[follower] -= 1
 
@@ -132,3 +129,61 @@ class Turns:
 
     def _had_its_turn(self, place: int) -> bool:
         return any(place in queue and place < head for queue, head in zip(self._program.queues, self._heads))
+
+
+# Which microbatches are verified --------------------------------------------------------------------------------------
+
+Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
+_NOTHING: Places = frozenset()
+
+
+class Proving:
+    """The choice for one rank; `verify` is `recompute.verify`."""
+
+    def __init__(self, stages: Mapping[int, AnyStage], verify: str | int) -> None:
+        self._stages = stages
+        self._verify = verify
+        self._proved: set[Hashable] = set()
+        self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
+
+    def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
+        """What is proved in this step, of a call with this signature; the microbatches `idle` do not run."""
+        if self._verify == OFF:
+            return _NOTHING
+        kind = (signature, *self._flags())
+        if kind not in self._proved:
+            if first := _in_turn(program, 0, idle):  # nothing of a replica whose microbatches are all idle
+                self._proved.add(kind)
+            return first | (program.recomputed if self._verify == EVERY else _NOTHING)
+        if self._verify == FIRST:
+            return _NOTHING
+        if self._verify == EVERY:
+            return program.recomputed
+        assert isinstance(self._verify, int)
+        turn, rest = divmod(step, self._verify)
+        return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
+
+    def witnessed(self, step: int, program: Program) -> Places:
+        """One recomputed microbatch of each stage, in turn."""
+        if self._verify == OFF:
+            return _NOTHING
+        if self._recomputed[0] is not program:
+            stages = sorted({stage for stage, _ in program.recomputed})
+            numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
+            self._recomputed = program, list(numbers.items())
+        return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
+
+    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        layers = [layer for stage in self._stages.values() for layer in stage.layers]
+        modes = [module.training for layer in layers for module in layer.modules()]
+        return tuple(modes), tuple([one.requires_grad for layer in layers for one in layer.parameters()])
+
+
+def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
+    """One microbatch of each stage: of those with an R where there are any, else of all."""
+    found: dict[int, list[int | None]] = {}
+    for kind in (Kind.F, Kind.R):
+        ops = [op for op in program.ops if op.kind is kind and op.microbatch not in idle]
+        found |= {stage: [op.microbatch for op in ops if op.stage == stage] for stage in {op.stage for op in ops}}
+    found = {stage: list(dict.fromkeys(microbatches)) for stage, microbatches in found.items()}  # R may come in parts
+    return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

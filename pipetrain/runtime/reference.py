@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.runtime.counting import counts_of
-from pipetrain.runtime.cut import cut, num_rows, weights_of
+from pipetrain.runtime.cut import counts_of, cut, num_rows, weights_of
 from pipetrain.stage.added_losses import collecting
 from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
 

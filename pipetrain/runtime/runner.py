@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore
 
 from pipetrain.group.failure import PipelineError, Watchdog
-from pipetrain.group.group import Group
-from pipetrain.model.sharing import SharedState
-from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
-from pipetrain.runtime.arguments import MEAN, SUM
+from pipetrain.runtime.arguments import SUM, check_batch
+from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.calls import Call, Calls
-from pipetrain.runtime.counting import CountFn, count_targets
-from pipetrain.runtime.cut import cut, cut_targets, on_device, row_counts, weights_of, whole_tensors
+from pipetrain.runtime.cut import (
+    CountFn,
+    count_targets,
+    cut,
+    cut_targets,
+    on_device,
+    row_counts,
+    weights_of,
+    whole_tensors,
+)
 from pipetrain.runtime.executor import Executor, Step
-from pipetrain.runtime.generation import Choose, Generation, OnToken
-from pipetrain.runtime.given_batch import check_batch
+from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.loss_check import LossCheck
-from pipetrain.runtime.prompts import Prompts
-from pipetrain.runtime.proving import Proving
+from pipetrain.runtime.program import Proving
 from pipetrain.runtime.skips import Skips
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.stage.segments import AnyStage
-from pipetrain.stage.stage import LossFn
-from pipetrain.transport.device import bring, fetch
-from pipetrain.transport.lanes import Lanes
+from pipetrain.transport.device import bring
 from pipetrain.transport.transport import Transport, make_edges
 
 
@@ -46,106 +48,47 @@ class CallRunner:
 
     def __init__(
         self,
-        group: Group,
+        parts: Assembly,
         plan: Plan,
         programs: Programs,
-        stages: Mapping[int, AnyStage],
-        lanes: Lanes,
-        meter: ActivationMeter,
-        loss_fn: LossFn | None,
+        stages: Stages,
+        policy: RecomputePolicy,
         count_fn: CountFn | None,
-        verify: str | int,
-        shared_gradients: SharedGradients,
-        copies: Mapping[str, nn.Parameter] | None,
-        skips: Skips,
-        *,
-        loss_reduction: str = MEAN,
-        checks_loss: bool = False,
+        loss_reduction: str,
+        checks_loss: bool,
     ) -> None:
+        group = parts.group
+        self._parts = parts
         self._group = group
-        self._meter = meter
-        self._loss_fn = loss_fn
+        self._device = parts.lanes.device
         self._count_fn = count_fn
-        self._copies = copies
         self._loss_reduction = loss_reduction
-        self._skips = skips
+        self._skips = Skips(parts.known_layers, parts.loss_fn, plan, parts.place)
         self._loss_check = None
-        if checks_loss and loss_fn is not None and plan.num_stages - 1 in stages:
-            self._loss_check = LossCheck(
-                loss_fn,
-                count_fn,
-                loss_reduction,
-                plan.num_layers - 1,
-                self.fetch,
-                warns=group.coordinates.replica == 0,
-            )
-        self._adopt(plan, programs, stages, verify, shared_gradients)
+        if checks_loss and parts.loss_fn is not None and plan.num_stages - 1 in stages:
+            warns = group.coordinates.replica == 0
+            last_layer = plan.num_layers - 1
+            self._loss_check = LossCheck(parts.loss_fn, count_fn, loss_reduction, last_layer, parts.fetch, warns)
         self.trained = programs.whole().schedule  # what the last call with a graph ran
-        before = lanes.device.memory().other_bytes
-        replicas = _stage_ranks_of_replicas(group, plan)
-        stage_ranks = replicas[group.coordinates.replica]
-        edges = None
-        if group.store is not None:
-            several = len(replicas) > 1
-            edges = make_edges(
-                PrefixStore(f"replica/{group.coordinates.replica}", group.store) if several else group.store,
-                lanes,
-                group.monitor,
-                group.device,
-                stage_ranks,
-                edges=plan.edges,
-                communicators=plan.communicators,
-                of_all=group.store,
-            )
-        self.transport = Transport(
-            stage_ranks,
-            group.rank,
-            edges,
-            meter,
-            group.device,
-            lanes,
-            programs.whole().schedule.tied,
-            replicas,
-            group.monitor.named,
-        )
-        after = lanes.device.memory().other_bytes
+        before = self._device.memory().other_bytes
+        self.transport = _connect(parts, plan, programs)
+        after = self._device.memory().other_bytes
         # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
-        self.executor = Executor(
-            group.rank, stages, self.transport, lanes, group.monitor, group.board, shared_gradients
-        )
+        self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
+        self.adopt(plan, programs, stages, policy)
         group.monitor.on_failure = self._break_off
-        self._device = lanes.device
         # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
-        self._watchdog = Watchdog(group.monitor) if lanes.device.runs_ahead else None
+        self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
-    def _adopt(
-        self,
-        plan: Plan,
-        programs: Programs,
-        stages: Mapping[int, AnyStage],
-        verify: str | int,
-        shared_gradients: SharedGradients,
-    ) -> None:
-        group = self._group
-        self._plan = plan
-        self._programs = programs
-        self._stages = stages
-        self._proving = Proving(stages, verify)
-        self._calls = Calls(group.chain, plan, stages, self._copies, group.replicas, group.monitor)
-        self._shared_gradients = shared_gradients
-
-    def change(
-        self,
-        plan: Plan,
-        programs: Programs,
-        stages: Mapping[int, AnyStage],
-        verify: str | int,
-        shared_gradients: SharedGradients,
-    ) -> None:
+    def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
         """What the next calls run by; the connections stay. On every rank, between the same two calls."""
-        self._adopt(plan, programs, stages, verify, shared_gradients)
-        self.executor.change(stages, shared_gradients)
+        group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
+        self._plan, self._programs, self._stages = plan, programs, stages
+        self._proving = Proving(stages, policy.verify)
+        self._calls = Calls(group.chain, plan, stages, copies, group.replicas, group.monitor)
+        self._shared_gradients = self._parts.shared_gradients(stages, programs)
+        self.executor.change(stages, self._shared_gradients)
 
     def run(
         self,
@@ -155,7 +98,6 @@ class CallRunner:
         targets: Any,
         *,
         is_training: bool,
-        shared: SharedState,
         mistake: str | None = None,
     ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
@@ -183,7 +125,7 @@ class CallRunner:
             if mistake is not None:  # of this rank, not of the first
                 raise ValueError(f"{mistake} (on {self._group.monitor.name})")
             self._cut(call, step, inputs, targets)
-            with shared.unchanged(is_training=is_training):
+            with self._parts.shared.unchanged(is_training=is_training):
                 self._execute(call, step)
         return call
 
@@ -203,7 +145,8 @@ class CallRunner:
         """
         try:
             yield
-            self._raise_what_others_found()
+            if self._group.monitor.failure is not None:  # by another thread, after all was launched
+                raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
         except BaseException as error:
             self.executor.drop()
             if note:
@@ -217,30 +160,31 @@ class CallRunner:
         finally:
             self._group.monitor.doing = None
 
-    def generation(self, prompts: Prompts, *, choose: Choose | None, on_token: OnToken | None) -> Generation:
-        """This rank's part of a call of `generate`, on which all ranks have agreed."""
-        self._meter.exclude(self._weights())
-        return Generation(
-            prompts,
-            self._plan,
-            self._group.chain,
-            self._programs.inference(1),
-            self.executor,
-            self.transport,
-            self.fetch,
-            self._group.device,
-            choose=choose,
-            on_token=on_token,
-        )
-
-    def _raise_what_others_found(self) -> None:
-        """All has been launched, and another thread has failed the pipeline meanwhile: the device has nothing of worth."""
-        if self._group.monitor.failure is not None:
-            raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
+    def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
+        """The new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
+        self._parts.meter.exclude(self._weights())
+        program, chain = self._programs.inference(1), self._group.chain
+        with self.failing_together():
+            try:
+                return Generation(
+                    request,
+                    self._plan,
+                    chain,
+                    program,
+                    self.executor,
+                    self.transport,
+                    self._parts.fetch,
+                    self._group.device,
+                    choose,
+                    on_token,
+                ).run()
+            finally:
+                set_trainable(self._parts.layers.values())
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""
         m, last = call.num_microbatches, self._plan.num_stages - 1
+        step.idle = call.idle
         step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
         if 0 in self._stages:
             step.microbatches = cut(self._here(inputs), m)
@@ -248,7 +192,7 @@ class CallRunner:
         if last not in self._stages:
             return
         if step.with_loss:
-            if self._loss_fn is None:
+            if self._parts.loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
             check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
             step.targets = cut_targets(self._here(targets), call.rows, m)
@@ -263,17 +207,17 @@ class CallRunner:
         return on_device(batch, partial(bring, where=self._group.device, device=self._device))
 
     def _execute(self, call: Call, step: Step) -> None:
-        self._meter.exclude(self._weights())
+        self._parts.meter.exclude(self._weights())
         if step.with_graph:
-            self._meter.start_step()
-            program = self._programs.training(call.first_backward, call.skipped)
-            step.proved = self._proving.choose(call.signature, step.index, program)
+            self._parts.meter.start_step()
+            program = self._programs.training(call.first_backward)
+            step.proved = self._proving.choose(call.signature, step.index, program, call.idle)
             # Not on a GPU: it may choose other kernels in R, and the host would have to wait for it.
             if not self._device.runs_ahead:
                 step.witnessed = self._proving.witnessed(step.index, program) - step.proved
             self.trained = program.schedule
         else:
-            program = self._programs.inference(call.num_microbatches, call.skipped)
+            program = self._programs.inference(call.num_microbatches)
         self.transport.start_step(self._calls.forms(call), described=call.described)
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))
@@ -283,7 +227,7 @@ class CallRunner:
                 around.enter_context(self._skips.over(step, call.left))
             self.executor.run(program, step)
         if step.with_graph:
-            self._shared_gradients.finish(self.fetch)
+            self._shared_gradients.finish(self._parts.fetch)
 
     def _weights(self) -> Iterator[Tensor]:
         for stage in self._stages.values():
@@ -299,18 +243,10 @@ class CallRunner:
         """
         root, what, data = self._plan.stage_ranks[-1], f"the loss of step {step.index}", b""
         if self._group.chain.rank == root:
-            own = losses.told(step.outputs, step.first_microbatch, self.fetch)
+            own = losses.told(step.outputs, step.first_microbatch, self._parts.fetch)
             data = losses.added_up(self._group.replicas.concatenate(own, what))
         data = self._group.chain.broadcast(data, root, what)
         return losses.checked(data, step.index)
-
-    def fetch(self, tensor: Tensor, what: str) -> Tensor:
-        """A tensor of this rank's device on the host; `what` it is, for who waits too long.
-
-        Raises:
-            PipelineError: another rank failed, or the device did not get there.
-        """
-        return fetch(tensor, what, self._device, self._group.monitor)
 
     def close(self) -> None:
         """End the threads and connections between stages."""
@@ -324,9 +260,26 @@ class CallRunner:
         self._group.everyone.abort()
 
 
-def _stage_ranks_of_replicas(group: Group, plan: Plan) -> list[list[int]]:
-    """Which rank holds each stage, in each replica."""
-    return [
+def _connect(parts: Assembly, plan: Plan, programs: Programs) -> Transport:
+    """The transport of this rank, once the ranks of neighbouring stages, and of the same stages in other replicas, have met."""
+    group, lanes = parts.group, parts.lanes
+    replica = group.coordinates.replica
+    replicas = [
         [group.grid.ranks_of_replica(first)[place] for place in plan.stage_ranks]
         for first in group.grid.ranks_of_stage(0)
     ]
+    edges = None
+    if group.store is not None:
+        several = len(replicas) > 1
+        edges = make_edges(
+            PrefixStore(f"replica/{replica}", group.store) if several else group.store,
+            lanes,
+            group.monitor,
+            group.device,
+            replicas[replica],
+            edges=plan.edges,
+            communicators=plan.communicators,
+            of_all=group.store,
+        )
+    tied, named = programs.whole().schedule.tied, group.monitor.named
+    return Transport(replicas[replica], group.rank, edges, parts.meter, group.device, lanes, tied, replicas, named)

@@ -78,11 +78,8 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
-    if not schedule.microbatches:  # all are left out, and the reduces of a rank are what is left
-        own = [(schedule.stage_ranks[stage], ends[0][1]) for stage, ends in links.reduces.items()]
-        return max((sum(seconds for rank, seconds in own if rank == one) for one, _ in own), default=0.0)
     kept = Counter(stage for stage, _ in schedule.kept)
-    return _least_time(links, len(schedule.microbatches), [(kept[stage],) for stage in range(schedule.num_stages)])
+    return _least_time(links, schedule.num_microbatches, [(kept[stage],) for stage in range(schedule.num_stages)])
 
 
 def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_last: bool) -> Sequence[int]:
@@ -97,7 +94,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     """Per stage, how many microbatches go back in which way; empty where nothing needs a gradient."""
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
-        for microbatch in schedule.microbatches:
+        for microbatch in range(schedule.num_microbatches):
             ops = schedule.way(Direction.BACKWARD, stage, microbatch)
             found[stage][tuple(dict.fromkeys(op.kind for op in ops))] += 1  # parts of a B take what it takes
     return found

@@ -132,8 +132,6 @@ def _form_violation(schedule: Schedule, op: Op) -> str | None:
         )
     if op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
         return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
-    if op.microbatch in schedule.skipped:
-        return f"the schedule skips microbatch {op.microbatch}"
     if op.peer is not None:
         return "the executor does not know ops of this form"
     return segment_violation(op, schedule.policy.num_parts(op.stage))
@@ -162,7 +160,7 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
             if op.kind in kinds:
                 found.setdefault((op.stage, op.microbatch), []).append(op)
     for stage in range(first_stage, schedule.num_stages):
-        for microbatch in schedule.microbatches:
+        for microbatch in range(schedule.num_microbatches):
             way, ops = schedule.way(direction, stage, microbatch), found.get((stage, microbatch), [])
             for op in way:
                 if op not in ops:
@@ -183,7 +181,7 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
     present = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     recomputed = {(op.stage, op.microbatch) for op in present}
     for stage in range(schedule.num_stages):
-        for microbatch in schedule.microbatches:
+        for microbatch in range(schedule.num_microbatches):
             place, op = (stage, microbatch), Op(stage, RECOMPUTE, microbatch)
             if stage < schedule.first_backward:
                 if place in recomputed or place in schedule.kept:
@@ -199,7 +197,7 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
                 if first.part is None and len(expected) > 1:
                     yield first, "the set comes back in parts"
     for stage, microbatch in schedule.kept:
-        if not 0 <= stage < schedule.num_stages or microbatch not in schedule.microbatches:
+        if not 0 <= stage < schedule.num_stages or not 0 <= microbatch < schedule.num_microbatches:
             yield (
                 schedule.way(Direction.FORWARD, stage, microbatch)[0],
                 "is said to be kept, but is not in the schedule",
@@ -242,15 +240,12 @@ def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> It
 
 
 def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
-    """A rank adds up over the replicas in the order in which its gradients become ready, of one stage the last part first.
-
-    Where microbatches are left out, the order is that of the whole step, as other replicas may leave out others.
-    """
+    """A rank adds up over the replicas in the order in which its gradients become ready, of one stage the last part first."""
     turns = {op: number for number, op in enumerate(in_turn(schedule))}
-    queues: dict[tuple[int, int | None], list[Op]] = {}
+    queues: dict[int, list[Op]] = {}
     for rank, lane, op in schedule.ops():
         if lane is Lane.REDUCE and op in turns:
-            queues.setdefault((rank, op.stage if schedule.skipped else None), []).append(op)
+            queues.setdefault(rank, []).append(op)
     for queue in queues.values():
         for first, second in itertools.pairwise(queue):
             if turns[first] > turns[second]:

@@ -18,8 +18,8 @@ Where two stages share a parameter, each has a copy, and the two add up what the
     [2] those over the replicas go in the order in which they become ready: the lane never waits with one that could go
     [3] those of two stages stand behind them, on all ranks in one order, the pair whose lower stage is done first in front
 
-Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op. All replicas have the same lanes, also where they
-leave out different microbatches (`without.py` takes no REDUCE_GRAD away), so by [2] all of them start the same ones in the same order; by
+Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op. All replicas have the same lanes, so by [2] all of them
+start the same ones in the same order; by
 [3] no two ranks of a replica can stand in each other's way. Where both stages live on one rank there is one parameter, and nothing to add
 up between them. A parameter of two stages is in the bucket of the two alone, which then is one of both stages in all replicas.
 """

@@ -50,8 +50,6 @@ class Schedule:
     `num_replicas` pipelines run this schedule side by side, each with microbatches of its own. With several, the gradients of each stage
     are added up over them. Ranks are those of one replica.
 
-    `skipped` are the microbatches of the step that have no ops, because they count nothing; the others keep their numbers.
-
     `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
     empty where the host itself waits for messages: there an op starts as soon as it may.
     """
@@ -65,15 +63,9 @@ class Schedule:
     kept: frozenset[tuple[int, int]]
     first_backward: int = 0
     transport_ahead: int = 2
-    skipped: frozenset[int] = frozenset()
     launch_order: tuple[tuple[Op, ...], ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
     num_replicas: int = 1
-
-    @property
-    def microbatches(self) -> tuple[int, ...]:
-        """Those that have ops."""
-        return tuple(number for number in range(self.num_microbatches) if number not in self.skipped)
 
     @property
     def num_stages(self) -> int:

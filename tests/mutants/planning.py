@@ -19,9 +19,9 @@ MUTANTS = (
     ),
     Mutant(
         "layers move although stages then share more",
-        "pipetrain/runtime/pipeline.py",
-        "if not told or _num_shared(spec, plan) > _num_shared(spec, self.plan):",
-        "if not told:",
+        "pipetrain/runtime/assembly.py",
+        "if not reason or _num_shared(self.spec, best) > _num_shared(self.spec, made):",
+        "if not reason:",
         ("tests/runtime/test_balanced_stages.py",),
     ),
     Mutant(

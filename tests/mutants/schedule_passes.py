@@ -192,32 +192,4 @@ MUTANTS = (
         "0",
         ("tests/schedule/test_schedule_waits.py", "-k", "overlap or two_sets"),
     ),
-    Mutant(
-        "a wait for an op that is gone is gone",
-        "pipetrain/schedule/without.py",
-        "        if len(stay) < len(awaited) or not all",
-        "        if not all",
-        ("tests/schedule/test_without.py", "-k", "ended_before_it"),
-    ),
-    Mutant(
-        "what an op that is gone waited for is forgotten",
-        "pipetrain/schedule/without.py",
-        "        if len(stay) < len(awaited) or not all(map(self._is_left, self._clocks.before(op))):",
-        "        if len(stay) < len(awaited):",
-        ("tests/schedule/test_without.py", "-k", "those_of_the_next"),
-    ),
-    Mutant(
-        "waits pile up over what is gone",
-        "pipetrain/schedule/without.py",
-        "            if not any(end.get(other, -1) >= last for end in ends):\n                yield",
-        "            if True:\n                yield",
-        ("tests/schedule/test_without.py", "-k", "place_of_a_set"),
-    ),
-    Mutant(
-        "a replica that skips all leaves the others waiting",
-        "pipetrain/schedule/without.py",
-        "skipped <= present if schedule.num_replicas > 1 else",
-        "False if schedule.num_replicas > 1 else",
-        ("tests/schedule/test_replica_reduces.py", "-k", "leave_out_all"),
-    ),
 )

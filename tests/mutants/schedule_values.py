@@ -11,13 +11,6 @@ MUTANTS = (
         ("tests/schedule/test_parts.py", "-k", "kept or come_back"),
     ),
     Mutant(
-        "the bound counts what is left out",
-        "pipetrain/schedule/bound.py",
-        "    return _least_time(links, len(schedule.microbatches), [",
-        "    return _least_time(links, schedule.num_microbatches, [",
-        ("tests/schedule/test_without.py", "-k", "sound and not more"),
-    ),
-    Mutant(
         "the bound knows of no reduce of earlier parts",
         "pipetrain/schedule/bound.py",
         "sum(shares[place:]) * seconds + shared",
@@ -58,13 +51,6 @@ MUTANTS = (
         "    sets_within_bounds,\n",
         "",
         ("tests/schedule/test_schedule_check.py",),
-    ),
-    Mutant(
-        "check takes ops of microbatches that are left out",
-        "pipetrain/schedule/check.py",
-        "    if op.microbatch in schedule.skipped:",
-        "    if False:",
-        ("tests/schedule/test_without.py", "-k", "cannot_be_left_out"),
     ),
     Mutant(
         "nobody looks whether replicas add up",

@@ -77,7 +77,7 @@ def change_on_the_way(bfloat16: bool) -> int:
                 reference.train()
             assert torch.equal(heldout, sum(parts[1:], parts[0]))
         assert_same_tensors(pipeline.state_dict(), reference.state_dict())
-        return pipeline._meter.current_bytes
+        return pipeline._parts.meter.current_bytes
 
 
 @pytest.mark.parametrize("bfloat16", [False, pytest.param(True, marks=pytest.mark.slow)])

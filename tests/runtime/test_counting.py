@@ -1,4 +1,4 @@
-"""Microbatches that count nothing: no rank runs them, and every number is that of the loop that leaves them out."""
+"""Microbatches that count nothing: their ops do nothing on every rank, and every number is that of the loop that leaves them out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.call_programs import Programs
-from pipetrain.runtime.counting import counts_of
+from pipetrain.runtime.cut import counts_of
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.without import without_microbatches
 
 M = 4
 
@@ -162,7 +161,6 @@ def runs_no_op_of_them() -> None:
         assert set(seen) == {0, 2}
         report = pipeline.gather_report()
         if report is not None:
-            assert report.schedule.skipped == {1, 3}
             assert {event.op.microbatch for event in report.timeline.events} == {0, 2}
         found = pipeline.find_not_finite(*batch((2, 0, 1, 0)))
         assert found.finding is None
@@ -327,32 +325,11 @@ def test_every_rank_counts_or_none(rank: int, message: str) -> None:
 # Programs -------------------------------------------------------------------------------------------------------------
 
 
-def test_programs_are_made_once_and_not_kept_without_end() -> None:
-    plan = make_plan(8, num_ranks=2, num_microbatches=8)
-    programs = Programs("1f1b", RecomputePolicy(), plan, 0)
-    some = programs.training(0, frozenset({1}))
-    assert programs.training(0, frozenset({1})) is some
-    assert programs.training(0) is programs.whole()
-    assert programs.inference(8, frozenset({1})).schedule.family == "inference"
-    for zeros in islice(product((0, 1), repeat=8), 1, 200):
-        skipped = frozenset(number for number, zero in enumerate(zeros) if zero)
-        programs.training(0, skipped)
-        assert programs.training(0, frozenset({1})) is some  # used all the time
-    assert len(programs._with_skipped) == 64
-    assert programs.whole() is programs.whole()
-
-
 def test_programs_of_a_device_that_runs_ahead_have_one_queue() -> None:
     plan = make_plan(8, num_ranks=2, num_microbatches=8)
     programs = Programs("1f1b", RecomputePolicy(), plan, 0, runs_ahead=True)
-    for program in (programs.whole(), programs.training(0, frozenset({1, 6})), programs.inference(4)):
+    for program in (programs.whole(), programs.training(1), programs.inference(4)):
         assert program.ops == program.schedule.launch_order[0]
         assert program.queues == (range(len(program.ops)),)
     for program in (Programs("1f1b", RecomputePolicy(), plan, 0).whole(),):
         assert not program.schedule.launch_order
-
-
-def test_a_given_schedule_has_every_microbatch() -> None:
-    schedule = without_microbatches(make_schedule(num_stages=1, num_microbatches=3), frozenset({1}))
-    with pytest.raises(ValueError, match=r"the schedule skips the microbatches \[1\]: give one with all of them"):
-        Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3, schedule=schedule)

@@ -8,8 +8,7 @@ from parity_cases import mean_square, rows
 from rounding import rounding
 from torch import nn
 
-from pipetrain.runtime.counting import counts_of
-from pipetrain.runtime.cut import Whole, cut, cut_targets, join, row_counts, weights_of
+from pipetrain.runtime.cut import Whole, counts_of, cut, cut_targets, join, row_counts, weights_of
 from pipetrain.runtime.reference import reference_step
 
 

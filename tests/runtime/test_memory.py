@@ -77,7 +77,7 @@ def peaks(mode: str) -> tuple[int, int]:
             pipeline.step(ids, ids)
             pipeline.zero_grad()
         report = pipeline.report
-        assert pipeline._meter.current_bytes == 0
+        assert pipeline._parts.meter.current_bytes == 0
         return report.peak_activation_bytes, report.peak_activation_bytes_never
 
 

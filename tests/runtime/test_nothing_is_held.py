@@ -16,7 +16,7 @@ from pipetrain.stage.slots import LateBoundSet
 LATE = Op.parse("0RECV_B9")
 
 LEAKS: dict[str, tuple[Callable[[InProcessRun], dict[Any, Any] | set[Any]], str]] = {
-    "a result": (lambda run: run.executors[0]._results, "nobody took the results of 0RECV_B9"),
+    "a result": (lambda run: run.executors[0]._given, "nobody took the results of 0RECV_B9"),
     "a message": (lambda run: run.transports[0]._arrived, "messages are left over, not taken: 0RECV_B9"),
     "an early input": (lambda run: run.transports[0]._early, "messages are left over, early: 0RECV_B9"),
     "an unsent output": (lambda run: run.transports[0]._unsent, "messages are left over, not sent: 0RECV_B9"),

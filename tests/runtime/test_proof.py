@@ -238,6 +238,6 @@ def test_a_proof_holds_one_layer_more() -> None:
         layers = [layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
         with Pipeline(nn.Sequential(*layers), mean_square, num_microbatches=M, recompute=policy) as pipeline:
             pipeline.step(*batch())
-            peaks[verify] = pipeline._meter.peak_bytes
+            peaks[verify] = pipeline._parts.meter.peak_bytes
     of_a_layer = 3 * 8 * 4  # a microbatch of 3 rows
     assert peaks["off"] <= peaks["first"] <= peaks["off"] + 2 * of_a_layer

@@ -232,7 +232,7 @@ def what_is_called_in_between() -> dict[str, Any]:
         pipeline.step_index = 1
         found["after a loss that was not finite"] = several_steps(pipeline, 1)
         pipeline.zero_grad()
-        for layer in pipeline._layers().values():
+        for layer in pipeline._parts.layers.values():
             layer.requires_grad_(isinstance(layer, Block))
         found["frozen"] = several_steps(pipeline, 4)
     return found
@@ -328,7 +328,7 @@ def of_one_rank() -> list[nn.Module]:
 def one_frozen() -> None:
     with pipeline_of(layers()) as pipeline:
         if pipeline.rank == 1:
-            pipeline._layers()[5].words.weight.requires_grad_(False)
+            pipeline._parts.layers[5].words.weight.requires_grad_(False)
         pipeline.step(*batch(0))
 
 

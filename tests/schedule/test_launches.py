@@ -23,7 +23,6 @@ from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.without import without_microbatches
 
 
 def launched(schedule: Schedule, rank: int) -> str:
@@ -145,10 +144,6 @@ def holds(schedule: Schedule, costs: Costs, seed: int) -> None:
     memory_is_free(device)
     bounds_hold_as_launched(device)
     receives_delay_nothing(schedule, device, costs)
-    some_left_out = frozenset(number for number in schedule.microbatches if number >> seed % 3 & 1)
-    rest = without_microbatches(device, some_left_out)
-    check(rest, serial=True)
-    memory_is_free(rest)
 
 
 def never_hangs(schedule: Schedule, source: random.Random) -> None:
@@ -268,14 +263,6 @@ def test_of_gpipe_with_a_last_stage_that_alternates_unsent_results_grow(
     assert held.pop((2, Kind.SEND_F)) == outputs
     assert held.pop((3, Kind.SEND_B)) == gradients
     assert set(held.values()) == {3}
-
-
-def test_what_is_left_without_some_microbatches_is_launched_in_the_same_order() -> None:
-    device = for_device(make_schedule("1f1b", num_stages=3, num_microbatches=6))
-    rest = without_microbatches(device, frozenset({1, 4}))
-    check(rest, serial=True)
-    for whole, own in zip(device.launch_order, rest.launch_order, strict=True):
-        assert own == tuple(op for op in whole if op.microbatch not in (1, 4))
 
 
 def test_an_r_that_waits_for_a_message_waits_for_what_frees_its_memory_too() -> None:

@@ -18,7 +18,6 @@ from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.without import without_microbatches
 from pipetrain.timeline.breakdown import break_down
 from pipetrain.timeline.draw.svg import svg
 from pipetrain.timeline.shown import show_schedule
@@ -83,11 +82,8 @@ def test_the_rest_of_a_schedule_stays_as_it_is() -> None:
     assert all(four().waits[op] == awaited for op, awaited in made.waits.items())
 
 
-def test_frozen_stages_and_skipped_microbatches() -> None:
+def test_frozen_stages() -> None:
     assert reduces(with_first_backward(four(), 1)) == [[], [], [], []]
-    less = without_microbatches(four(), frozenset({2}))
-    check(less)
-    assert reduces(less)[0] == ["0REDUCE_GRAD.0>3 <- 0B1"]
 
 
 def edited(schedule: Schedule, rank: int, ops: str, waits: dict[str, str] | None = None) -> Schedule:

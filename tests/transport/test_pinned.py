@@ -23,8 +23,8 @@ from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.group.own_device import choose_device
 from pipetrain.plan.plan import make_plan
 from pipetrain.prepare import predict, prepare
+from pipetrain.runtime import agreement, sync_watch
 from pipetrain.runtime import pipeline as runtime
-from pipetrain.runtime import sync_watch
 from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.sync_watch import waits_told
@@ -205,8 +205,8 @@ def test_a_pipeline_refuses_it_on_every_rank() -> None:
 def on_one_gpu(gpus: list[str]) -> str:
     """Ranks that say that they are on these GPUs."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(runtime, "carrier_of", lambda edges, device: NCCL)
-    monkeypatch.setattr(runtime, "identity_of", lambda device: gpus[dist.get_rank()])
+    monkeypatch.setattr(agreement, "carrier_of", lambda edges, device: NCCL)
+    monkeypatch.setattr(agreement, "identity_of", lambda device: gpus[dist.get_rank()])
     with pytest.raises(ValueError, match="GPU") as caught:
         Pipeline([nn.Linear(2, 2) for _ in gpus], timeout_seconds=NEVER_SECONDS)
     return str(caught.value)
@@ -222,8 +222,8 @@ def test_two_ranks_on_one_gpu_under_nccl() -> None:
 
 def of_two_kinds() -> str:
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(runtime, "carrier_of", lambda edges, device: "gloo" if dist.get_rank() else NCCL)
-    monkeypatch.setattr(runtime, "identity_of", lambda device: f"GPU {dist.get_rank()}")
+    monkeypatch.setattr(agreement, "carrier_of", lambda edges, device: "gloo" if dist.get_rank() else NCCL)
+    monkeypatch.setattr(agreement, "identity_of", lambda device: f"GPU {dist.get_rank()}")
     with pytest.raises(ValueError, match="GPU") as caught:
         Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], timeout_seconds=NEVER_SECONDS)
     return str(caught.value)

@@ -86,28 +86,30 @@ def sets_of_all_stages_in_one_pool() -> Any:
 
 
 # From the second step on, in which forms are known: each host launches what has its turn in its own queues.
-LAUNCHED = "program = self._programs.training(call.first_backward, call.skipped)"
+LAUNCHED = "program = self._programs.training(call.first_backward)"
 LAUNCHED_AHEAD = f"""\
 {LAUNCHED}
         if step.index > 0:
+            from dataclasses import replace
             from pipetrain.runtime.program import Program
-            program = Program.of(self._programs._training(call.first_backward), self._group.rank)
+            from pipetrain.schedule.make import make
+            program = Program.of(make(replace(self._programs._spec, first_backward=call.first_backward)), self._group.rank)
 """
 
 GIVEN_INSIDE = """\
-        if not is_last:  # before the op ends: what it gives may have to be copied
-            self._give(turn, self._crossed(stage, output, given))
+            if not is_last:  # before the op ends: what it gives may have to be copied
+                self._given[to] = self._crossed(stage, output, given)  # [3]
 """
 GIVEN_OUTSIDE = """\
-    if not is_last:
-        self._give(turn, self._crossed(stage, output, given))
+        if not is_last:
+            self._given[to] = self._crossed(stage, output, given)
 """
 # The copy is made where the producer runs, but after its end was recorded: the wrong mend.
 GIVEN_DENSE_OUTSIDE = """\
-    if not is_last:
-        from pipetrain.transport.forms import compact
-        result = self._crossed(stage, output, given)
-        self._give(turn, _Result([compact(leaf) for leaf in result.leaves], result.wants_gradient, result.spec, result.fixed))
+        if not is_last:
+            from pipetrain.transport.forms import compact
+            crossed = self._crossed(stage, output, given)
+            self._given[to] = crossed._replace(leaves=[compact(leaf) for leaf in crossed.leaves])
 """
 
 

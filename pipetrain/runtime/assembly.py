@@ -1,0 +1,205 @@
+"""What a pipeline is made of on one rank: the plan, the programs of its calls, and its stages with their layers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipetrain.group.group import Group
+from pipetrain.model.sharing import SharedState
+from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in
+from pipetrain.parallel.replicas import SharedGradients
+from pipetrain.plan.plan import Plan, plan_of
+from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
+from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
+from pipetrain.runtime.copies import Copies, make_one
+from pipetrain.runtime.whole_state import named_parameters
+from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
+from pipetrain.stage.stage import LossFn
+from pipetrain.transport.crossing import cross
+from pipetrain.transport.device import Fetch, fetch
+from pipetrain.transport.lanes import Lanes
+
+_LOG = logging.getLogger(__name__)
+
+Stages = dict[int, AnyStage]
+
+
+class Assembly:
+    """Makes the parts of a pipeline; programs, stages and gradient buckets once more for `Pipeline.change`.
+
+    Its methods raise ValueError where what the user gave does not fit.
+    """
+
+    def __init__(self, spec: ModelSpec, loss_fn: LossFn | None, seed: int, group: Group, lanes: Lanes) -> None:
+        self.spec = spec
+        self.loss_fn = loss_fn
+        self.group = group
+        self.lanes = lanes
+        self.meter = ActivationMeter()
+        self.place = group.chain.rank  # among the ranks of its replica, as plan and schedule count them
+        self.fetch: Fetch = partial(fetch, device=lanes.device, monitor=group.monitor)
+        self.seed = seed
+
+    def make_plan(
+        self,
+        plan: Plan | None,
+        schedule: GivenSchedule,
+        policy: RecomputePolicy,
+        balance: str | Sequence[int],
+        **numbers: Any,
+    ) -> Plan:
+        """The plan that was given; or one of these `numbers`, with the balance whose simulated step is shortest where it is `auto`."""
+        grid, work = self.group.grid, self.spec.size.flops_per_layer
+        made = plan_of(
+            plan,
+            self.spec.num_layers,
+            num_ranks=grid.stage,
+            balance=balance,
+            work=work,
+            num_replicas=grid.replica,
+            order=grid.order,
+            **numbers,
+        )
+        self.group.names.tell_stages(made.stage_ranks)
+        policy.check_layers(made.num_layers)
+        if plan is not None or balance != "auto":
+            return made
+        best, reason = with_shortest_step(made, schedule, policy, work)
+        if not reason or _num_shared(self.spec, best) > _num_shared(self.spec, made):
+            return made
+        if self.place == 0:
+            _LOG.info(reason)
+        return best
+
+    def build(self, plan: Plan, *, is_balanced: bool) -> None:
+        """The layers of this rank, and what stages share; `is_balanced`: by us, so that a stage without parameters is refused."""
+        spec = self.spec
+        self.ties = check_sharing(spec, plan.stage_of)
+        self.shared = SharedState(spec.modules, plan.stage_of)
+        self._tied = plan.tied_stages(tie.layers for tie in self.ties)
+        self._layers: dict[int, list[nn.Module]] = {}
+        for stage in plan.stages_of(self.place):
+            numbers = plan.layers_of(stage)
+            self._layers[stage] = spec.build(numbers.start, numbers.stop, seed=self.seed, device=self.group.device)
+            if is_balanced:
+                check_has_parameters(stage, self._layers[stage], numbers)
+        self.layers = {
+            number: layer for stage, own in self._layers.items() for number, layer in zip(plan.layers_of(stage), own)
+        }
+        make_one(spec.tied, self.layers)
+
+    def check(self, plan: Plan) -> None:
+        """Whether this rank's layers fit the loss and each other."""
+        check_loss_is_local(self.loss_fn, self.known_layers, plan)
+        check_no_inference_tensors(self.layers)
+        check_built(self.spec, self.layers, plan.stage_of)
+        self.copies = Copies(self.ties, self.layers)
+
+    @property
+    def known_layers(self) -> dict[int, nn.Module]:
+        """Those that this rank knows: all of them, or only its own where layers are made by callables."""
+        return {**self.spec.modules, **self.layers}
+
+    def programs(self, schedule: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
+        return Programs(
+            schedule,
+            policy,
+            plan,
+            self.place,
+            runs_ahead=self.lanes.device.runs_ahead,
+            tied=self._tied,
+            work=self.spec.size.flops_per_layer,
+        )
+
+    def stages(self, programs: Programs, policy: RecomputePolicy, plan: Plan) -> Stages:
+        """The stages of this rank."""
+        parts = programs.whole().schedule.policy
+        kept = kept_layers(policy.keep_layers, self._layers, plan)
+        return {
+            index: make_stage(
+                index,
+                layers,
+                parts.parts[index] if parts.in_parts else (),
+                first_layer=plan.layers_of(index).start,
+                cross=cross,
+                device=self.group.device,
+                meter=self.meter,
+                loss_fn=self.loss_fn if index == plan.num_stages - 1 else None,
+                name_of=name_in(self.spec),
+                selective=() if policy.mode is Mode.NEVER else policy.selective,
+                keep_layers=kept,
+            )
+            for index, layers in self._layers.items()
+        }
+
+    def shared_gradients(self, stages: Stages, programs: Programs) -> SharedGradients:
+        """What the REDUCE_GRAD of this rank add up."""
+        of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {
+            (index, part): parameters
+            for index, stage in stages.items()
+            for part, parameters in enumerate(parameters_of_parts(stage))
+        }
+        copies = self.copies.buckets(programs.whole().reduces)
+        return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, under the whole model's names: one that two stages share has there one name, the first."""
+        return ((self.copies.name(name), parameter) for name, parameter in named_parameters(self.layers))
+
+    @property
+    def fingerprint(self) -> str:
+        """What all ranks must have been given: ties, too, as a rank that knew of none would wait for nobody."""
+        tied = {"tied": self.spec.tied} if self.spec.tied else {}
+        return json.dumps({**self.spec.fingerprint, **tied}, sort_keys=True)
+
+
+def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range) -> None:
+    """Raises:
+    ValueError: the stage has nothing to train, and its balance is ours.
+    """
+    if not any(True for layer in layers for _ in layer.parameters()):
+        kinds = ", ".join(type(layer).__name__ for layer in layers)
+        raise ValueError(
+            f"pipeline.balance='auto' gives stage {stage} the layers {numbers.start} to {numbers.stop - 1} ({kinds}), which "
+            "have no parameters: give balance=[...], the number of layers of each stage"
+        )
+
+
+def kept_layers(entries: Sequence[str], stages: Mapping[int, Sequence[nn.Module]], plan: Plan) -> set[int]:
+    """The layers of this rank's `stages` that `recompute.keep_layers` names, by their index in the model.
+
+    Raises:
+        ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
+    """
+    layers = {index: layer for stage, own in stages.items() for index, layer in zip(plan.layers_of(stage), own)}
+    kinds = {type(layer).__name__ for layer in layers.values()}
+    kept: set[int] = set()
+    for text in entries:
+        numbers = layer_numbers(text)
+        if numbers is None and text not in kinds and len(layers) == plan.num_layers:
+            nearest = difflib.get_close_matches(text, sorted(kinds), n=1, cutoff=0.0)
+            raise ValueError(f"recompute.keep_layers={text}: no layer is of that class; did you mean {nearest[0]!r}?")
+        kept |= {n for n, layer in layers.items() if (n in numbers if numbers else type(layer).__name__ == text)}
+    return kept
+
+
+def _num_shared(spec: ModelSpec, plan: Plan) -> float:
+    """How much stages have in common; infinity: more than they may, or one has no parameters."""
+    try:
+        for stage in range(plan.num_stages):
+            known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]
+            if len(known) == plan.balance[stage]:
+                check_has_parameters(stage, known, plan.layers_of(stage))
+        return len(check_sharing(spec, plan.stage_of)) + len(SharedState(spec.modules, plan.stage_of))
+    except ValueError:
+        return math.inf
