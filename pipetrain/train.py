@@ -9,7 +9,6 @@ gc.disable()  # torch makes some 400,000 objects, which all stay: looking throug
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -32,7 +31,7 @@ from pipetrain.group.address import is_rank
 from pipetrain.group.failure import PipelineError
 from pipetrain.group.group import Group, join_group
 from pipetrain.group.own_device import set_variables_of_gpus
-from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, end
+from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, run_as_rank
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
 from pipetrain.loop.guard import Guard
@@ -306,29 +305,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     announce(rank)
     os.umask(os.umask(0o077) | 0o027)  # what a run writes is the owner's, the group may read it
-    try:
-        config = load(sys.argv[1:] if arguments is None else arguments)
-        check_run(config)
-        check_engine(config)
-        check_trackers(config.observe)
-        check_available(config)
-        check_start(config.resume, config.init_from, config.run_dir)
-        set_variables_of_gpus()
-        torch.set_num_threads(config.threads_per_rank)
-        bring_model(config.model, timeout_seconds=config.timeout_seconds)
-        with _warnings_as_lines():
-            outcome = train(config)
-    except ValueError as error:
-        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
-    except PipelineError as error:
-        outcome = Outcome(rank, Exit.FAILED, str(error))
-    except OSError as error:
-        go_on = "resume=auto run_dir=PATH goes on from the last snapshot"
-        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {error}; {go_on}")
-    except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
-    return end(outcome)
+
+    def work() -> Outcome:
+        try:
+            config = load(sys.argv[1:] if arguments is None else arguments)
+            check_run(config)
+            check_engine(config)
+            check_trackers(config.observe)
+            check_available(config)
+            check_start(config.resume, config.init_from, config.run_dir)
+            set_variables_of_gpus()
+            torch.set_num_threads(config.threads_per_rank)
+            bring_model(config.model, timeout_seconds=config.timeout_seconds)
+            with _warnings_as_lines():
+                return train(config)
+        except OSError as error:
+            go_on = "resume=auto run_dir=PATH goes on from the last snapshot"
+            return Outcome(rank, Exit.FAILED, f"rank {rank}: {error}; {go_on}")
+
+    return run_as_rank(rank, work, PipelineError)
 
 
 if __name__ == "__main__":

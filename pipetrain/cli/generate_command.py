@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.group.address import is_rank
 from pipetrain.launcher.launch import launch
-from pipetrain.launcher.outcome import Exit, Outcome, announce, end, tell
+from pipetrain.launcher.outcome import Exit, Outcome, announce, run_as_rank, tell
 from pipetrain.observe.folder import RunFolder, find_folder
 from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
@@ -32,9 +31,7 @@ def _add_arguments(parser: Parser) -> None:
         metavar="TEXT",
         help=f"the text to go on from (default: {_PROMPT!r}); may be given again",
     )
-    parser.add_argument(
-        "--tokens", type=int, default=200, help="how many tokens to make at most (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to make at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time (default: 0.8)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest alone")
     parser.add_argument(
@@ -66,9 +63,11 @@ def _generate(arguments: Arguments) -> int:
         generate(config, plan, weights, asked, _write)
         return Exit.DONE
 
+    # All ranks are to choose the same snapshot, while the run may save more.
+    step = [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
     outcome = launch(
         "pipetrain.cli",
-        ["generate", str(folder.path), *_words(arguments), *_step_of(weights, folder)],
+        ["generate", str(folder.path), *_words(arguments), *step],
         num_ranks=plan.num_ranks,
         threads_per_rank=config.threads_per_rank,
     )
@@ -153,11 +152,6 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
     return find(path_of(folder.path / SNAPSHOTS, step), say)
 
 
-def _step_of(weights: Path, folder: RunFolder) -> list[str]:
-    """The choice of a snapshot for the ranks: all are to make the same one, while the run may save more."""
-    return [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
-
-
 def _words(arguments: Arguments) -> list[str]:
     """The options again, for the ranks."""
     words = []
@@ -184,24 +178,16 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
     from pipetrain.loop.generate import generate
 
-    outcome = Outcome(rank, Exit.DONE)
-    try:
+    def work() -> Outcome:
         asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
         weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
         with ending_with_the_launcher(), telling_first():
             generate(config, plan, weights, asked, _write)
-    except ValueError as error:
-        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
-    except PipelineError as error:
-        outcome = Outcome(rank, Exit.FAILED, str(error))
-    except KeyboardInterrupt:
-        outcome = Outcome(rank, Exit.FAILED, "interrupted")
-    except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
-    code = end(outcome)
+        return Outcome(rank, Exit.DONE)
+
+    code = run_as_rank(rank, work, PipelineError)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -45,7 +45,11 @@ class MasterWeights:
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]) -> None:
-        self._masters = {weight: self._master_of(weight) for group in groups for weight in group["params"]}
+        self._masters = {
+            weight: nn.Parameter(torch.empty_like(weight, dtype=torch.float32)) if has_few_bits(weight) else weight
+            for group in groups
+            for weight in group["params"]
+        }
         of_masters = [{**group, "params": [self._masters[weight] for weight in group["params"]]} for group in groups]
         self._optimizer = make(of_masters)
         # Who sets a learning rate sets it here; the masters' groups follow at each step.
@@ -119,12 +123,6 @@ class MasterWeights:
 
     def _in_order(self) -> list[nn.Parameter]:
         return [weight for group in self.param_groups for weight in group["params"]]
-
-    @staticmethod
-    def _master_of(weight: nn.Parameter) -> nn.Parameter:
-        if not has_few_bits(weight):
-            return weight
-        return nn.Parameter(torch.empty_like(weight, dtype=torch.float32))
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

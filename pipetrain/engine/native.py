@@ -106,17 +106,14 @@ class NativeEngine:
             count = self._spec.count(batch.targets)
             if not count:
                 continue
+            # of fewer rows than replicas each evaluates all: the mean over what all of them counted is the same
+            rows = num_rows(batch, "a batch")
+            own = batch if rows is None or rows < self._pipeline.num_replicas else self._pipeline.own_rows(batch)
             with self._precision.context(self._device):
-                loss = self._pipeline.evaluate(*self._own_rows(batch))
+                loss = self._pipeline.evaluate(*own)
             total += float(loss) * count
             num_counted += count
         return total / num_counted if num_counted else None
-
-    def _own_rows(self, batch: Batch) -> Batch:
-        """What this replica evaluates. Of fewer rows than replicas each evaluates all: the mean over what all of them counted is the same."""
-        rows = num_rows(batch, "a batch")
-        own: Batch = batch if rows is None or rows < self._pipeline.num_replicas else self._pipeline.own_rows(batch)
-        return own
 
     def check_replicas(self) -> None:
         self._pipeline.check_replicas()

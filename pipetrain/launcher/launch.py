@@ -64,8 +64,8 @@ def launch(
             stack.enter_context(remains_ended(folder))
             if nodes is not None:
                 stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
-            killed_by = _run_torchrun(module, arguments, num_ranks, nodes)
-        outcome = sum_up(collect(folder), killed_by, run_dir_of(folder))
+            killed = _run_torchrun(module, arguments, num_ranks, nodes)
+        outcome = sum_up(collect(folder), killed, run_dir_of(folder))
         is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
         return replace(outcome, message="") if is_silent else outcome
     except NotMet as error:
@@ -85,8 +85,8 @@ def _prepare_environment(folder: Path, threads_per_rank: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> int:
-    """Runs torchrun in this process; returns the signal that ended a rank from outside, or 0.
+def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: Nodes | None) -> str:
+    """Runs torchrun in this process; returns which rank a signal killed from outside first, or "".
 
     Raises:
         NotMet: the machines did not find each other.
@@ -105,15 +105,17 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     try:
         torchrun.main([*options, *arguments])
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return max(-failure.exitcode, 0)
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            return f"rank {rank} was killed by {name}; out of memory is a frequent cause"
     except SignalException:
         pass  # the ranks were told and have left their outcome
     except (RendezvousError, dist.DistError, TimeoutError) as error:
         if nodes is None:
             raise
         raise NotMet(nodes.did_not_meet(error)) from error
-    return 0
+    return ""
 
 
 @contextlib.contextmanager
@@ -147,14 +149,13 @@ def _second_signal_ends(folder: Path) -> Iterator[None]:
         seen.close()
 
 
-def sum_up(outcomes: Sequence[Outcome], killed_by: int, run_dir: str | None) -> Outcome:
-    """One outcome for the run: its first failure, else that a rank was killed by a signal, else how all ranks ended."""
+def sum_up(outcomes: Sequence[Outcome], killed: str, run_dir: str | None) -> Outcome:
+    """One outcome for the run: its first failure, else `killed`, which rank a signal killed, else how all ranks ended."""
     failed = [outcome for outcome in outcomes if outcome.code not in (Exit.DONE, Exit.STOPPED)]
     if failed:
         return Outcome(failed[0].rank, failed[0].code, failed[0].message, run_dir)
-    if killed_by:
-        message = f"a rank was killed by {signal.Signals(killed_by).name}; out of memory is a frequent cause"
-        return Outcome(0, Exit.FAILED, message, run_dir)
+    if killed:
+        return Outcome(0, Exit.FAILED, killed, run_dir)
     if not outcomes:
         return Outcome(0, Exit.FAILED, "the ranks were ended before they could write a report", run_dir)
     return Outcome(outcomes[0].rank, max(outcome.code for outcome in outcomes), outcomes[0].message, run_dir)

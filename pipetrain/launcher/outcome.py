@@ -6,6 +6,8 @@ import enum
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,6 +89,23 @@ def end(outcome: Outcome) -> int:
         return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code
     is_first_here = outcome.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
     return tell(outcome) if is_first_here or outcome.code == Exit.FAILED else outcome.code
+
+
+def run_as_rank(rank: int, work: Callable[[], Outcome], pipeline_error: type[Exception]) -> int:
+    """Runs `work` as a rank and ends it with the outcome, or with what an error makes of it; `pipeline_error` says itself which rank
+    failed in what. Returns the exit code."""
+    try:
+        outcome = work()
+    except ValueError as error:
+        outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
+    except pipeline_error as error:
+        outcome = Outcome(rank, Exit.FAILED, str(error))
+    except KeyboardInterrupt:
+        outcome = Outcome(rank, Exit.FAILED, "interrupted")
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+    return end(outcome)
 
 
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:

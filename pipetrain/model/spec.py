@@ -62,11 +62,6 @@ class ModelSpec:
     def num_layers(self) -> int:
         return self.size.num_layers
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What each layer is called: the beginning of its tensors' names."""
-        return tuple(map(str, range(self.num_layers)))
-
     def build(self, first: int, last: int, *, seed: int = 0, device: torch.device | str = "cpu") -> list[nn.Module]:
         """The layers `first` to `last - 1` on `device`, with the weights that they have in the whole model of this `seed`.
 

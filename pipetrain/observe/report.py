@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.observe.metrics import PerRank, StepMetrics, perplexity_of
-from pipetrain.plan.measured import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.timeline.draw.table import Table, number, size
+from pipetrain.timeline.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.timeline.shown import Shown, show_schedule
 from pipetrain.timeline.step_report import RankPlace, Report, StepFigures, name_of, num_replicas_of
 from pipetrain.timeline.stragglers import Straggler

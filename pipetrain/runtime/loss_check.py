@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class LossCheck:
     """Compares on the last stage's rank. `reduction` is what the user says that `loss_fn` is: `mean` or `sum`.
 
     A loss that cannot be evaluated so, or gives another value for the same output (random numbers, a state), is left alone. It is called on a
-    copy: a state of its own stays as it is, unless a function closes over it.
+    copy: a state of its own stays as it is.
     """
 
     loss_fn: LossFn
@@ -229,15 +229,24 @@ def _cloned(leaves: list[Any]) -> list[Any]:
 
 
 def _copy_of(value: Any) -> Any:
-    """A loss, or what it holds, with a state of its own. Weights are not copied."""
+    """A loss, or what it holds, with a state of its own: also in what a function closes over. Weights are not copied."""
     if isinstance(value, partial):
         named = {name: _copy_of(one) for name, one in value.keywords.items()}
         return partial(_copy_of(value.func), *map(_copy_of, value.args), **named)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copy_of(value.__self__))
-    if isinstance(value, nn.Module):
-        return copy.deepcopy(value, {id(weight): weight for weight in value.parameters()})
-    return copy.copy(value)
+    if isinstance(value, FunctionType) and value.__closure__ is not None:
+        cells = tuple(CellType(_copy_of(cell.cell_contents)) for cell in value.__closure__)
+        own = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure=cells)
+        own.__kwdefaults__ = value.__kwdefaults__
+        return own
+    if isinstance(value, (nn.Module, Tensor, list, tuple, dict, set)):
+        modules = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, nn.Module)]
+        return copy.deepcopy(value, {id(weight): weight for module in modules for weight in module.parameters()})
+    try:
+        return copy.copy(value)
+    except TypeError:  # a module of Python, a lock: they have no state that a loss would change
+        return value
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:

@@ -29,8 +29,7 @@ from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in,
 from pipetrain.parallel.clipping import clip_grad_norm
 from pipetrain.parallel.replicas import SharedGradients
 from pipetrain.parallel.same_weights import check_replicas_equal, make_replicas_equal
-from pipetrain.plan.given_plan import plan_of, replicas_said
-from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, whole_number
+from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, plan_of, replicas_said, whole_number
 from pipetrain.runtime import whole_state as weights
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (

@@ -36,28 +36,20 @@ def grid(schedule: Schedule, marked: Op, *, width: int = 110) -> str:
     return "\n".join(lines)
 
 
-def _centre(ops: Sequence[Op], marked: Op) -> int:
-    """The place of `marked`, or of what belongs to the same microbatch, as near in kind as there is."""
+def _window(ops: Sequence[Op], marked: Op, width: int) -> str:
+    """The names around `marked`, or what is nearest to it in microbatch and kind, as many on each side as fit into `width`."""
+    if not ops:
+        return "-"
 
-    def distance(op: Op) -> tuple[bool, bool, bool]:
+    def distance(place: int) -> tuple[bool, bool, bool]:
+        op = ops[place]
         return op != marked, op.microbatch != marked.microbatch, op.kind.value[-1] != marked.kind.value[-1]
 
-    return min(range(len(ops)), key=lambda place: distance(ops[place]))
-
-
-def _window(ops: Sequence[Op], marked: Op, width: int) -> str:
-    """The names around `marked` or what is nearest to it, as many as fit into `width`."""
+    centre = min(range(len(ops)), key=distance)
     names = [f"[{op}]" if op == marked else f"{op}" for op in ops]
-    if not names:
-        return "-"
-    first = last = centre = _centre(ops, marked)
-    room = width - len(names[centre]) - 8  # for "... " on both sides
-    grew = True
-    while grew:
-        grew = False
-        if first > 0 and len(names[first - 1]) < room:
-            first, room, grew = first - 1, room - len(names[first - 1]) - 1, True
-        if last + 1 < len(names) and len(names[last + 1]) < room:
-            last, room, grew = last + 1, room - len(names[last + 1]) - 1, True
-    shown = names[first : last + 1]
-    return " ".join(["..."] * (first > 0) + shown + ["..."] * (last + 1 < len(names)))
+    for around in range(min(len(ops), width), -1, -1):
+        first, end = max(0, centre - around), centre + around + 1
+        text = " ".join(["..."] * (first > 0) + names[first:end] + ["..."] * (end < len(names)))
+        if len(text) <= width:
+            break
+    return text

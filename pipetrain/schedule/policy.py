@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
@@ -123,14 +123,8 @@ class RecomputePolicy:
     parts: tuple[tuple[int, ...], ...] = ()
     shares: tuple[tuple[float, ...], ...] = ()
     verify: str | int = field(default=FIRST, compare=False, repr=False)
-    ahead: InitVar[int | None] = None  # of before there was one pool: refused
 
-    def __post_init__(self, ahead: int | None) -> None:
-        if ahead is not None:
-            raise ValueError(
-                f"recompute.ahead={ahead}: the places of a stage are one pool now; use recompute.sets={ahead} with "
-                "recompute.keep=none for as many recomputed sets alive at once"
-            )
+    def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _choice("recompute.mode", self.mode, Mode))
         object.__setattr__(self, "segments", _segments(self.segments))
         object.__setattr__(self, "sets", _sets(self.sets, in_parts=self.segments != 1))

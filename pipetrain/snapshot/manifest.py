@@ -77,7 +77,9 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end") from error
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise SnapshotDamaged(f"{path} cannot be read ({_first_line(error)})") from error
+        raise SnapshotDamaged(
+            f"{path} cannot be read ({str(error).partition(chr(10))[0] or type(error).__name__})"
+        ) from error
     if digest != _digest(document) or canonical_json({**document, "sha256": digest}) != data:
         raise SnapshotDamaged(f"{path} has changed since it was written (SHA-256 differs)")
     if document.get("format_version") != FORMAT_VERSION:
@@ -136,7 +138,3 @@ def _check_size(folder: Path, file: FileRecord) -> None:
 
 def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(document)).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -42,29 +43,20 @@ class _Progress(IntEnum):
     RUNNING = 2
 
 
-class _Job:
-    """One piece of work in a thread of its own, and how it went."""
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """A piece of work in a thread of its own, which does not keep the process from ending."""
+    job = Future[None]()
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.error: Exception | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
+            work()
         except Exception as error:
-            self.error = error
+            job.set_exception(error)
+        else:
+            job.set_result(None)
 
-    def join(self) -> None:
-        self._thread.join()
-
-    @property
-    def progress(self) -> _Progress:
-        if self._thread.is_alive():
-            return _Progress.RUNNING
-        return _Progress.DONE if self.error is None else _Progress.FAILED
+    threading.Thread(target=run, name="snapshot", daemon=True).start()
+    return job
 
 
 @dataclass
@@ -74,7 +66,7 @@ class _Save:
     state: RunState
     draft: Path
     copied: threading.Event
-    job: _Job
+    job: Future[None]
     committing: bool = False  # every rank's files are written; rank 0 makes the snapshot of them
 
 
@@ -130,7 +122,7 @@ class Saver:
                 copied.set()
             _write_files(draft, self._rank, self._images)
 
-        self._save = _Save(state, draft, copied, _Job(write))
+        self._save = _Save(state, draft, copied, _in_thread(write))
 
     def before_update(self) -> None:
         """Returns when the tensors that were given to `save` may change: they are copied, or could not be."""
@@ -142,21 +134,28 @@ class Saver:
         save = self._save
         if save is None:
             return
-        progress = _Progress(self._agree(save.job.progress))
+        own = _Progress.RUNNING
+        if save.job.done():
+            own = _Progress.DONE if save.job.exception() is None else _Progress.FAILED
+        progress = _Progress(self._agree(own))
         if progress is _Progress.RUNNING:
             return
         if progress is _Progress.FAILED:
-            self._give_up(save)
+            if (error := save.job.exception() if save.job.done() else None) is not None:
+                self._say(self._failure(save.state.step, error))
+            if self._rank == 0:
+                shutil.rmtree(save.draft, ignore_errors=True)
+            self._save = None
         elif save.committing:
             self.last_step, self._save = save.state.step, None
         else:
             save.committing = True
-            save.job = _Job(lambda: self._commit(save) if self._rank == 0 else None)
+            save.job = _in_thread(lambda: self._commit(save) if self._rank == 0 else None)
 
     def wait(self) -> None:
         """Until there is no save on its way. Collective."""
         while self._save is not None:
-            self._save.job.join()
+            self._save.job.exception()  # it waits
             self.poll()
 
     def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[tuple[Device, Stream]]) -> None:
@@ -198,14 +197,7 @@ class Saver:
         folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
         folders.prune(self._folder, save.state.step, self._keep_last, self._keep_multiples_of)
 
-    def _give_up(self, save: _Save) -> None:
-        if save.job.error is not None:
-            self._say(self._failure(save.state.step, save.job.error))
-        if self._rank == 0:
-            shutil.rmtree(save.draft, ignore_errors=True)
-        self._save = None
-
-    def _failure(self, step: int, error: Exception) -> str:
+    def _failure(self, step: int, error: BaseException) -> str:
         steps = folders.steps_in(self._folder)
         older = (
             f"the newest snapshot is {folders.path_of(self._folder, steps[0])}" if steps else "there is no snapshot yet"

@@ -146,7 +146,11 @@ class Snapshots:
         assert self._model is not None
         assert self._optimizer is not None
         self._saver.wait()
-        snapshot = self._agree_on(self._look_for_newest)
+
+        def look_for_newest() -> Path | None:
+            return newest_whole(self._folder, _say) or (None if self._start is None else self._start.folder)
+
+        snapshot = self._agree_on(look_for_newest)
         if snapshot is None:
             return None
         snapshot.restore(self._model, self._optimizer, self._ranks.rank, self._ranks.device)
@@ -161,39 +165,34 @@ class Snapshots:
         """The newest snapshot that this process has written."""
         return None if self._saver.last_step is None else path_of(self._folder, self._saver.last_step)
 
-    def _agree_on(self, look: Callable[[], dict[str, str]]) -> Snapshot | None:
+    def _agree_on(self, look: Callable[[], Path | None]) -> Snapshot | None:
         """Rank 0 looks and checks every byte; the others are told what it found."""
-        found = {}
+        found, problem = "", ""
         if self._ranks.rank == 0:
             try:
-                found = look()
+                path = look()
+                found = "" if path is None else str(path.resolve())
             except ValueError as error:
-                found = {"error": str(error)}
-        found = json.loads(self._ranks.from_first(json.dumps(found)))
-        if "error" in found:
-            raise ValueError(found["error"])
-        return Snapshot(Path(found["path"]), checked=True) if found else None
+                problem = str(error)
+        found, problem = json.loads(self._ranks.from_first(json.dumps([found, problem])))
+        if problem:
+            raise ValueError(problem)
+        return Snapshot(Path(found), checked=True) if found else None
 
-    def _look_for_start(self) -> dict[str, str]:
+    def _look_for_start(self) -> Path | None:
         resume = self._config.resume
         if resume is None:
-            return {}
+            return None
         path = newest_whole(self._folder, _say) if resume == AUTO else find(Path(resume), _say)
         if path is None:
-            return {}
+            return None
         state, now = Snapshot(path, checked=True).state, _plain(self._config)
         check_same_run(path, state, now)
         check_same_data(path, state, self._data)
         _say(f"going on from {path}")
         for told in told_of_replicas(state, self._plan.num_replicas, now):
             _say(told)
-        return {"path": str(path.resolve())}
-
-    def _look_for_newest(self) -> dict[str, str]:
-        path = newest_whole(self._folder, _say)
-        if path is None and self._start is not None:
-            path = self._start.folder
-        return {} if path is None else {"path": str(path.resolve())}
+        return path
 
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:

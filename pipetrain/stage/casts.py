@@ -12,7 +12,6 @@ of its stage a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,51 +22,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.tensor_copies import storage_key
+from pipetrain.stage.tensor_copies import is_dense, storage_key
 
 # What autocast runs in low precision on every device, as a layer calls it: these neither change a weight nor return a view of it.
 # Whatever else multiplies by a frozen weight (an einsum, nn.MultiheadAttention) casts as it would without us.
-_CASTING = frozenset(
-    (
-        F.linear,
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        Tensor.__rmatmul__,
-        torch.mm,
-        Tensor.mm,
-        torch.bmm,
-        Tensor.bmm,
-        torch.addmm,
-        Tensor.addmm,
-        torch.baddbmm,
-        Tensor.baddbmm,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-    )
-)
+_CASTING = frozenset((
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
+    Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
+))  # fmt: skip
 # What looks into the memory of a cast and is saved in its stead.
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Unsqueeze", "Squeeze")
 )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class _Cast:
-    """Of a frozen weight, as it was then."""
-
-    weight: Tensor
-    version: int
-    address: int
-    tensor: Tensor
-
-    def is_of(self, weight: Tensor) -> bool:
-        return self.version == weight._version and self.address == weight.data_ptr() and not self.tensor._version
 
 
 class WeightCasts:
@@ -77,13 +45,15 @@ class WeightCasts:
         self._layers = layers
         self._device = device.type
         self._meter = meter
-        self._of_frozen: dict[tuple[int, torch.dtype], _Cast] = {}
         self._of_trained: dict[int, StorageWeakRef] = {}  # by the weight's identity
+        self._frozen: dict[int, Mapping[int, Tensor]] = {}  # by layer, the weights that are cast once, by identity
+        # By the weight's identity: its version, its address and its cast.
+        self._of_frozen: dict[tuple[int, torch.dtype], tuple[int, int, Tensor]] = {}
         self._left_out: set[int] = set()
         self._is_stale = False
 
     def is_active(self) -> bool:
-        """Whether an autocast that lasts longer than F is in force."""
+        """Whether autocast is in force: around a step, and where a layer multiplies, which may have switched it off."""
         return torch.is_autocast_enabled(self._device)
 
     # Trained ------------------------------------------------------------------------------------------------------
@@ -113,21 +83,29 @@ class WeightCasts:
 
     def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
         """The weight of which `saved` is a cast, or looks into one."""
-        if saved.dtype is not torch.get_autocast_dtype(self._device) or saved.grad_fn is None:
-            return None
         node: Node | None = saved.grad_fn
+        if node is None or saved.dtype is not torch.get_autocast_dtype(self._device):
+            return None
         while node is not None and node.name() in _VIEWS:
             node = node.next_functions[0][0]
         if node is None or node.name() != "ToCopyBackward0":
             return None
-        leaf = node.next_functions[0][0]
-        return getattr(leaf, "variable", None)  # a node that accumulates has one
+        return getattr(node.next_functions[0][0], "variable", None)  # a node that accumulates has one
 
     # Frozen -------------------------------------------------------------------------------------------------------
 
     def once(self, number: int, call: Callable[[Any], Any], *, make: bool) -> Callable[[Any], Any]:
         """`call`, which runs a layer, with casts of frozen weights that are made once; `make` them, or only use what is there."""
-        frozen = self._frozen(number)
+        if number not in self._frozen:
+            own = self._layers[number : number + 1]  # none: it is the loss
+            weights = [weight for layer in own if not has_compiled(layer) for weight in layer.parameters()]
+            self._frozen[number] = {
+                id(weight): weight
+                for weight in weights
+                if type(weight) is nn.Parameter and not weight.requires_grad
+                if weight.dtype is torch.float32 and is_dense(weight)
+            }
+        frozen = self._frozen[number]
         if not frozen:
             return call
 
@@ -137,30 +115,18 @@ class WeightCasts:
 
         return run
 
-    def _frozen(self, number: int) -> Mapping[int, Tensor]:
-        """The weights of a layer that autocast would cast each time, by identity."""
-        if number >= len(self._layers) or has_compiled(self._layers[number]):
-            return {}
-        weights = self._layers[number].parameters()
-        return {id(p): p for p in weights if not p.requires_grad and type(p) is nn.Parameter and _is_castable(p)}
-
     def cast(self, weight: Tensor, *, make: bool) -> Tensor:
         """The cast of a frozen weight, as autocast makes it; the weight itself where there is none yet and none is to be made."""
         dtype = torch.get_autocast_dtype(self._device)
-        key = id(weight), dtype
-        found = self._of_frozen.get(key)
-        if found is not None and found.is_of(weight):
-            return found.tensor
+        version, address, cast = self._of_frozen.get((id(weight), dtype), (-1, 0, weight))
+        if version == weight._version and address == weight.data_ptr() and not cast._version:
+            return cast
         if not make or weight.device.type != self._device:
             return weight
         cast = weight.detach().to(dtype)
-        self._of_frozen[key] = _Cast(weight, weight._version, weight.data_ptr(), cast)
+        self._of_frozen[id(weight), dtype] = weight._version, weight.data_ptr(), cast
         self._leave_out(storage_key(cast))
         return cast
-
-    def is_cast_here(self) -> bool:
-        """Whether autocast would cast now: a layer may have switched it off."""
-        return torch.is_autocast_enabled(self._device)
 
     # --------------------------------------------------------------------------------------------------------------
 
@@ -173,9 +139,8 @@ class WeightCasts:
         """The step has ended, or failed: weights may change."""
         for storage in self._left_out:
             self._meter.count_again(storage)
-        self._left_out.clear()
-        self._of_trained.clear()
-        self._of_frozen.clear()
+        for held in (self._left_out, self._of_trained, self._of_frozen, self._frozen):
+            held.clear()
 
 
 class _CastOnce(TorchFunctionMode):
@@ -183,23 +148,17 @@ class _CastOnce(TorchFunctionMode):
 
     def __init__(self, casts: WeightCasts, frozen: Mapping[int, Tensor], *, make: bool) -> None:
         super().__init__()
-        self._casts = casts
-        self._frozen = frozen
-        self._make = make
+        self._casts, self._frozen, self._make = casts, frozen, make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CASTING and self._casts.is_cast_here():
+        if func in _CASTING and self._casts.is_active():
             args = tuple(map(self._cast, args))
             kwargs = {name: self._cast(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
         return self._casts.cast(value, make=self._make) if id(value) in self._frozen else value
-
-
-def _is_castable(weight: Tensor) -> bool:
-    return weight.dtype is torch.float32 and weight.layout is torch.strided and not weight.is_nested
 
 
 def has_compiled(layer: nn.Module) -> bool:

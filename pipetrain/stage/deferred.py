@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.leaves import is_sharded, leaf_of
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.split_function import Deferral, User, in_force, is_noted, why_whole
+from pipetrain.stage.split_function import NOTE, Deferral, User, in_force, why_whole
 from pipetrain.stage.split_linear import hooks_in_force, linears_split
 
 _NOBODY = ""
@@ -87,7 +87,7 @@ class DeferredWeights:
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
         """F has ended, and I will go back from `roots`: who reads the weights that were given to split functions?"""
-        deferral.end_forward()
+        deferral.start_again = None
         new = [(weight, layer) for weight, layer in deferral.parameters.values() if weight not in self._other_reader]
         if not new:
             return
@@ -128,6 +128,6 @@ def _other_readers(roots: Iterable[Node]) -> dict[int, str]:
                 continue
             if type(following).__name__ != "AccumulateGrad":
                 todo.append(following)
-            elif not is_noted(node):
+            elif not hasattr(node, NOTE):
                 others[id(leaf_of(following))] = node.name()
     return others

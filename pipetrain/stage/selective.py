@@ -19,8 +19,9 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -146,8 +147,38 @@ class _Rule:
         )
 
 
-# What F and R must know of an operation in a layer: it may be kept by these rules, or writes. None: nothing.
-_Met = tuple[Operation, Sequence[_Rule]] | None
+@dataclass(frozen=True, eq=False)
+class _Met:
+    """An operation that runs in a layer, where it writes or may be kept by some rules."""
+
+    operation: Operation
+    rules: Sequence[_Rule]
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of what runs in a layer, gives what was `met` there to `run`, with its arguments."""
+
+    supports_higher_order_operators = True  # they pass as they are
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiled layer runs under it, and to be skipped would load torch._dynamo: a second
+
+    def __init__(
+        self, met: Mapping[int, _Met | None], meet: Callable[[Any], _Met | None], run: Callable[..., Any]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._met, self._meet, self._run = met, meet, run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # For each operation of each layer: as few lines as can be.
+        try:
+            met = self._met[id(func)]  # its hash is slow
+        except KeyError:
+            met = self._meet(func)
+        if met is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._run(met, func, args, kwargs or {})
 
 
 class Selection:
@@ -163,29 +194,24 @@ class Selection:
         self._open: list[int] = []  # of these, those that run now
         self._unfused: set[int] = set()  # layers that run attention in pieces
         self.is_watched = True  # until the first forward has ended
-        self.met: list[dict[int, _Met]] = [{} for _ in range(len(layers) + 1)]  # per layer, by the operation's identity
+        # Per layer, by the operation's identity.
+        self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
     def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
         names = _ops_named(one)
         kinds = [names & ops for ops in OPS_OF.values()] if one.op is None else [names]
-        if one.first is None or one.last is None:
-            is_met = bool(self._compiled)
-            return [
-                _Rule(one, kind, set(range(len(layers) + 1)), None, is_all_here=False, is_met=is_met) for kind in kinds
-            ]
-        asked = set(range(one.first - first_layer, one.last - first_layer + 1))
-        own = asked & set(range(len(layers)))
-        modules = {id(module) for n in own for path, module in layers[n].named_modules() if path == one.path}
-        if own == asked and not modules:
-            raise ValueError(_no_such_module(one, [layers[number] for number in own]))
-        if not modules:
-            return []  # other stages have it
-        inside, is_all_here, is_met = (
-            modules if one.path else None,
-            own == asked and len(kinds) == 1,
-            bool(own & self._compiled),
-        )
-        return [_Rule(one, kind, own, inside, is_all_here, is_met) for kind in kinds]
+        here, own, is_all_here = set(range(len(layers))), set(range(len(layers) + 1)), False
+        modules: set[int] | None = None
+        if one.first is not None and one.last is not None:
+            asked = set(range(one.first - first_layer, one.last - first_layer + 1))
+            own, is_all_here = asked & here, asked <= here
+            modules = {id(module) for n in own for path, module in layers[n].named_modules() if path == one.path}
+            if is_all_here and not modules:
+                raise ValueError(_no_such_module(one, [layers[number] for number in own]))
+            if not modules:
+                return []  # other stages have it
+        inside, is_met = modules if one.path else None, bool(own & self._compiled)
+        return [_Rule(one, kind, own, inside, is_all_here and len(kinds) == 1, is_met) for kind in kinds]
 
     def kept_nothing(self, stage: str) -> list[str]:
         """The first forward of `stage` has ended: a line for each entry that kept nothing."""
@@ -202,30 +228,39 @@ class Selection:
         """None: nothing is wanted."""
         return Selection(wanted, layers, first_layer) if wanted else None
 
-    def meet(self, layer: int, func: Any) -> _Met:
-        """F or R runs this operation in `layer` for the first time."""
+    @contextmanager
+    def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
+        """Around a layer: operations that may be kept, or that write, go through `run`."""
+        if layer in self._compiled:  # what torch.compile made runs as it was compiled
+            yield
+        else:
+            with self._following(), _Mode(self._met[layer], partial(self._meet, layer), run):
+                yield
+
+    def _meet(self, layer: int, func: Any) -> _Met | None:
         operation, rules = operation_of(func), list[_Rule]()
         if operation is not None:
             if operation.name in _SOFTMAX:
                 self._unfused.add(layer)
             if operation.can_be_kept:
                 rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
-        met = (operation, rules) if operation is not None and (rules or operation.writes) else None
-        self.met[layer][id(func)] = met  # `_operations` has the function, so that it stays
+        met = _Met(operation, rules) if operation is not None and (rules or operation.writes) else None
+        self._met[layer][id(func)] = met  # `_operations` has the function, so that it stays
         return met
 
-    def keeps(self, rules: Sequence[_Rule], operation: Operation, args: Any, kwargs: Any) -> bool:
-        """Whether the output of an operation is to be kept that runs now, for which there are these `rules`."""
+    def keeps(self, met: _Met, args: Any, kwargs: Any) -> bool:
+        """Whether the output of an operation that runs now is to be kept."""
+        rules = met.rules
         if self._followed:
             rules = [rule for rule in rules if rule.modules is None or not rule.modules.isdisjoint(self._open)]
-        if not rules or operation.draws_with(args, kwargs):
+        if not rules or met.operation.draws_with(args, kwargs):
             return False
         for rule in rules:
             rule.is_met = True
         return True
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def _following(self) -> Iterator[None]:
         """Within it, it is known which submodules run. Nothing is left on the modules themselves."""
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -299,9 +334,7 @@ class _Call:
     shapes: tuple[Any, ...]
     num_slots: int  # of the set when it ran: R is complete before it comes to it again, or not
     output: Any = None  # what R gets, with aliases; None: R computes it
-    held: Sequence[tuple[Tensor, int, int]] = field(
-        default=()
-    )  # of it, each tensor, its version and its key in the meter
+    held: Sequence[tuple[Tensor, int, int]] = ()  # each tensor of it, its version and its key in the meter
 
     def has_changed(self) -> bool:
         return any(tensor._version != version for tensor, version, _ in self.held)
@@ -311,58 +344,87 @@ class KeptOutputs:
     """What F of one microbatch keeps for its R."""
 
     def __init__(self, selection: Selection, meter: ActivationMeter) -> None:
-        self.selection = selection
-        self.calls: dict[int, list[_Call]] = defaultdict(list)  # by layer
+        self._selection = selection
+        self._calls: dict[int, list[_Call]] = defaultdict(list)  # by layer
         self._next: dict[int, int] = defaultdict(int)  # of these, that R comes to
         self._meter = meter
         self._by_storage: dict[int, _Call] = {}
 
     def before_layer(self, layer: int, given: Sequence[Tensor], *, is_free: bool) -> None:
         """F comes to a layer: where nobody sees what it writes, it may write on what it is `given`."""
-        if is_free or not self.selection.is_seen(layer):
+        if is_free or not self._selection.is_seen(layer):
             for tensor in given:
-                self.before_write(tensor)
+                self._before_write(tensor)
 
     def in_forward(self, layer: int, num_slots: Callable[[], int]) -> AbstractContextManager[object]:
         """Around a layer in F, which has saved so many tensors by now."""
-        return _InForward(self, layer, num_slots).entered()
+        return self._selection.under(layer, partial(self._run_in_forward, layer, num_slots))
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
         """Around a layer in R; `fail` is told where R goes another way than F."""
-        return _InRecompute(self, layer, fail).entered()
+        return self._selection.under(layer, partial(self._run_in_recompute, layer, fail))
 
-    def hold(self, call: _Call, output: Any) -> None:
+    def _run_in_forward(
+        self, layer: int, num_slots: Callable[[], int], met: _Met, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        for place, name in met.operation.writes:
+            for one in _as_tuple(args[place] if place < len(args) else kwargs.get(name)):
+                if isinstance(one, Tensor):
+                    self._before_write(one)
+        if not self._selection.keeps(met, args, kwargs):
+            return func(*args, **kwargs)
+        call = _Call(func, _shapes(args, kwargs), num_slots())
+        self._calls[layer].append(call)
+        state = _generators() if met.operation.is_foreign else []
+        output = func(*args, **kwargs)
+        has_drawn = met.operation.is_foreign and not all(map(torch.equal, state, _generators()))
+        values = _as_tuple(output)
+        is_nested = any(isinstance(value, (list, tuple, dict)) for value in values)
+        is_plain = all(type(value) is Tensor and is_dense(value) for value in values if isinstance(value, Tensor))
+        if is_plain and not is_nested and not has_drawn:
+            self._hold(call, output)
+        return output
+
+    def _run_in_recompute(
+        self, layer: int, fail: Callable[[str], NoReturn], met: _Met, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not self._selection.keeps(met, args, kwargs):
+            return func(*args, **kwargs)
+        if not self.left(layer):
+            fail(f"computes {func}, which F did not")
+        call, shapes = self._calls[layer][self._next[layer]], _shapes(args, kwargs)
+        self._next[layer] += 1
+        if call.func is not func or call.shapes != shapes:
+            fail(f"computes {func} of {_told(shapes)} where F computed {call.func} of {_told(call.shapes)}")
+        if call.has_changed():
+            fail(f"finds the output of {func} changed in place after F")
+        return _with(call.output, _alias) if call.held else func(*args, **kwargs)
+
+    def _hold(self, call: _Call, output: Any) -> None:
         """Keep what `call` gives."""
         call.output = _with(output, _alias)
         tensors = [value for value in _as_tuple(call.output) if isinstance(value, Tensor)]
         call.held = [(tensor, tensor._version, self._meter.hold(tensor)) for tensor in tensors]
         self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
-    def before_write(self, tensor: Tensor) -> None:
+    def _before_write(self, tensor: Tensor) -> None:
         """F is about to change this in place: what is kept of its memory is a copy from now on."""
         call = self._by_storage.pop(storage_key(tensor), None)
         if call is not None and call.held:
             output = _with(call.output, copy_of)
             self._let_go(call)
-            self.hold(call, output)
+            self._hold(call, output)
 
     def end_forward(self, whole: Set[int], num_slots: int) -> None:
         """F is done. R does not run the layers that are `whole`, and ends when the slots up to `num_slots` are full."""
-        for layer, calls in self.calls.items():
+        for layer, calls in self._calls.items():
             for call in calls:
                 if layer in whole or call.num_slots >= num_slots or call.has_changed():
                     self._let_go(call)
 
-    def next_call(self, layer: int) -> _Call | None:
-        """R has come to it."""
-        if not self.left(layer):
-            return None
-        self._next[layer] += 1
-        return self.calls[layer][self._next[layer] - 1]
-
     def left(self, layer: int) -> int:
         """How many of the operations that F ran in `layer` R has not come to."""
-        return len(self.calls[layer]) - self._next[layer]
+        return len(self._calls[layer]) - self._next[layer]
 
     @property
     def num_bytes(self) -> int:
@@ -374,11 +436,11 @@ class KeptOutputs:
         return sum(size for key, size in self._sizes().items() if key in storages)
 
     def _sizes(self) -> dict[int, int]:
-        held = [(key, tensor) for calls in self.calls.values() for call in calls for tensor, _, key in call.held]
+        held = [(key, tensor) for calls in self._calls.values() for call in calls for tensor, _, key in call.held]
         return {key: tensor.untyped_storage().nbytes() for key, tensor in held if key}
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for calls in self.calls.values() for call in calls for tensor, _, _ in call.held]
+        return [tensor for calls in self._calls.values() for call in calls for tensor, _, _ in call.held]
 
     def _let_go(self, call: _Call) -> None:
         for _, _, key in call.held:
@@ -387,88 +449,14 @@ class KeptOutputs:
 
     def drop(self) -> None:
         """Keep nothing any more."""
-        for calls in self.calls.values():
+        for calls in self._calls.values():
             for call in calls:
                 self._let_go(call)
-        self.calls.clear()
+        self._calls.clear()
         self._by_storage.clear()
 
     def __del__(self) -> None:
         self.drop()
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True  # they pass as they are
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiled layer runs under it, and to be skipped would load torch._dynamo: a second
-
-    def __init__(self, kept: KeptOutputs, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._layer, self._selection = kept, layer, kept.selection
-        self._met = kept.selection.met[layer]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with self._selection.following(), self if self._selection.is_seen(self._layer) else nullcontext():
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # For each operation of each layer: as few lines as can be.
-        try:
-            met = self._met[id(func)]  # its hash is slow
-        except KeyError:
-            met = self._selection.meet(self._layer, func)
-        if met is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self._run(*met, func, args, kwargs or {})
-
-    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _InForward(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: KeptOutputs, layer: int, num_slots: Callable[[], int]) -> None:
-        super().__init__(kept, layer)
-        self._num_slots = num_slots
-
-    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
-        for place, name in operation.writes:
-            for one in _as_tuple(args[place] if place < len(args) else kwargs.get(name)):
-                if isinstance(one, Tensor):
-                    self._kept.before_write(one)
-        if not self._selection.keeps(rules, operation, args, kwargs):
-            return func(*args, **kwargs)
-        call = _Call(func, _shapes(args, kwargs), self._num_slots())
-        self._kept.calls[self._layer].append(call)
-        state = _generators() if operation.is_foreign else []
-        output = func(*args, **kwargs)
-        has_drawn = operation.is_foreign and not all(map(torch.equal, state, _generators()))
-        values = _as_tuple(output)
-        is_nested = any(isinstance(value, (list, tuple, dict)) for value in values)
-        is_plain = all(type(value) is Tensor and is_dense(value) for value in values if isinstance(value, Tensor))
-        if is_plain and not is_nested and not has_drawn:
-            self._kept.hold(call, output)
-        return output
-
-
-class _InRecompute(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: KeptOutputs, layer: int, fail: Callable[[str], NoReturn]) -> None:
-        super().__init__(kept, layer)
-        self._fail = fail
-
-    def _run(self, operation: Operation, rules: Sequence[_Rule], func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._selection.keeps(rules, operation, args, kwargs):
-            return func(*args, **kwargs)
-        call, shapes = self._kept.next_call(self._layer), _shapes(args, kwargs)
-        if call is None:
-            self._fail(f"computes {func}, which F did not")
-        if call.func is not func or call.shapes != shapes:
-            self._fail(f"computes {func} of {_told(shapes)} where F computed {call.func} of {_told(call.shapes)}")
-        if call.has_changed():
-            self._fail(f"finds the output of {func} changed in place after F")
-        return _with(call.output, _alias) if call.held else func(*args, **kwargs)
 
 
 def _as_tuple(output: Any) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.stage.meter import ActivationMeter, storages_of
 from pipetrain.stage.slots import SavedTensorChanged
 
-_NOTE = "_note_for_w"  # the attribute of a node's ctx
+NOTE = "_note_for_w"  # the attribute of a node's ctx, and so of a node that `User.note` was told of
 
 
 class SplitFunction(torch.autograd.Function):
@@ -68,7 +68,7 @@ class SplitFunction(torch.autograd.Function):
 
 
 def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None) -> Any:
-    note: _Note | None = getattr(ctx, _NOTE, None)
+    note: _Note | None = getattr(ctx, NOTE, None)
     if note is not None:
         note.user.deferral.refuse_in_forward(note)
     deferral = None if note is None else note.user.deferral
@@ -117,13 +117,8 @@ class User:
             for place, argument in enumerate(args)
             if isinstance(argument, nn.Parameter) and argument.requires_grad and why_whole(argument) is None
         }
-        setattr(node, _NOTE, _Note(self, parameters))
+        setattr(node, NOTE, _Note(self, parameters))
         self.deferral.parameters.update((id(parameter), (parameter, self.layer)) for parameter in parameters.values())
-
-
-def is_noted(node: Any) -> bool:
-    """Whether a node of a graph is one that `note` was told of."""
-    return hasattr(node, _NOTE)
 
 
 _USER: ContextVar[User | None] = ContextVar("the layer that runs", default=None)
@@ -164,7 +159,7 @@ class _Context:
     """What `backward_weight` gets as its ctx in W: the node itself holds the whole graph before it."""
 
     def __init__(self, ctx: Any) -> None:
-        self.__dict__.update((name, value) for name, value in vars(ctx).items() if name != _NOTE)
+        self.__dict__.update((name, value) for name, value in vars(ctx).items() if name != NOTE)
         # Detached, for what is the output of another node holds that node.
         self.saved_tensors = tuple(saved if saved is None else saved.detach() for saved in ctx.saved_tensors)
         self.needs_input_grad = ctx.needs_input_grad
@@ -181,13 +176,9 @@ class _PutOff:
     function: type[SplitFunction]
     context: _Context
     gradients: tuple[Tensor | None, ...]
-    weights: dict[int, nn.Parameter]
+    weights: dict[int, nn.Parameter]  # by argument
     layer: int
-    keys: tuple[int, ...]
-    versions: tuple[int, ...]
-
-    def tensors(self) -> list[Tensor]:
-        return _held(self.context, self.gradients)
+    held: list[tuple[Tensor, int, int]]  # what it reads: each tensor, its version and its key in the meter
 
 
 class Weights(Protocol):
@@ -210,32 +201,26 @@ class Deferral:
     """What of one (stage, microbatch) waits from its I to its W."""
 
     def __init__(self, weights: Weights, meter: ActivationMeter, start_again: Callable[[], NoReturn]) -> None:
-        self.parameters: dict[
-            int, tuple[nn.Parameter, int]
-        ] = {}  # by identity, that F gave to split functions; and the layer
+        # That F gave to split functions, and the layer; by identity.
+        self.parameters: dict[int, tuple[nn.Parameter, int]] = {}
         self.weights = weights
         self._meter = meter
-        self._start_again: Callable[[], NoReturn] | None = start_again
+        self.start_again: Callable[[], NoReturn] | None = start_again  # None: F has ended
         self._put_off: deque[_PutOff] = deque()
         self._left: Counter[int] = Counter()  # of each weight's nodes
         self._sizes: dict[int, int] = {}  # in the meter, by storage
-        self.is_open = (
-            False  # I runs: only a backward within may be put off, and none that a layer takes in its forward
-        )
+        self.is_open = False  # I runs: only its backward may be put off, and none that a layer takes in its forward
 
     @property
     def num_bytes(self) -> int:
         """That were put off, each storage once, without those of the weights."""
         return sum(self._sizes.values())
 
-    def end_forward(self) -> None:
-        self._start_again = None
-
     def refuse_in_forward(self, note: _Note) -> None:
         """A layer that takes a gradient through a node of its own while F runs starts again, without split functions: of the graph
         of that gradient torch's own nodes make other sums than ours, in the last bit."""
-        if self._start_again is not None and (user := user_in_force()) is not None and user.layer == note.user.layer:
-            self._start_again()
+        if self.start_again is not None and (user := user_in_force()) is not None and user.layer == note.user.layer:
+            self.start_again()
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -250,10 +235,9 @@ class Deferral:
         """Whether the weights in these places of a node's arguments may wait."""
         if not self.is_open:
             return False
-        for place in weights:
-            if place not in note.parameters:
-                note.user.tell("a weight of it is no plain parameter, or has hooks")
-                return False
+        if not note.parameters.keys() >= set(weights):
+            note.user.tell("a weight of it is no plain parameter, or has hooks")
+            return False
         return all(self.weights.may_wait(note.parameters[place]) for place in weights)
 
     def put_off(
@@ -266,18 +250,19 @@ class Deferral:
     ) -> None:
         """The second half of this node's backward waits for W."""
         context = _Context(ctx)
-        tensors = _held(context, gradients)
         weights = {place: note.parameters[place] for place in places}
-        keys = tuple(self._meter.hold(tensor) for tensor in tensors)
-        for key, tensor in zip(keys, tensors):
-            if key:
-                self._sizes[key] = sum(storage.nbytes() for storage in storages_of(tensor))
-        versions = tuple(tensor._version for tensor in tensors)
-        self._put_off.append(_PutOff(function, context, gradients, weights, note.user.layer, keys, versions))
+        held = []
+        for tensor in (*context.saved_tensors, *gradients):
+            if tensor is not None:
+                key = self._meter.hold(tensor)
+                held.append((tensor, tensor._version, key))
+                if key:
+                    self._sizes[key] = sum(storage.nbytes() for storage in storages_of(tensor))
+        self._put_off.append(_PutOff(function, context, gradients, weights, note.user.layer, held))
         self._left.update(id(weight) for weight in weights.values())
 
     def run(self) -> None:
-        """W: add to `.grad` of the weights, in the order of I.
+        """W: add to `.grad` of the weights, in the order of I. Autograd sums what the nodes of a microbatch give a leaf, and adds that.
 
         Raises:
             SavedTensorChanged: what waited was changed in place.
@@ -286,10 +271,20 @@ class Deferral:
         with torch.no_grad():
             while self._put_off:
                 late = self._put_off.popleft()
-                self._check(late)
+                for tensor, version, _ in late.held:
+                    if tensor._version != version:
+                        raise SavedTensorChanged(
+                            f"{self.weights.name_of(late.layer)}: a tensor {list(tensor.shape)} that W needs was changed in place after "
+                            "I: a backward may not change the gradient that it is given, nor what was saved for it"
+                        )
                 gradients = _as_tuple(late.function.backward_weight(late.context, *late.gradients))
                 for place, weight in late.weights.items():
-                    self._add(weight, gradients[place], sums)
+                    key, gradient = id(weight), gradients[place]
+                    if gradient is not None:
+                        sums[key] = sums[key] + gradient if key in sums else gradient
+                    self._left[key] -= 1
+                    if not self._left[key] and key in sums:
+                        accumulate(weight, sums.pop(key))
                 self._release(late)
 
     def drop(self) -> None:
@@ -297,30 +292,9 @@ class Deferral:
         while self._put_off:
             self._release(self._put_off.popleft())
 
-    def _add(self, weight: nn.Parameter, gradient: Tensor | None, sums: dict[int, Tensor]) -> None:
-        """Autograd sums what the nodes of a microbatch give a leaf, and adds that to `.grad`."""
-        key = id(weight)
-        if gradient is not None:
-            sums[key] = sums[key] + gradient if key in sums else gradient
-        self._left[key] -= 1
-        if not self._left[key] and key in sums:
-            accumulate(weight, sums.pop(key))
-
-    def _check(self, late: _PutOff) -> None:
-        for tensor, version in zip(late.tensors(), late.versions):
-            if tensor._version != version:
-                raise SavedTensorChanged(
-                    f"{self.weights.name_of(late.layer)}: a tensor {list(tensor.shape)} that W needs was changed in place after "
-                    "I: a backward may not change the gradient that it is given, nor what was saved for it"
-                )
-
     def _release(self, late: _PutOff) -> None:
-        for key in late.keys:
+        for _, _, key in late.held:
             self._meter.release(key)
-
-
-def _held(context: _Context, gradients: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [tensor for tensor in (*context.saved_tensors, *gradients) if tensor is not None]
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

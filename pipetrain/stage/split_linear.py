@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetrain.stage.split_function import SplitFunction, User, user_in_force, why_whole
-from pipetrain.stage.tensor_copies import view_into
+from pipetrain.stage.tensor_copies import is_dense, view_into
 
 _linear, _addmm = F.linear, torch.addmm
 
@@ -55,21 +55,24 @@ class SplitLinear(SplitFunction):
     @staticmethod
     def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
-        of_x = None
+        of_x = of_bias = None
         if ctx.needs_input_grad[0]:
             matrix = factor.t() if ctx.is_transposed else factor
-            of_x = _gradient_of_rows(_rows(x), _rows(gradient), matrix)
+            rows = _rows(gradient)
+            # As torch's derivative of `mm` has it: with the strides of what it belongs to.
+            of_x = matrix.mm(rows.t()).t() if _is_column_major(_rows(x)) else rows.mm(matrix.t())
             of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
-        of_bias = _gradient_of_bias(ctx, gradient) if ctx.needs_input_grad[2] and not ctx.bias_waits else None
+        if ctx.needs_input_grad[2] and not ctx.bias_waits:
+            of_bias = _gradient_of_bias(ctx, gradient)
         return of_x, None, of_bias, None, None
 
     @staticmethod
     def backward_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
         of_bias = _gradient_of_bias(ctx, gradient) if ctx.bias_waits else None
-        if ctx.is_transposed:
-            return None, _gradient_of_matrix(_rows(x), _rows(gradient), factor.t()).t(), of_bias, None, None
-        return None, _gradient_of_matrix(_rows(x), _rows(gradient), factor), of_bias, None, None
+        rows, matrix = _rows(gradient), factor.t() if ctx.is_transposed else factor
+        of_matrix = rows.t().mm(_rows(x)).t() if _is_column_major(matrix) else _rows(x).t().mm(rows)
+        return None, of_matrix.t() if ctx.is_transposed else of_matrix, of_bias, None, None
 
 
 def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
@@ -79,19 +82,6 @@ def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _gradient_of_rows(rows: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
-    """As torch's derivative of `mm` has it: with the strides of what it belongs to."""
-    if _is_column_major(rows):
-        return matrix.mm(gradient.t()).t()
-    return gradient.mm(matrix.t())
-
-
-def _gradient_of_matrix(rows: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
-    if _is_column_major(matrix):
-        return gradient.t().mm(rows).t()
-    return rows.t().mm(gradient)
 
 
 def _is_column_major(matrix: Tensor) -> bool:
@@ -131,37 +121,28 @@ def _user_of(x: Tensor, weight: Tensor, bias: Tensor | None, *, num_outputs: int
     user = user_in_force()
     if user is None or not weight.requires_grad or not torch.is_grad_enabled():
         return None
-    why = why_whole(weight) or _why_not_here(user, x, weight) or _why_not_this(x, weight, bias, num_outputs)
+    why = why_whole(weight) or _why_not(user, x, weight, bias, num_outputs)
     if why is None:
         return user
     user.tell(why)
     return None
 
 
-def _why_not_here(user: User, x: Tensor, weight: Tensor) -> str | None:
+def _why_not(user: User, x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "it runs under torch.func"
-    if torch.is_autocast_enabled(x.device.type) and not (
-        weight.dtype is torch.float32 and torch.is_autocast_cache_enabled()
-    ):
+    is_cast, kind = torch.is_autocast_enabled(x.device.type), x.device.type
+    if is_cast and not (weight.dtype is torch.float32 and torch.is_autocast_cache_enabled()):
         return "it runs under an autocast that does not keep a cast of its weight"
     if hooks_in_force() is not user.hooks:
         return "it runs under torch.utils.checkpoint, or other hooks for saved tensors"
-    return None
-
-
-def _why_not_this(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
-    fits = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.dim() > 1
-    fits = fits and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous()
-    fits = fits and weight.is_floating_point() and (x.dtype is weight.dtype or _is_cast(x))
+    fits = type(x) is Tensor and is_dense(x) and x.dim() > 1
+    fits = fits and (x.dtype is weight.dtype or (is_cast and x.dtype is torch.get_autocast_dtype(kind)))
+    fits = fits and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous() and weight.is_floating_point()
     if bias is not None:
         fits = fits and type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,)
         fits = fits and bias.dtype is weight.dtype
     return None if fits else "it multiplies other than plain tensors of one dtype"
-
-
-def _is_cast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type) and x.dtype is torch.get_autocast_dtype(x.device.type)
 
 
 def hooks_in_force() -> Any:

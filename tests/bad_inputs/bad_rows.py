@@ -7,7 +7,6 @@ Each row goes through the real entry: `pipetrain`, which refuses before a proces
 import contextlib
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from pipetrain import train as rank
 from pipetrain.cli.main import main
 from pipetrain.config.load import conf_dir
-from pipetrain.launcher import launch
 from pipetrain.observe.folder import RunFolder
 
 Prepare = Callable[[pathlib.Path], None]
+Check = Callable[["Row"], None]
 
 
 @dataclass(frozen=True)
@@ -105,29 +104,3 @@ def answer(row: Row, folder: pathlib.Path) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def check_answer(
-    row: Row,
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The answer is one line that helps; nothing was written and no process started. A row for a rank starts with what `trained` has left."""
-    if row.as_rank:
-        shutil.copytree(request.getfixturevalue("trained"), folder, dirs_exist_ok=True)
-        capsys.readouterr()
-    row.prepare(folder)
-    was_empty = not row.as_nobody and not any(folder.iterdir())
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("processes were started"))
-    with as_nobody() if row.as_nobody else contextlib.nullcontext():
-        code = answer(row, folder)
-    told = capsys.readouterr()
-    assert code == row.code, told.err
-    (line,) = told.err.splitlines()
-    assert line.startswith("pipetrain: ")
-    assert [word for word in row.says if word.replace("{}", str(folder)) not in line] == [], line
-    assert "Traceback" not in told.err + told.out
-    assert not (was_empty and any(folder.iterdir()))

@@ -1,9 +1,7 @@
 """A wrong call of `pipetrain show`, `report` or `generate` gets one line that helps; no two rows of wrong input are the same."""
 
-import pathlib
-
 import pytest
-from bad_rows import Row, a_run, check_answer, file_at
+from bad_rows import Check, Row, a_run, file_at
 from test_bad_config import CONFIG, RANGES, TOGETHER
 from test_bad_data import DATA
 from test_bad_folders import HARMED, RUN_FOLDERS, SNAPSHOTS
@@ -32,14 +30,8 @@ ROWS = [*CONFIG, *RANGES, *TOGETHER, *DATA, *RUN_FOLDERS, *SNAPSHOTS, *HARMED, *
 
 
 @pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.name)
-def test_the_answer_is_one_line_that_helps(
-    row: Row,
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_answer(row, folder, request, capsys, monkeypatch)
+def test_the_answer_is_one_line_that_helps(row: Row, check: Check) -> None:
+    check(row)
 
 
 def test_rows_are_distinct() -> None:

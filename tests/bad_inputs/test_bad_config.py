@@ -1,9 +1,7 @@
 """A wrong key, value, or set of keys of the configuration gets one line that helps."""
 
-import pathlib
-
 import pytest
-from bad_rows import Row, check_answer, train
+from bad_rows import Check, Row, train
 
 from pipetrain.config.schema import limits
 
@@ -228,14 +226,8 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("row", [*CONFIG, *RANGES, *TOGETHER], ids=lambda row: row.name)
-def test_the_answer_is_one_line_that_helps(
-    row: Row,
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_answer(row, folder, request, capsys, monkeypatch)
+def test_the_answer_is_one_line_that_helps(row: Row, check: Check) -> None:
+    check(row)
 
 
 def test_every_key_with_a_range_has_a_row() -> None:

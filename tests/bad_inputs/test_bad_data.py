@@ -1,11 +1,10 @@
 """Training data that is missing, unreadable or malformed gets one line that helps."""
 
 import os
-import pathlib
 from dataclasses import replace
 
 import pytest
-from bad_rows import ENOUGH, Prepare, Row, check_answer, files, text, train
+from bad_rows import ENOUGH, Check, Prepare, Row, files, text, train
 
 
 def lines(typed: str, *says: str, prepare: Prepare) -> Row:
@@ -113,11 +112,5 @@ DATA = [
 
 
 @pytest.mark.parametrize("row", DATA, ids=lambda row: row.name)
-def test_the_answer_is_one_line_that_helps(
-    row: Row,
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_answer(row, folder, request, capsys, monkeypatch)
+def test_the_answer_is_one_line_that_helps(row: Row, check: Check) -> None:
+    check(row)

@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import replace
 
 import pytest
-from bad_rows import ENOUGH, Prepare, Row, a_run, answer, check_answer, file_at, train
+from bad_rows import ENOUGH, Check, Prepare, Row, a_run, answer, file_at, train
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -116,14 +116,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("row", [*RUN_FOLDERS, *SNAPSHOTS, *HARMED], ids=lambda row: row.name)
-def test_the_answer_is_one_line_that_helps(
-    row: Row,
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_answer(row, folder, request, capsys, monkeypatch)
+def test_the_answer_is_one_line_that_helps(row: Row, check: Check) -> None:
+    check(row)
 
 
 def test_a_fault_that_cannot_be_read(

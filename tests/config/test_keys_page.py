@@ -1,9 +1,15 @@
-"""docs/KEYS.md is what docs/keys.py makes of the records: every key, its default and a sentence."""
+"""docs/KEYS.md is what docs/keys.py makes of the records, and the pages name keys and choices that exist."""
 
 import importlib.util
+import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+from pipetrain.config.schema import keys
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md")]
+NOT_THERE = {"recompute.mod", "observe.wandb.api_key"}  # shown as mistakes
 
 
 def test_the_page_is_that_of_the_records() -> None:
@@ -16,3 +22,20 @@ def test_the_page_is_that_of_the_records() -> None:
     assert (DOCS / "KEYS.md").read_text() == text, "run: python docs/keys.py"
     without = [line for line in text.splitlines() if line.startswith("| `") and line.endswith("|  |")]
     assert without == []
+
+
+def test_pages_name_keys_that_exist() -> None:
+    known = keys()
+    groups = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
+    for page in PAGES:
+        named = set(re.findall(rf"(?<![\w.])((?:{groups})\.[a-z_.]*[a-z_])(?==)", page.read_text()))
+        assert named - known.keys() - NOT_THERE == set(), page.name
+
+
+def test_pages_choose_what_conf_has() -> None:
+    groups = {
+        folder.name: {file.stem for file in folder.iterdir()} for folder in (ROOT / "conf").iterdir() if folder.is_dir()
+    }
+    for page in PAGES:
+        for group, choice in re.findall(rf"(?<![\w./])({'|'.join(groups)})=([a-z\d][\w-]*)", page.read_text()):
+            assert choice in groups[group], f"{page.name}: {group}={choice}"

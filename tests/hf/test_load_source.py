@@ -183,7 +183,8 @@ class Hub:
         for path in self.folder.iterdir():
             if any(path.match(pattern) for pattern in allow_patterns) and not (target / path.name).exists():
                 self.brought.append(path.name)
-                shutil.copyfile(path, target / path.name)
+                part = shutil.copyfile(path, target / f"{path.name}.incomplete")
+                part.rename(target / path.name)  # as the real one: nobody reads half a file
         return str(target)
 
 

@@ -72,7 +72,11 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
         found = {}
         for own, connection in connections.items():
             assert connection.poll(_SECONDS), f"rank {own} of {num_ranks} did not start in time"
-            found[own] = connection.recv()
+            try:
+                found[own] = connection.recv()
+            except EOFError as error:
+                codes = [process.exitcode for process in processes]
+                raise AssertionError(f"rank {own} of {num_ranks} has ended; exit codes of all: {codes}") from error
         for connection in connections.values():
             connection.send("end")
         for process in processes:

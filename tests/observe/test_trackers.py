@@ -1,7 +1,9 @@
 """Trackers by themselves: one that fails is left behind, and what is missing is said before anything starts."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -146,19 +148,20 @@ def end_cores() -> None:
         pass
 
 
-def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
-    """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
+def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int], str]:
+    """Forty steps; after half of them wandb's process is ended. Its processes then, those at the end, and what stderr was told."""
     os.environ["HOME"] = str(path)
-    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
-    trackers.start({"steps": 40})
     lost: list[int] = []
-    for step in range(1, 41):
-        trackers.step(at_step(step))
-        if step == 20:
-            lost = cores()
-            end_cores()
-    trackers.close()
-    return lost, cores()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+        trackers.start({"steps": 40})
+        for step in range(1, 41):
+            trackers.step(at_step(step))
+            if step == 20:
+                lost = cores()
+                end_cores()
+        trackers.close()
+    return lost, cores(), told.getvalue()
 
 
 def go_on_with_wandb(path: pathlib.Path) -> None:
@@ -171,12 +174,12 @@ def go_on_with_wandb(path: pathlib.Path) -> None:
 
 
 def test_a_wandb_whose_process_is_ended_is_said_and_a_run_that_goes_on_has_all_steps(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path,
 ) -> None:
     """As `scancel` does, which signals every process of a job. In a process of its own: wandb loses a socket there."""
-    ((lost, left),) = run_ranks(1, lose_wandb_half_way, tmp_path)
+    ((lost, left, told),) = run_ranks(1, lose_wandb_half_way, tmp_path)
     assert (len(lost), left) == (1, [])
-    assert capfd.readouterr().err.count("wandb keeps nothing from here on") == 1
+    assert told.count("wandb keeps nothing from here on") == 1
     run_ranks(1, go_on_with_wandb, tmp_path)
     rows = wandb_log.rows(wandb_log.newest(tmp_path))
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 42)]

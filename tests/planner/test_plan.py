@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.plan.given_plan import plan_of
-from pipetrain.plan.plan import Plan, make_plan
+from pipetrain.plan.plan import Plan, make_plan, plan_of
 
 PLACED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "loop": ({"num_ranks": 2, "stages_per_rank": 2}, (0, 1, 0, 1)),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipetrain.plan.measured import measure_costs
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.simulate import simulate
+from pipetrain.timeline.residuals import measure_costs
 
 COSTS = Costs(
     forward=(1.0, 1.5, 2.0),

@@ -218,9 +218,10 @@ def test_as_many_steps_find_the_same_order() -> None:
 
 def test_a_polished_order_is_one_of_the_problem() -> None:
     cell = Cell(3, 5, 0.5, 1, 0)
-    for changes in ({}, {"mode": Mode.INLINE}, {"mode": Mode.EARLY}, {"mode": Mode.NEVER}, {"stash": (2, 2, 1)}):
+    policies = ({}, {"mode": Mode.INLINE}, {"mode": Mode.EARLY}, {"mode": Mode.NEVER}, {"stash": (2, 2, 1)})
+    for number, changes in enumerate(policies):
         policy = RecomputePolicy(**{"sets": (1, 2, 1), **changes})
-        for split, first in itertools.product((False, True), (0, 1)):
+        for split, first in ((False, number % 2), (True, (number + 1) % 2)):  # any two of the three meet
             spec = dataclasses.replace(cell.spec, order=None, policy=policy, split_backward=split, first_backward=first)
             found = best_schedule(spec, cell.costs, A_LITTLE)
             check(found.schedule)

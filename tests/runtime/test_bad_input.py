@@ -131,7 +131,11 @@ def test_a_model_that_cannot_be_cut() -> None:
         Pipeline(nn.Linear(8, 8), mean_square)
 
 
-def makes_with_own_arguments(name: str) -> str:
+def make_with_own_arguments() -> list[str]:
+    return [makes_with_own(name) for name in ("model", "seed", "plan", "schedule", "generator")]
+
+
+def makes_with_own(name: str) -> str:
     own = dist.get_rank()
     model = make_spec(ModelConfig(hidden_size=32, rope_base=100.0 + own), 7) if name == "model" else linears()
     options: dict[str, Any] = {
@@ -147,9 +151,8 @@ def makes_with_own_arguments(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model", "seed", "plan", "schedule", "generator"])
-def test_ranks_given_different_arguments(name: str) -> None:
-    first, second = run_ranks(2, makes_with_own_arguments, name)
+def test_ranks_given_different_arguments() -> None:
+    first, second = run_ranks(2, make_with_own_arguments)
     assert first == second
 
 
@@ -159,6 +162,10 @@ def test_ranks_given_different_arguments(name: str) -> None:
 class Holder:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def are_refused_and_go_on() -> list[str]:
+    return [is_refused_and_goes_on(call) for call in BATCHES]
 
 
 def is_refused_and_goes_on(call: str) -> str:
@@ -195,33 +202,30 @@ def is_refused_and_goes_on(call: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("few rows", r"inputs has 3 rows, fewer than num_microbatches=4: give at least 4 rows"),
-        ("no rows", r"rows"),
-        ("no inputs", r"step was given no (inputs|rows) on rank 0"),
-        ("numpy", r"inputs\[0\] is a numpy.ndarray, which is not cut: give a tensor, such as torch.from_numpy"),
-        ("a list", r"inputs\['b'\] is a list of 8 plain values, as many as the batch has rows, and is not cut"),
-        ("an object", r"inputs\[1\] is a .*Holder with tensors in it, which are not cut"),
-        ("sparse", r"inputs\[1\] is a tensor of layout torch.sparse_coo, which cannot be cut"),
-        (
-            "gradient",
-            r"inputs\[1\] requires a gradient: .* Give it as .detach\(\), or make what computes it the first layer",
-        ),
-        ("whole gradient", r"inputs\[1\] \(Whole\) requires a gradient"),
-        ("inference", r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)"),
-        ("scale", r"step was given scale=nan: a finite number other than 0"),
-        ("scale of text", r"step was given scale='2': a finite number other than 0"),
-        ("no_grad", r"step was called under torch.no_grad\(\), where no gradients are made"),
-        ("inference_mode", r"step was called under torch.inference_mode\(\), where no gradients are made"),
-        ("other rows", r"inputs\[0\]\[1\] has 7 rows, the tensors before it 8"),
-        ("no dimension", r"inputs\[1\] is a tensor without dimensions.*pipetrain.Whole"),
-    ],
-)
-def test_batches_that_cannot_be_cut(call: str, message: str) -> None:
-    first, *others = run_ranks(3, is_refused_and_goes_on, call)
-    assert re.search(message, first), first
+BATCHES = {
+    "few rows": r"inputs has 3 rows, fewer than num_microbatches=4: give at least 4 rows",
+    "no rows": r"rows",
+    "no inputs": r"step was given no (inputs|rows) on rank 0",
+    "numpy": r"inputs\[0\] is a numpy.ndarray, which is not cut: give a tensor, such as torch.from_numpy",
+    "a list": r"inputs\['b'\] is a list of 8 plain values, as many as the batch has rows, and is not cut",
+    "an object": r"inputs\[1\] is a .*Holder with tensors in it, which are not cut",
+    "sparse": r"inputs\[1\] is a tensor of layout torch.sparse_coo, which cannot be cut",
+    "gradient": r"inputs\[1\] requires a gradient: .* Give it as .detach\(\), or make what computes it the first layer",
+    "whole gradient": r"inputs\[1\] \(Whole\) requires a gradient",
+    "inference": r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)",
+    "scale": r"step was given scale=nan: a finite number other than 0",
+    "scale of text": r"step was given scale='2': a finite number other than 0",
+    "no_grad": r"step was called under torch.no_grad\(\), where no gradients are made",
+    "inference_mode": r"step was called under torch.inference_mode\(\), where no gradients are made",
+    "other rows": r"inputs\[0\]\[1\] has 7 rows, the tensors before it 8",
+    "no dimension": r"inputs\[1\] is a tensor without dimensions.*pipetrain.Whole",
+}
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    first, *others = run_ranks(3, are_refused_and_go_on)
+    for (call, message), error in zip(BATCHES.items(), first, strict=True):
+        assert re.search(message, error), f"{call}: {error}"
     assert others == [first] * 2
 
 
@@ -350,19 +354,20 @@ def test_a_mistake_on_a_rank_that_is_not_the_first(name: str, message: str) -> N
         assert re.search(message + r".*\(on rank 1\)", outcome.error or ""), outcome.error
 
 
-def evaluates_there(mode: str) -> None:
+def evaluates_there() -> None:
     """What evaluation makes there is not in the way of training."""
-    model, reference = nn.Sequential(*linears()), nn.Sequential(*linears())
     batch = rows(8)[0]
-    with Pipeline(model, mean_square, num_microbatches=4, timeout_seconds=NEVER_SECONDS) as pipeline:
-        expected = pipeline.evaluate(*batch)
-        with getattr(torch, mode)():
-            assert torch.equal(pipeline.evaluate(*batch), expected)
-            pipeline(batch[0])
-        assert torch.equal(pipeline.step(*batch), reference_step(reference, mean_square, *batch, num_microbatches=4))
-        assert_same_gradients(pipeline, reference)
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, reference = nn.Sequential(*linears()), nn.Sequential(*linears())
+        with Pipeline(model, mean_square, num_microbatches=4, timeout_seconds=NEVER_SECONDS) as pipeline:
+            expected = pipeline.evaluate(*batch)
+            with mode():
+                assert torch.equal(pipeline.evaluate(*batch), expected)
+                pipeline(batch[0])
+            wanted = reference_step(reference, mean_square, *batch, num_microbatches=4)
+            assert torch.equal(pipeline.step(*batch), wanted)
+            assert_same_gradients(pipeline, reference)
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_where_no_gradients_are_made(mode: str) -> None:
-    run_ranks(2, evaluates_there, mode)
+def test_evaluation_where_no_gradients_are_made() -> None:
+    run_ranks(2, evaluates_there)

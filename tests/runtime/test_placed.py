@@ -29,18 +29,22 @@ def plan_for(placement: Sequence[int]) -> Plan:
 
 
 def everywhere(num_ranks: int) -> list[Case]:
-    """Each placement x mode, with a stage that is frozen for a step, with what a family and what a user orders."""
+    """Each placement x mode, as a family orders them, and as a user does with a stage that is frozen for a step.
+
+    On three ranks each of both, on two ranks by turns.
+    """
     cases = []
-    for placement in PLACEMENTS[num_ranks]:
+    for turn, placement in enumerate(PLACEMENTS[num_ranks]):
         plan = plan_for(placement)
         for mode in ("inline", "overlap", "never"):
+            turn += 1
             options = {"plan": plan, "recompute": mode}
             given = make_schedule(
                 num_stages=len(placement), placement=placement, num_microbatches=4, recompute=mode, transport_ahead=1
             )
             if len(placement) == num_ranks:
                 options["schedule"] = "1f1b"
-            cases += [
+            both = [
                 Case(f"{placement}, {mode}", lambda: transposed(0.3), lambda: rows(8, 11), options=options),
                 Case(
                     f"{placement}, {mode}, given and frozen by turns",
@@ -50,6 +54,7 @@ def everywhere(num_ranks: int) -> list[Case]:
                     before_step=freeze_by_turns,
                 ),
             ]
+            cases += both if num_ranks == 3 else [both[turn % 2]]
     return cases
 
 

@@ -19,7 +19,6 @@ from pipetrain.schedule.policy import Keep, Outputs, RecomputePolicy
         ({"stash": 0}, ["recompute.stash=0", "1 or more"]),
         ({"keep": 2}, ["recompute.keep=2", "none and auto", "recompute.sets=3"]),
         ({"keep": "atuo"}, ["recompute.keep='atuo'", "did you mean 'auto'"]),
-        ({"ahead": 2}, ["recompute.ahead=2", "recompute.sets=2 with recompute.keep=none"]),
         ({"mode": "inlin"}, ["recompute.mode='inlin'", "did you mean 'inline'"]),
     ],
 )

@@ -19,7 +19,7 @@ from pipetrain.cli import generate_command
 from pipetrain.cli.main import main
 from pipetrain.config.load import as_yaml, load
 from pipetrain.data.tokenizer import ByteTokenizer
-from pipetrain.launcher.outcome import Exit
+from pipetrain.launcher.outcome import Exit, Outcome
 from pipetrain.loop.generate import TextStream
 from pipetrain.model.spec import make_spec
 from pipetrain.model.weights import write_shard
@@ -122,7 +122,12 @@ def test_ranks_that_nobody_launched_are_told_which_snapshot(
     with pytest.raises(ValueError, match=r"has snapshots alone, .* choose one with --step=N on all ranks"):
         generate_command._weights(run, None, is_rank=True)
     chosen = generate_command._weights(run, None)
-    assert generate_command._step_of(chosen, run) == ["--step=3"]
+    launched: list[str] = []
+    monkeypatch.setattr(
+        generate_command, "launch", lambda _, words, **__: launched.extend(words) or Outcome(0, Exit.DONE)
+    )
+    assert main(["generate", str(run.path), "--ranks=2"]) == 0
+    assert launched[-1] == "--step=3"
     assert generate_command._weights(run, 3, is_rank=True) == chosen == run.path / "snapshots" / "step-00000003"
 
 

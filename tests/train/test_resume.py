@@ -10,7 +10,6 @@ import pytest
 from commands import PIPETRAIN, TORCHRUN, children_of, end, make_text, wait_until
 from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
 
-from pipetrain.cli.main import main
 from pipetrain.snapshot.files import steps_in
 from pipetrain.snapshot.manifest import check_whole
 
@@ -66,15 +65,13 @@ def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, nu
     return stderr
 
 
-# The seed of the one kill has it come after six steps, when there are snapshots.
-@pytest.mark.parametrize(("num_kills", "seed"), [(1, 19), pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_random_kills_change_nothing(folder: pathlib.Path, num_kills: int, seed: int) -> None:
-    killed = f"killed-{num_kills}"
-    stderr = with_restarts(folder, killed, num_kills, seed)
+@pytest.mark.slow
+def test_random_kills_change_nothing(folder: pathlib.Path) -> None:
+    stderr = with_restarts(folder, "killed", 3, seed=1)
     assert "going on from" in stderr
     assert "damaged" not in stderr
-    assert_same_training(folder / killed, folder / "whole")
-    snapshots = folder / killed / "snapshots"
+    assert_same_training(folder / "killed", folder / "whole")
+    snapshots = folder / "killed" / "snapshots"
     assert [check_whole(snapshots / f"step-{step:08d}").step for step in steps_in(snapshots)] == [STEPS, STEPS - 2]
     assert len(list(snapshots.iterdir())) == 2
 
@@ -117,21 +114,3 @@ def test_a_damaged_snapshot_is_told_and_the_one_before_used(folder: pathlib.Path
     assert f"pipetrain: {broken} has 1000 bytes" in told
     assert f"going on from step-{before:08d}" in told
     assert_same_training(folder / "damaged", folder / "whole")
-
-
-def test_what_cannot_be_resumed(
-    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before a process starts: exit code 2 and one line."""
-
-    def refused(*options: str) -> str:
-        assert main(["train", "experiment=smoke", *options]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    assert "resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH" in refused("resume=auto")
-    assert "resume=nowhere: there is nothing" in refused("resume=nowhere")
-    assert "init_from=nowhere: there is nothing" in refused("init_from=nowhere")
-    assert "a resumed run has its weights" in refused(f"resume={tmp_path}", f"init_from={tmp_path}")
-    assert "snapshot.every_steps=0: allowed is 1 or more" in refused("snapshot.every_steps=0")
-    assert "snapshot.keep_last=0: allowed is 1 or more" in refused("snapshot.keep_last=0")

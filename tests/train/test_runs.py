@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -203,7 +204,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path
         started.kill()
     assert started.returncode == 1
     assert stderr.splitlines()[-1].startswith("pipetrain: ")
-    assert "rank 1 is gone" in stderr.splitlines()[-1]
+    # by the rank that waited for it or, where torchrun ended that one first, by the launcher
+    assert re.search("rank 1 (is gone|was killed by SIGKILL)", stderr.splitlines()[-1])
     assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'killed'}"
     assert [pid for pid in ranks if is_alive(pid)] == []
     assert list(tmp_path.glob("pipetrain-*")) == []

@@ -123,6 +123,7 @@ def launcher_of(run_dir: pathlib.Path) -> int:
     raise AssertionError(f"no process runs {run_dir}")
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_reaches_the_job_that_runs_and_no_other_starts(folder: pathlib.Path) -> None:
     options = [*ALONE, "seed=1,2", "steps=100000", "hydra.sweep.dir=sweep"]
     process = begin(folder, [*SWEEP, *TINY, *options])

@@ -228,7 +228,8 @@ def _heard(hear: Callable[..., Form], ranks: VirtualRanks) -> Any:
 def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
     def called(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         for stage in pipeline._stages.values():
-            stage._probe.done = True  # it looks at every tensor of the process, and other ranks' are among them
+            for part in getattr(stage, "parts", (stage,)):
+                part._probe.done = True  # it looks at every tensor of the process, and other ranks' are among them
             for layer in stage.layers:
                 for tensor in (*layer.parameters(), *layer.buffers()):
                     ranks.device.blocks.put_on_device(tensor)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipetrain.config.records import LoraConfig
 from pipetrain.model.hf.lora import merged_weights, write_adapters
-from pipetrain.model.hf.parts import HfNames, Parts, model_parts
+from pipetrain.model.hf.parts import HfNames, model_parts
 from pipetrain.model.hf.pruned import empty_model
 from pipetrain.model.hf.source import CONFIG, HfSource, find_source
 from pipetrain.model.weights import shard_name, write_index, write_shard
@@ -61,12 +61,18 @@ def export_model(
                 _copy_beside(source, draft)
             return
         tensors = merged_weights(tensors, model, lora)
-    _check_whole(model, tensors)
+    tied = model.all_tied_weights_keys  # these are written once, so the source alone
+    missing = sorted(model.state_dict().keys() - tensors.keys() - tied.keys())
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not among the tensors of the run (and {len(missing) - 1} more): they are of another model"
+        )
+    written = [name for name in tensors if name not in tied]
     with _whole_or_not(out) as draft:
         shards = [shard_name(number, len(stages)) for number in range(len(stages))]
         dtypes = set()
         for layers, shard in zip(stages, shards):
-            part = {name: tensors[name] for name in tensors if _belongs(name, parts, layers, model)}
+            part = {name: tensors[name] for name in written if (parts.layer_of(name) or 0) in layers}
             dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
             # names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor
             write_shard(draft / shard, revert_weight_conversion(model, part))
@@ -97,20 +103,6 @@ def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) ->
     for path in (*source.beside_weights, *others):
         if path.name != "generation_config.json" or path.parent == source.folder:
             shutil.copyfile(path, folder / path.name)
-
-
-def _belongs(name: str, parts: Parts, layers: range, model: PreTrainedModel) -> bool:
-    """Whether a tensor is written with the stage of `layers`: once, so of tied ones the source alone."""
-    number = parts.layer_of(name)
-    return (0 if number is None else number) in layers and name not in model.all_tied_weights_keys
-
-
-def _check_whole(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    missing = sorted(model.state_dict().keys() - tensors.keys() - model.all_tied_weights_keys.keys())
-    if missing:
-        raise ValueError(
-            f"{missing[0]} is not among the tensors of the run (and {len(missing) - 1} more): they are of another model"
-        )
 
 
 def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: set[str]) -> None:

@@ -41,7 +41,13 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     check_plain(model)
     parts = model_parts(model)
     modules = dict(enumerate(layers_of(model, 0, parts.num_layers, parts)))
-    spec = _spec_of(model, parts, partial(_taken_of, model, parts))
+
+    def build(
+        first: int, last: int, *, device: torch.device, makes_pieces: bool, **_: Any
+    ) -> Sequence[nn.Module]:  # around the modules that are there, with what they share
+        return [layer.to(device) for layer in layers_of(model, first, last, parts, makes_pieces=makes_pieces)]
+
+    spec = _spec_of(model, parts, build)
     return replace(spec, modules=modules, tied=tied_parameters(modules))
 
 
@@ -102,20 +108,6 @@ def _read_of(
     if config.lora.rank is not None:
         add_adapters(model, parts, config.lora, seed=seed)
     return [layer.to(device) for layer in layers_of(model.train(), first, last, parts, makes_pieces=makes_pieces)]
-
-
-def _taken_of(
-    model: PreTrainedModel,
-    parts: Parts,
-    first: int,
-    last: int,
-    *,
-    seed: int,  # noqa: ARG001
-    device: torch.device,
-    makes_pieces: bool,
-) -> Sequence[nn.Module]:
-    """Layers around the modules of a model that is there, with what they share of their own."""
-    return [layer.to(device) for layer in layers_of(model, first, last, parts, makes_pieces=makes_pieces)]
 
 
 def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:

@@ -66,21 +66,13 @@ def framed(table: Table) -> str:
 
 
 def pictures(shown: Sequence[Shown], names: Sequence[str]) -> str:
-    """The steps on one time scale, and below them what the ranks held on the same."""
-    return scrolled(picture(shown, names, max(one.step_seconds for one in shown)))
-
-
-def picture(shown: Sequence[Shown], names: Sequence[str], longest: float) -> str:
-    """Part of what is `scrolled`; its width stands for `longest` seconds."""
+    """The steps on one time scale, and below them what the ranks held on the same; they scroll where the window is narrower."""
+    longest = max(one.step_seconds for one in shown)
     curves = [
         heading(f"{name} · {held_words(one)}") + memory_curves(one, width=_WIDTH, longest=longest)
         for one, name in zip(shown, names, strict=True)
     ]
-    return svg(*shown, width=_WIDTH, names=names, seconds=longest) + "\n".join(curves)
-
-
-def scrolled(*drawn: str) -> str:
-    """Pictures that scroll where the window is narrower."""
+    drawn = [svg(*shown, width=_WIDTH, names=names), *curves]
     return "\n".join(['<div class="scroll">', *drawn, "</div>"])
 
 
@@ -192,14 +184,13 @@ _STYLE = (
   dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px } dt { color: var(--faint) }
   dd { margin: 0; max-width: 90ch }
   .table { overflow-x: auto } pre { overflow-x: auto }
-  #choice { display: none; align-items: center; gap: 8px; color: var(--faint) }
   #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
          pointer-events: none; white-space: pre }
 """.replace("$font", FONT).replace("$fill", LOOKS["recompute"].fill)
     + THEME
 )
 
-# Names the op under the pointer and fades all that belongs to other microbatches; shows the replica that is chosen.
+# Names the op under the pointer and fades all that belongs to other microbatches.
 _SCRIPT = """
   const tip = document.getElementById('tip'), ops = [...document.querySelectorAll('.op')];
   for (const op of ops) {
@@ -215,15 +206,5 @@ _SCRIPT = """
     op.addEventListener('pointerleave', () => {
       tip.style.display = 'none'; for (const one of ops) one.classList.remove('faded');
     });
-  }
-
-  const choice = document.querySelector('#choice select');
-  if (choice) {
-    const choose = () => {
-      for (const one of document.querySelectorAll('[data-replica]')) one.hidden = one.dataset.replica !== choice.value;
-    };
-    document.getElementById('choice').style.display = 'flex';
-    choice.addEventListener('change', choose);
-    choose();
   }
 """

@@ -21,16 +21,16 @@ _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
 _CURVE, _ROOM = 46, 10  # a rank's curve, with the room above it
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+_HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
-def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: float | None = None) -> str:
+def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
     """One picture of one schedule, or of several below each other on one time scale.
 
-    `names`: what stands above them, if not their titles. `seconds` is what the width stands for, if not the longest of them.
+    `names`: what stands above them, if not their titles.
     """
-    longest = max(one.step_seconds for one in shown) if seconds is None else seconds
+    longest = max(one.step_seconds for one in shown)
     pieces, top = [], _MARGIN
     for one, name in zip(shown, names or [one.title for one in shown], strict=True):
         pieces.append(_panel(one, name, top, width, longest))
@@ -42,7 +42,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = (), seconds: flo
             f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{FONT}" font-size="13" role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
-            HATCH,
+            _HATCH,
             *pieces,
             f'<g class="legend">{_legend(shown, height - 14)}</g>',
             "</svg>\n",

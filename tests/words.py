@@ -1,0 +1,102 @@
+"""Words per page of the documents: `python -m tests.words`. Fails over the limits, and on phrases that a reader had to read twice.
+
+A word has a letter or a digit: bars and rules of tables do not count. `docs/KEYS.md` is generated and not limited. With `--code` it also
+lists the phrases in comments, docstrings and messages of `pipetrain/` and `conf/`, and fails on none of these.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README, DOCS, DECISIONS = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "decisions"
+GENERATED = DOCS / "KEYS.md"
+MOST_OF_PAGE = {README: 1000, DOCS / "ARCHITECTURE.md": 4000}
+MOST_OF_DECISION = 150
+MOST_OF_DOCS = 20_000
+# Words of our own where the field has others, and sentences that begin with a clause.
+PHRASES = (
+    r"\bgo(es)? back\b",
+    r"\bwent back\b",
+    r"\bthere and back\b",
+    r"\bat home with\b",
+    r"\bgives? to a bucket\b",
+    r"\bwhat nobody (reads|else)\b",
+    r"\bwhom? the user was told\b",
+    r"\bseeks?\b",
+    r"\bsought\b",
+    r"\bst(and|ood)s? beside\b",
+    r"\bis given away\b",
+    r"\bgives? (it|them|memory) away\b",
+    r"\bfor who has\b",
+    r"\bwho has to\b",
+    r"\bis told\b(?! of)",
+    r"\bno second beginning\b",
+)
+
+
+def words_of(text: str) -> int:
+    """Words of a page."""
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def without_code(text: str) -> str:
+    """A page without its blocks and spans of code, which quote commands and messages; lines stay where they are."""
+    text = re.sub(r"```.*?```", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+    return re.sub(r"`[^`]*`|^ {4}.*$", "", text, flags=re.MULTILINE)
+
+
+def phrases_in(path: Path, text: str) -> Iterator[str]:
+    """Where a phrase stands, a line each."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for phrase in PHRASES:
+            for found in re.finditer(phrase, line, re.IGNORECASE):
+                yield f"{path.relative_to(ROOT)}:{number}: {found[0]!r}"
+
+
+def pages() -> list[Path]:
+    """README, and all pages of `docs/`."""
+    return [README, *sorted(DOCS.glob("*.md")), *sorted(DECISIONS.glob("*.md"))]
+
+
+def problems() -> list[str]:
+    """What is over its limit, and phrases in pages."""
+    words = {page: words_of(page.read_text()) for page in pages()}
+    limits = {page: MOST_OF_DECISION for page in words if page.parent == DECISIONS and page.name != "README.md"}
+    found = [
+        f"{page.relative_to(ROOT)} has {words[page]} words; at most {most}"
+        for page, most in (MOST_OF_PAGE | limits).items()
+        if words[page] > most
+    ]
+    docs = sum(number for page, number in words.items() if page not in (README, GENERATED))
+    if docs > MOST_OF_DOCS:
+        found.append(f"docs/ has {docs} words; at most {MOST_OF_DOCS}")
+    for page in words:
+        if page != GENERATED:
+            found += phrases_in(page, without_code(page.read_text()))
+    return found
+
+
+def main() -> int:
+    words = {page: words_of(page.read_text()) for page in pages()}
+    for page, number in words.items():
+        if page.parent != DECISIONS:
+            print(f"{number:>6}  {page.relative_to(ROOT)}")
+    print(f"{sum(number for page, number in words.items() if page.parent == DECISIONS):>6}  docs/decisions/")
+    print(
+        f"{sum(number for page, number in words.items() if page not in (README, GENERATED)):>6}  docs/ without KEYS.md"
+    )
+    if "--code" in sys.argv[1:]:
+        for path in sorted([*(ROOT / "pipetrain").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]):
+            for line in phrases_in(path, path.read_text()):
+                print(line)
+    found = problems()
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
