@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FAST := tests/schedule tests/planner tests/config tests/test_layers.py tests/runtime/test_one_step.py
+FAST := tests/schedule tests/plan tests/config tests/test_layers.py tests/runtime/test_one_step.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: env train test-fast test coverage size test-full test-slow test-slurm soak style lint bench mutants gpu-check clean

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.comm.gloo import GlooReducer
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Op
 from pipetrain.stage.split_function import SplitFunction
-from pipetrain.transport.gloo import GlooReducer
 
 NUM_SAVED = 16
 _DEVICE = threading.Lock()

@@ -104,7 +104,7 @@ def _transformer(style: str, dropout: float) -> Build:
         import torch
 
         from pipetrain.config.records import ModelConfig
-        from pipetrain.model.transformer import transformer_layers
+        from pipetrain.models.transformer import transformer_layers
 
         config = ModelConfig(name=style, num_blocks=6, hidden_size=256, num_heads=4, dropout=dropout)
         layers = [make() for make in transformer_layers(config, 256)]

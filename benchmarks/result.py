@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipetrain.timeline.draw.table import Table as Columns
+from pipetrain.monitor.draw.table import Table as Columns
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipetrain.monitor.residuals import measure_costs
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
@@ -25,7 +26,6 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.climb import Effort
 from pipetrain.schedule.search.search import best_schedule
-from pipetrain.timeline.residuals import measure_costs
 
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # round and round; there and back; other families here have one
 

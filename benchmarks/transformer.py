@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.loss import next_token_loss
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.loss import next_token_loss
+from pipetrain.models.transformer import transformer_layers
 
 VOCABULARY = 256
 

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipetrain.model.spec import ModelSpec
+    from pipetrain.models.spec import ModelSpec
     from pipetrain.plan.plan import Plan, make_plan
     from pipetrain.runtime.cut import Whole
     from pipetrain.runtime.pipeline import Pipeline
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Pipeline": "pipetrain.runtime.pipeline",
-    "ModelSpec": "pipetrain.model.spec",
+    "ModelSpec": "pipetrain.models.spec",
     "RecomputePolicy": "pipetrain.schedule.policy",
     "Schedule": "pipetrain.schedule.schedule",
     "Op": "pipetrain.schedule.op",

@@ -19,6 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipetrain.comm.address import is_rank
+from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.group import Group, join_group
+from pipetrain.comm.own_device import set_variables_of_gpus
+from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
@@ -27,34 +32,28 @@ from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.which import make_engine
-from pipetrain.group.address import is_rank
-from pipetrain.group.failure import PipelineError
-from pipetrain.group.group import Group, join_group
-from pipetrain.group.own_device import set_variables_of_gpus
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, run_as_rank
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
-from pipetrain.loop.agree import agreed_folder, check_all_read_the_same
-from pipetrain.loop.guard import Guard
-from pipetrain.loop.over_replicas import OverReplicas, TokensSeen
-from pipetrain.loop.steps import PhaseSteps, Steps, equal_work, phase_of
-from pipetrain.model.hf.download import bring_model
-from pipetrain.model.size import size_of
-from pipetrain.model.spec import ModelSpec, make_spec
-from pipetrain.observe.folder import RunFolder
-from pipetrain.observe.recorder import Recorder
-from pipetrain.observe.report import measured_steps
-from pipetrain.observe.trackers.tracker import check_trackers
-from pipetrain.plan.mesh import rank_places
+from pipetrain.models.hf.download import bring_model
+from pipetrain.models.size import size_of
+from pipetrain.models.spec import ModelSpec, make_spec
+from pipetrain.monitor.folder import RunFolder
+from pipetrain.monitor.recorder import Recorder
+from pipetrain.monitor.report import measured_steps
+from pipetrain.monitor.stragglers import StragglerWatch
+from pipetrain.monitor.trackers.tracker import check_trackers
+from pipetrain.plan.mesh import RankPlace, rank_places
 from pipetrain.plan.world import world_of
-from pipetrain.prepare import PreparedPhase, prepare_phases
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
-from pipetrain.timeline.step_report import RankPlace
-from pipetrain.timeline.stragglers import StragglerWatch
-from pipetrain.transport.transport import PINNED
+from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same
+from pipetrain.trainer.guard import Guard
+from pipetrain.trainer.over_replicas import OverReplicas, TokensSeen
+from pipetrain.trainer.prepare import PreparedPhase, prepare_phases
+from pipetrain.trainer.steps import PhaseSteps, Steps, equal_work, phase_of
 
 gc.freeze()  # nor is any of them looked at later
 gc.enable()
@@ -130,8 +129,8 @@ def _data(config: RunConfig, group: Group) -> list[Data]:
 def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
     """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
     if config.model.name == HUGGING_FACE and group.rank == 0:
-        from pipetrain.model.hf.export import keep_files
-        from pipetrain.model.hf.source import find_source
+        from pipetrain.models.hf.export import keep_files
+        from pipetrain.models.hf.source import find_source
 
         assert config.model.path is not None
         keep_files(find_source(config.model.path, config.model.revision), folder.model)

@@ -7,7 +7,7 @@ import sys
 _CLAIM = """
 import sys
 from pathlib import Path
-from pipetrain.observe.claim import claimed
+from pipetrain.monitor.claim import claimed
 with claimed(Path(sys.argv[1]), again=False):
     print("claimed", flush=True)
     sys.stdin.readline()

@@ -15,21 +15,21 @@ from rounding import rounding
 from torch import Tensor, nn
 from wires import Choose, Edges, Log, Meeting, Theatre
 
-from pipetrain.group.failure import FailureBoard, Monitor
-from pipetrain.parallel.replicas import SharedGradients
+from pipetrain.comm.crossing import cross
+from pipetrain.comm.device import CpuDevice, Event
+from pipetrain.comm.failure import FailureBoard, Monitor
+from pipetrain.comm.forms import Form
+from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import COMPUTING, Program
+from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import generators_restored
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
-from pipetrain.transport.crossing import cross
-from pipetrain.transport.device import CpuDevice, Event
-from pipetrain.transport.forms import Form
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport
 
 CPU = torch.device("cpu")
 WIDTH = 3

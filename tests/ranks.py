@@ -104,7 +104,7 @@ def time_out_once(struck: Callable[[], bool]) -> None:
 
     What happens before that has all the time in the world. It ends with the rank's process.
     """
-    from pipetrain.group import failure
+    from pipetrain.comm import failure
 
     failure.time = _LeapingClock(struck)  # type: ignore[assignment]
 

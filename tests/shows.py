@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
-from pipetrain.timeline.shown import Shown, show_schedule
 
 
 def show(family: Any = "gpipe", *, num_stages: int, costs: Costs | None = None, **wanted: Any) -> Shown:

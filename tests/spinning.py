@@ -26,8 +26,8 @@ from ranks import PATIENCE_SECONDS
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
-from pipetrain.group.group import Group
-from pipetrain.transport.device import HIGH, Device, Stream
+from pipetrain.comm.device import HIGH, Device, Stream
+from pipetrain.comm.group import Group
 
 _numbers = itertools.count()
 ROOM_BYTES = 2**20  # of the largest message
@@ -127,8 +127,8 @@ class SpinningRanks:
 
             if not hasattr(dist, "ProcessGroupNCCL"):  # torch without CUDA
                 stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", SpinningGroup, create=True))
+            from pipetrain.comm import lanes, nccl
             from pipetrain.runtime import agreement, pipeline, runner
-            from pipetrain.transport import lanes, nccl
 
             def make_edges(
                 store: Store,
@@ -187,7 +187,7 @@ class _Options:
 
 
 class _Maker:
-    """`ProcessGroupNCCL` as `transport/nccl.py` uses it."""
+    """`ProcessGroupNCCL` as `comm/nccl.py` uses it."""
 
     Options = _Options
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.comm.forms import Form
 from pipetrain.schedule.op import Op
-from pipetrain.transport.forms import Form
 
 Choose = Callable[[int], int]  # of so many things that may happen next, the one that does
 Log = list[tuple[str, Op]]  # ("start" | "end", op) in the order in which it happened, of all ranks

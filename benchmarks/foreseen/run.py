@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.spec import ModelSpec, spec_of
-from pipetrain.model.transformer import Block, transformer_spec
+from pipetrain.models.spec import ModelSpec, spec_of
+from pipetrain.models.transformer import Block, transformer_spec
 from pipetrain.plan.profile import Profile, costs_of_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.transformer import transformer_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.stage.past import Past, run_cached
 
@@ -58,7 +58,7 @@ def run(options: Options) -> Result:
     settings = {"rounds": options.rounds, "models": sizes, "tokens": num_tokens, "prompt": len(PROMPT)}
     result = Result("generate", CLAIM, settings=settings)
     has_transformers = importlib.util.find_spec("transformers") is not None
-    preload("pipetrain.model.transformer", *(["transformers"] if has_transformers else []))
+    preload("pipetrain.models.transformer", *(["transformers"] if has_transformers else []))
     measured = []
     for size in (config, *larger):
         name = f"{size.num_blocks} blocks of {size.hidden_size}"
@@ -166,7 +166,7 @@ def _llama(config: ModelConfig) -> Any:
 
 
 def _of_transformers(config: ModelConfig) -> list[nn.Module]:
-    adapter = importlib.import_module("pipetrain.model.hf.adapter")
+    adapter = importlib.import_module("pipetrain.models.hf.adapter")
     layers: list[nn.Module] = adapter.layers_of(_llama(config), 0, config.num_blocks + 2)
     return layers
 

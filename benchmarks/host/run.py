@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import Block
+from pipetrain.models.transformer import Block
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from pipetrain.monitor.breakdown import break_down
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.breakdown import break_down
 
 from ..charts import draw_points
 from ..comparison import peers_for

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from pipetrain.monitor.breakdown import clipped, length, merged
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.timeline.breakdown import clipped, length, merged
 
 _MICROSECOND = 1e-6
 

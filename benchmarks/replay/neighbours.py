@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pipetrain.group.courier import Courier
-from pipetrain.group.failure import Monitor
+from pipetrain.comm.courier import Courier
+from pipetrain.comm.failure import Monitor
+from pipetrain.comm.forms import Form, TensorForm
+from pipetrain.comm.lanes import Lanes
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport.forms import Form, TensorForm
-from pipetrain.transport.lanes import Lanes
 
 
 class Clock:

@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from pipetrain.comm.failure import FailureBoard, Monitor
+from pipetrain.comm.forms import Form, TensorForm
+from pipetrain.comm.lanes import make_lanes
+from pipetrain.comm.transport import Transport
 from pipetrain.config.records import ModelConfig
-from pipetrain.group.failure import FailureBoard, Monitor
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.transformer import transformer_layers
+from pipetrain.monitor.breakdown import break_down
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.costs import Costs
@@ -30,10 +34,6 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
-from pipetrain.timeline.breakdown import break_down
-from pipetrain.transport.forms import Form, TensorForm
-from pipetrain.transport.lanes import make_lanes
-from pipetrain.transport.transport import Transport
 
 from ..result import Options, Result, Table, Target
 from ..unavailable import Unavailable

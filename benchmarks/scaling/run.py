@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipetrain.comm.gloo import GlooEnd, GlooReducer
 from pipetrain.config.load import load
 from pipetrain.data.batch import Batch
 from pipetrain.engine.which import make_engine
-from pipetrain.model.spec import make_spec
+from pipetrain.models.spec import make_spec
 from pipetrain.plan.mesh import ACTIVATIONS, GRADIENTS, REDUCE, UPDATES, Mesh, MeshRank
-from pipetrain.prepare import predict, predict_mesh, prepare
 from pipetrain.schedule.kinds import Kind
 from pipetrain.schedule.op import Op
-from pipetrain.transport.gloo import GlooEnd, GlooReducer
+from pipetrain.trainer.prepare import predict, predict_mesh, prepare
 
 from ..ranks import preload, run_ranks
 from ..result import Options, Result, Table, Target
@@ -62,7 +62,7 @@ class Figures:
 
 
 def run(options: Options) -> Result:
-    preload("pipetrain.engine.which", "pipetrain.prepare", "pipetrain.config.load")
+    preload("pipetrain.engine.which", "pipetrain.trainer.prepare", "pipetrain.config.load")
     result = Result("scaling", CLAIM, settings={"model": MODEL})
     rows = []
     for name, overrides in list(CASES.items())[2:3] if options.quick else CASES.items():

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipetrain.monitor.memory import bytes_over_time
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.memory import bytes_over_time
 
 from ..charts import OURS, PEER_WITH, PEER_WITHOUT, Bar, Panel, draw_bars
 from ..emulated import EmulatedWorkload

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.arithmetic import Style
-from pipetrain.model.transformer import Block
+from pipetrain.models.arithmetic import Style
+from pipetrain.models.transformer import Block
 from pipetrain.schedule.op import Kind
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.seeding import seed_generators

@@ -4,7 +4,7 @@ python docs/pictures/frontier.py              draws frontier.svg from frontier.j
 python docs/pictures/frontier.py --simulate   simulates the orders again, first (a minute, on one core)
 
 Eight ranks, sixteen microbatches, F 1, B 2 (I 1 and W 1), R 1, no hop; `zbv` has two stages of half of that on each rank. Orders of `auto` that took a
-search are those of tests/planner/orders.json, which `python tests/planner/seek.py 60 "8 stages, 16 microbatches, hop 0, "` seeks again.
+search are those of tests/plan/orders.json, which `python tests/plan/seek.py 60 "8 stages, 16 microbatches, hop 0, "` seeks again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipetrain.monitor.draw.palette import LOOKS, THEME
+from pipetrain.monitor.draw.table import Table, number
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv
@@ -25,8 +27,6 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.climb import Effort
 from pipetrain.schedule.search.search import best_schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.draw.palette import LOOKS, THEME
-from pipetrain.timeline.draw.table import Table, number
 
 HERE = Path(__file__).parent
 ORDERS = HERE.parents[1] / "tests" / "planner" / "orders.json"

@@ -12,10 +12,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from pipetrain.cli.main import main
+from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.shown import show_schedule
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.shown import show_schedule
 
 PAGES = tuple(Path(__file__).parent.parent / name for name in ("SCHEDULES.md", "SCALING.md"))
 

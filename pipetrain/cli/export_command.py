@@ -10,8 +10,8 @@ from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE
 from pipetrain.launcher.outcome import Exit
-from pipetrain.model.hf.hf_size import check_transformers
-from pipetrain.observe.folder import RunFolder, find_folder
+from pipetrain.models.hf.hf_size import check_transformers
+from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.plan.plan import read_plan
 
 
@@ -27,7 +27,7 @@ def _export(arguments: Arguments) -> int:
         raise ValueError(
             f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; its weights are in {folder.weights}"
         )
-    from pipetrain.model.hf.export import check_out, export_model
+    from pipetrain.models.hf.export import check_out, export_model
 
     check_transformers()
     out = Path(arguments.out).absolute()
@@ -41,11 +41,11 @@ def _export(arguments: Arguments) -> int:
 
 def _tensors(folder: RunFolder) -> Mapping[str, Any]:
     """Those at the end of the run, else of its newest whole snapshot, under transformers' names."""
-    from pipetrain.model.weights import has_weights, read_weights
+    from pipetrain.models.weights import has_weights, read_weights
 
     if has_weights(folder.weights):
         return read_weights(folder.weights)
-    from pipetrain.model.hf.export import in_files
+    from pipetrain.models.hf.export import in_files
     from pipetrain.snapshot.reader import Snapshot
     from pipetrain.snapshot.start import find
     from pipetrain.snapshot.state import Part

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
+from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
-from pipetrain.group.address import is_rank
 from pipetrain.launcher.launch import launch
 from pipetrain.launcher.outcome import Exit, Outcome, announce, run_as_rank, tell
-from pipetrain.observe.folder import RunFolder, find_folder
+from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
 if TYPE_CHECKING:
-    from pipetrain.loop.generate import Asked
+    from pipetrain.trainer.generate import Asked
 
 _PROMPT = "import "
 
@@ -58,7 +58,7 @@ def _generate(arguments: Arguments) -> int:
     weights = _weights(folder, arguments.step)
     plan = _plan(folder, arguments.ranks)
     if plan.num_ranks == 1:
-        from pipetrain.loop.generate import generate
+        from pipetrain.trainer.generate import generate
 
         generate(config, plan, weights, asked, _write)
         return Exit.DONE
@@ -105,8 +105,8 @@ def _asked(arguments: Arguments) -> Asked:
     Raises:
         ValueError: an empty prompt; numbers out of range.
     """
-    from pipetrain.loop.generate import Asked
     from pipetrain.runtime.sampling import Sampling
+    from pipetrain.trainer.generate import Asked
 
     same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}
     asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.tokens, **same)
@@ -128,7 +128,7 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
     Raises:
         ValueError: there are none; or nobody said which, and there are snapshots alone.
     """
-    from pipetrain.model.weights import check_weights, has_weights
+    from pipetrain.models.weights import check_weights, has_weights
     from pipetrain.snapshot.files import path_of, steps_in
     from pipetrain.snapshot.start import SNAPSHOTS, find
 
@@ -173,10 +173,10 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     announce(rank)
     import torch
 
-    from pipetrain.group.failure import PipelineError
-    from pipetrain.group.own_device import set_variables_of_gpus
+    from pipetrain.comm.failure import PipelineError
+    from pipetrain.comm.own_device import set_variables_of_gpus
     from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
-    from pipetrain.loop.generate import generate
+    from pipetrain.trainer.generate import generate
 
     def work() -> Outcome:
         asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))

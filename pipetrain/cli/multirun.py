@@ -32,8 +32,8 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_override
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.folder import SWEEP_JOBS, reserve_folder
-from pipetrain.timeline.draw.table import Table
+from pipetrain.monitor.draw.table import Table
+from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
 
 _LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
 _SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"

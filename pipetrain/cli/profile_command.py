@@ -12,9 +12,9 @@ from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
+from pipetrain.monitor.draw.table import Table, size
 from pipetrain.plan.profile import Advice, Profile, advice_of
-from pipetrain.prepare import conditions_of
-from pipetrain.timeline.draw.table import Table, size
+from pipetrain.trainer.prepare import conditions_of
 
 _MOST_ADVICE = 5
 
@@ -47,11 +47,11 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     import torch
     from torch.utils import _pytree as pytree
 
+    from pipetrain.comm.own_device import choose_device
     from pipetrain.data.dataset import make_data
     from pipetrain.engine.precision import precision_of
-    from pipetrain.group.own_device import choose_device
-    from pipetrain.model.hf.download import bring_model
-    from pipetrain.model.spec import make_spec, with_weights_in
+    from pipetrain.models.hf.download import bring_model
+    from pipetrain.models.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 

@@ -18,11 +18,11 @@ from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
 from pipetrain.launcher.outcome import Exit
-from pipetrain.observe.folder import RunFolder, find_folders
-from pipetrain.observe.lines import read_lines
-from pipetrain.observe.report import RunReport, as_markdown, most, read_report
-from pipetrain.timeline.draw.page import framed, heading, page, paragraph
-from pipetrain.timeline.draw.table import Table, number, size
+from pipetrain.monitor.draw.page import framed, heading, page, paragraph
+from pipetrain.monitor.draw.table import Table, number, size
+from pipetrain.monitor.folder import RunFolder, find_folders
+from pipetrain.monitor.lines import read_lines
+from pipetrain.monitor.report import RunReport, as_markdown, most, read_report
 
 _FORMATS = (".svg", ".png", ".html")
 # They say where a run is and how it was watched, not what it did.

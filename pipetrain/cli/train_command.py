@@ -6,22 +6,22 @@ import sys
 
 from pipetrain.cli.command import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.cli.report_command import reported
+from pipetrain.comm.address import is_rank
 from pipetrain.config.load import load
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import RunConfig
 from pipetrain.engine.available import check_available
-from pipetrain.group.address import is_rank
 from pipetrain.launcher.launch import check_not_a_slurm_task, launch
 from pipetrain.launcher.nodes import Nodes, choose_ranks_per_node, node_rank_in_slurm
 from pipetrain.launcher.outcome import Exit, tell
 from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
-from pipetrain.model.hf.download import bring_model
-from pipetrain.observe.claim import check_unclaimed
-from pipetrain.observe.folder import check_free, choose_folder, reserve_folder
-from pipetrain.observe.trackers.tracker import check_trackers
-from pipetrain.prepare import Run, prepare_phases
+from pipetrain.models.hf.download import bring_model
+from pipetrain.monitor.claim import check_unclaimed
+from pipetrain.monitor.folder import check_free, choose_folder, reserve_folder
+from pipetrain.monitor.trackers.tracker import check_trackers
 from pipetrain.schedule.bound import proof_of
 from pipetrain.snapshot.start import AUTO, check_start
+from pipetrain.trainer.prepare import Run, prepare_phases
 
 
 def _add_arguments(parser: Parser) -> None:

@@ -36,19 +36,19 @@ def _verify(arguments: Arguments) -> int:
     if arguments.batch is not None and arguments.own is None:
         raise ValueError("--batch belongs to MODULE:FUNCTION, the function that makes the layers")
     if arguments.own is not None:
-        from pipetrain.proof.own_layers import OwnLayers, own_table, verify_own
+        from pipetrain.verify.own_layers import OwnLayers, own_table, verify_own
 
         report = verify_own(OwnLayers(arguments.own, arguments.batch), quick=arguments.quick)
         present(arguments, lambda: own_table(report), report.as_json)
         is_right = report.is_right
     elif arguments.faults:
-        from pipetrain.proof.drill import drill, drill_table
+        from pipetrain.verify.drill import drill, drill_table
 
         results = drill(quick=arguments.quick, say=say)
         present(arguments, lambda: drill_table(results), lambda: [asdict(result) for result in results])
         is_right = all(result.problem is None for result in results)
     else:
-        from pipetrain.proof.verify import parity_table, verify
+        from pipetrain.verify.verify import parity_table, verify
 
         rows = verify(quick=arguments.quick)
         present(arguments, lambda: parity_table(rows), lambda: [row.as_json() for row in rows])

@@ -8,11 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from pipetrain.data.batch import Batch
-from pipetrain.model.trained import Model, Optimizer
+from pipetrain.models.trained import Model, Optimizer
+from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.timeline.step_report import StepFigures, StepResult
 
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
 Accepts = Callable[[int, float, float | None], bool]

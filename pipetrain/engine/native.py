@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import CPU_ADAM, OptimConfig, RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Accepts
-from pipetrain.engine.optimizer import Updates, learning_rate, make_optimizer
 from pipetrain.engine.precision import Precision
-from pipetrain.model.spec import ModelSpec
+from pipetrain.models.spec import ModelSpec
+from pipetrain.monitor.step_report import StepFigures, StepResult
+from pipetrain.optim.optimizer import MakeAdamW, Updates, learning_rate, make_optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.cut import num_rows
 from pipetrain.runtime.diagnosis import Diagnosis
@@ -22,7 +23,6 @@ from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.timeline.step_report import StepFigures, StepResult
 
 
 class NativeEngine:
@@ -58,7 +58,9 @@ class NativeEngine:
         )
         inject(self._pipeline, faults_of_environment())
         replicas = self._pipeline.replica_process_group() if config.parallel.zero else None
-        self._optimizer = make_optimizer(config.optim, self._pipeline.parameters(), replicas)
+        self._optimizer = make_optimizer(
+            config.optim, self._pipeline.parameters(), replicas, _adamw_of(config.optim, device)
+        )
 
     @property
     def model(self) -> Pipeline:
@@ -127,3 +129,16 @@ class NativeEngine:
 
     def close(self) -> None:
         self._pipeline.close()
+
+
+def _adamw_of(config: OptimConfig, device: torch.device) -> MakeAdamW | None:
+    """None: torch's."""
+    if config.name != CPU_ADAM:
+        return None
+    # Imported here: it takes seconds, and may not be installed.
+    from pipetrain.engine.deepspeed.environment import import_deepspeed
+
+    import_deepspeed(device)
+    from pipetrain.engine.deepspeed.adam import host_adam
+
+    return host_adam

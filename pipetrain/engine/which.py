@@ -11,8 +11,8 @@ from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
-from pipetrain.model.sharing import ties_of
-from pipetrain.model.spec import ModelSpec, with_compiled_layers, with_weights_in
+from pipetrain.models.sharing import ties_of
+from pipetrain.models.spec import ModelSpec, with_compiled_layers, with_weights_in
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.group.address import check_a_port_is_free, is_rank
+from pipetrain.comm.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS

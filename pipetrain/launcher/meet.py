@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipetrain.group.address import Unreachable, check_can_listen, is_own, parse_address, wait_for
+from pipetrain.comm.address import Unreachable, check_can_listen, is_own, parse_address, wait_for
 from pipetrain.launcher.outcome import Exit
 
 

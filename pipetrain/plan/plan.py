@@ -21,7 +21,7 @@ DEFAULT_MICROBATCHES = 8
 class Plan:
     """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica; of `num_replicas` the ranks stand in an `order` of `group/coordinates.py`. `split_backward` makes I and W of each B of the schedule.
+    Ranks count from 0 within one replica; of `num_replicas` the ranks stand in an `order` of `comm/coordinates.py`. `split_backward` makes I and W of each B of the schedule.
     `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     `transport_ahead`, `communicators` and `edges` say how messages go between stages, as the keys of `transport` do.
     """

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.group.chain import Everyone
-from pipetrain.group.group import Group
-from pipetrain.group.own_device import identity_of
+from pipetrain.comm.chain import Everyone
+from pipetrain.comm.group import Group
+from pipetrain.comm.own_device import identity_of
+from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
-from pipetrain.transport.transport import NCCL, carrier_of
 
 
 @dataclass

@@ -12,22 +12,22 @@ from typing import Any
 
 from torch import nn
 
-from pipetrain.group.group import Group
-from pipetrain.model.sharing import SharedState
-from pipetrain.model.spec import ModelSpec, check_built, check_sharing, name_in
-from pipetrain.parallel.replicas import SharedGradients
+from pipetrain.comm.crossing import cross
+from pipetrain.comm.device import Fetch, fetch
+from pipetrain.comm.group import Group
+from pipetrain.comm.lanes import Lanes
+from pipetrain.models.sharing import SharedState
+from pipetrain.models.spec import ModelSpec, check_built, check_sharing, name_in
 from pipetrain.plan.plan import Plan, plan_of
 from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
+from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.runtime.whole_state import named_parameters
 from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
 from pipetrain.stage.stage import LossFn
-from pipetrain.transport.crossing import cross
-from pipetrain.transport.device import Fetch, fetch
-from pipetrain.transport.lanes import Lanes
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.group.chain import Chain
-from pipetrain.group.failure import Monitor, PipelineError
+from pipetrain.comm.chain import Chain
+from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.forms import Form, is_plain
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.arguments import check_batch
 from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
 from pipetrain.stage.segments import AnyStage
-from pipetrain.transport.forms import Form, is_plain
 
 # So that a header stays within its fixed size.
 _LONGEST_ERROR = 600

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.group.chain import Chain
-from pipetrain.model.sharing import Tie, groups_of, parameter_of, put_in_place
-from pipetrain.parallel.same_weights import send_over
+from pipetrain.comm.chain import Chain
+from pipetrain.models.sharing import Tie, groups_of, parameter_of, put_in_place
+from pipetrain.runtime.same_weights import send_over
 from pipetrain.schedule.op import Op
 
 Layers = Mapping[int, nn.Module]  # by global index

@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
-from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.parallel.replicas import SharedGradients
+from pipetrain.comm.crossing import cross, memories
+from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.transport import Transport, fixed_leaves, wanted
 from pipetrain.runtime.program import COMPUTING, Program, Turns
+from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, reads_boundary, receive_of, send_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -28,9 +31,6 @@ from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.segments import AnyStage
 from pipetrain.stage.stage import StageInput, StageOutput
-from pipetrain.transport.crossing import cross, memories
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport, fixed_leaves, wanted
 
 
 @dataclass

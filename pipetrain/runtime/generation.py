@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipetrain.group.chain import Chain
+from pipetrain.comm.chain import Chain
+from pipetrain.comm.device import Fetch
+from pipetrain.comm.forms import Form
+from pipetrain.comm.transport import Transport
 from pipetrain.plan.plan import Plan, whole_number
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.schedule.op import Op
 from pipetrain.stage.past import Past, goes_on
-from pipetrain.transport.device import Fetch
-from pipetrain.transport.forms import Form
-from pipetrain.transport.transport import Transport
 
 Choose = Callable[[Tensor], Tensor]
 OnToken = Callable[[int, int], None]

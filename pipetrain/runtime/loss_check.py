@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.comm.device import Fetch
 from pipetrain.runtime.arguments import MEAN
 from pipetrain.runtime.cut import CountFn, counts_of, weights_of
 from pipetrain.runtime.executor import Step
 from pipetrain.stage.added_losses import WithLosses
 from pipetrain.stage.stage import LossFn
-from pipetrain.transport.device import Fetch
 
 # Outputs that are kept at once, in all; of larger ones the first alone.
 _MOST_BYTES = 1 << 28

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipetrain.group.failure import PipelineError
-from pipetrain.transport.device import Fetch
+from pipetrain.comm.device import Fetch
+from pipetrain.comm.failure import PipelineError
 
 
 class LossNotFinite(PipelineError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from pipetrain.group.clocks import Clock
+from pipetrain.comm.clocks import Clock
+from pipetrain.comm.device import DeviceMemory
+from pipetrain.comm.lanes import Recording
+from pipetrain.monitor.step_report import RankReport
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
 from pipetrain.stage.segments import AnyStage
-from pipetrain.timeline.step_report import RankReport
-from pipetrain.transport.device import DeviceMemory
-from pipetrain.transport.lanes import Recording
 
 
 def measure_rank(

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.group.clocks import align_clocks
-from pipetrain.group.coordinates import REPLICA_STAGE, Coordinates
-from pipetrain.group.failure import PipelineError
-from pipetrain.group.group import Group, join_group
-from pipetrain.model.spec import spec_of
-from pipetrain.parallel.same_weights import make_replicas_equal
+from pipetrain.comm.clocks import align_clocks
+from pipetrain.comm.coordinates import REPLICA_STAGE, Coordinates
+from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.group import Group, join_group
+from pipetrain.comm.lanes import Recording, make_lanes
+from pipetrain.comm.transport import PINNED
+from pipetrain.models.spec import spec_of
+from pipetrain.monitor.step_report import RankReport, Report
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, replicas_said, whole_number
 from pipetrain.runtime.agreement import introduced
 from pipetrain.runtime.arguments import (
@@ -37,6 +39,7 @@ from pipetrain.runtime.executor import Step
 from pipetrain.runtime.generation import Request, agree
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
+from pipetrain.runtime.same_weights import make_replicas_equal
 from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.runtime.weights import StageWeights
@@ -45,9 +48,6 @@ from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.stage import LossFn
-from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.lanes import Recording, make_lanes
-from pipetrain.transport.transport import PINNED
 
 
 class Pipeline(StageWeights):

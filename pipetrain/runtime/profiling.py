@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetrain.model.spec import ModelSpec
+from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.profile import LOSS, LayerProfile, OpProfile, SavedTensor
 from pipetrain.schedule.policy import Outputs
 from pipetrain.stage.meter import ActivationMeter

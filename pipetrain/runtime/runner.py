@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from pipetrain.group.failure import PipelineError, Watchdog
+from pipetrain.comm.device import bring
+from pipetrain.comm.failure import PipelineError, Watchdog
+from pipetrain.comm.transport import Transport, make_edges
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import losses
 from pipetrain.runtime.arguments import SUM, check_batch
@@ -35,8 +37,6 @@ from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.transport.device import bring
-from pipetrain.transport.transport import Transport, make_edges
 
 
 class CallRunner:

@@ -11,8 +11,8 @@ from types import FrameType
 
 from torch import nn
 
+from pipetrain.comm.device import Device
 from pipetrain.stage.segments import AnyStage
-from pipetrain.transport.device import Device
 
 _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("stage", "runtime", "transport"))
 

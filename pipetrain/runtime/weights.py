@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipetrain.group.group import Group
-from pipetrain.parallel.clipping import clip_grad_norm
-from pipetrain.parallel.same_weights import check_replicas_equal
+from pipetrain.comm.group import Group
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.assembly import Assembly
+from pipetrain.runtime.clipping import clip_grad_norm
+from pipetrain.runtime.same_weights import check_replicas_equal
 from pipetrain.runtime.whole_state import gather, load_state_dict, named_parameters, parameters_of, state_dict
 from pipetrain.stage.segments import AnyStage
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.group.chain import Chain
-from pipetrain.transport.forms import Form, compact, flat_bytes, pack, unpack
+from pipetrain.comm.chain import Chain
+from pipetrain.comm.forms import Form, compact, flat_bytes, pack, unpack
 
 _PIECE_BYTES = 1 << 24
 

@@ -94,7 +94,7 @@ class KindRow:
     allocates: frozenset[Holding] = frozenset()  # what the stage holds from its start
     frees: frozenset[Holding] = frozenset()  # ... and until its end
     cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
-    looks: str | None = None  # how it is drawn, a name in timeline/draw/palette.py; None: not at all
+    looks: str | None = None  # how it is drawn, a name in monitor/draw/palette.py; None: not at all
     in_csv: bool = False  # whether a schedule's file holds it
     runs: bool = True  # whether the executor has an entry for it
 

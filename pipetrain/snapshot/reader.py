@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.model.trained import Model, Optimizer
-from pipetrain.model.weights import tensors_in
+from pipetrain.models.trained import Model, Optimizer
+from pipetrain.models.weights import tensors_in
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
 from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
 

@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipetrain.comm.device import Device, Stream, device_of
 from pipetrain.snapshot import files as folders
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
 from pipetrain.snapshot.reader import STATE, rank_path
 from pipetrain.snapshot.state import Part, RunState
 from pipetrain.snapshot.tensors import Image
-from pipetrain.transport.device import Device, Stream, device_of
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.records import RunConfig
-from pipetrain.model.spec import TensorMapping, unchanged
-from pipetrain.model.trained import Model, Optimizer
-from pipetrain.model.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
+from pipetrain.models.spec import TensorMapping, unchanged
+from pipetrain.models.trained import Model, Optimizer
+from pipetrain.models.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipetrain.model.trained import Model, Optimizer, Sharded
+from pipetrain.models.trained import Model, Optimizer, Sharded
 
 
 class Part(StrEnum):

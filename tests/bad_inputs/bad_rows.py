@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipetrain import train as rank
 from pipetrain.cli.main import main
 from pipetrain.config.load import conf_dir
-from pipetrain.observe.folder import RunFolder
+from pipetrain.monitor.folder import RunFolder
 
 Prepare = Callable[[pathlib.Path], None]
 Check = Callable[["Row"], None]

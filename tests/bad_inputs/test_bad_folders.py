@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from pipetrain import train as rank
-from pipetrain.proof.drill import flip
+from pipetrain.verify.drill import flip
 
 
 def weights_of_another_model(folder: pathlib.Path) -> None:

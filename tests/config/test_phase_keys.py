@@ -14,7 +14,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import phase_keys
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.engine.available import check_engine
-from pipetrain.prepare import prepare_phases
+from pipetrain.trainer.prepare import prepare_phases
 
 THREE = (
     "phases=[{from:0,recompute:{sets:1}},{from:50,recompute:{mode:inline,segments:sqrt},data:{batch_size:32},"

@@ -12,7 +12,7 @@ from tiny_tokenizer import MARKED, save_tokenizer
 
 from pipetrain.config.load import load
 from pipetrain.launcher.outcome import Exit
-from pipetrain.model.weights import read_weights
+from pipetrain.models.weights import read_weights
 from pipetrain.train import train
 
 SMOKE = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.transport.device import HIGH, CudaDevice
+from pipetrain.comm.device import HIGH, CudaDevice
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,7 @@
 """Real steps of several ranks on one GPU, over edges of host memory, and of several stages on one rank: next to one process.
 
 Streams, the allocator and numbers are real here. The order of NCCL's ops is not, nor a host that runs ahead of messages: a rank
-waits for each to arrive. The same cases run on the CPU in tests/transport/test_pinned.py.
+waits for each to arrive. The same cases run on the CPU in tests/comm/test_pinned.py.
 """
 
 from __future__ import annotations

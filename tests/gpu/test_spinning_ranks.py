@@ -13,8 +13,8 @@ from ranks import run_ranks
 from spinning import SpinningRanks
 from spun import compare_spinning
 
+from pipetrain.comm.device import device_of
 from pipetrain.schedule.policy import Mode
-from pipetrain.transport.device import device_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.model.loss import count_tokens, next_token_loss
+from pipetrain.models.loss import count_tokens, next_token_loss
 from pipetrain.runtime.cut import cut
 
 LossFn = Callable[[Any, Tensor], Tensor]

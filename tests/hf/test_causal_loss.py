@@ -12,10 +12,10 @@ from rounding import rounding
 from torch import Tensor
 
 from pipetrain import Pipeline
-from pipetrain.model.hf import causal_loss
-from pipetrain.model.hf.adapter import HfHead
-from pipetrain.model.hf.hf_spec import spec_of_hf
-from pipetrain.model.loss import IGNORED, next_token_loss
+from pipetrain.models.hf import causal_loss
+from pipetrain.models.hf.adapter import HfHead
+from pipetrain.models.hf.hf_spec import spec_of_hf
+from pipetrain.models.loss import IGNORED, next_token_loss
 
 WITHIN = rounding(torch.float32, terms=VOCABULARY)  # the longest of the sums whose order differs
 

@@ -9,7 +9,7 @@ from tiny import VOCABULARY, tiny
 from torch import Tensor
 
 from pipetrain import Pipeline
-from pipetrain.model.spec import spec_of, with_compiled_layers
+from pipetrain.models.spec import spec_of, with_compiled_layers
 
 
 def trained(*, compiled: bool) -> tuple[list[float], list[str], dict[str, Tensor]]:

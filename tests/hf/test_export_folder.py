@@ -13,9 +13,9 @@ from hf.test_load_pruned import CASES, STAGES, changed
 from hf.tiny import saved, tiny
 from safetensors.torch import load_file
 
-from pipetrain.model.hf.export import export_model, keep_files
-from pipetrain.model.hf.pruned import pruned_model
-from pipetrain.model.hf.source import INDEX, HfSource, find_source
+from pipetrain.models.hf.export import export_model, keep_files
+from pipetrain.models.hf.pruned import pruned_model
+from pipetrain.models.hf.source import INDEX, HfSource, find_source
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from train.commands import PIPETRAIN, complete
 
-from pipetrain.model.weights import read_weights
+from pipetrain.models.weights import read_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [

@@ -12,10 +12,10 @@ from hf.tiny import FAMILIES, padding_mask, tiny, token_ids
 from torch import Tensor, nn
 
 from pipetrain import Pipeline
-from pipetrain.model.hf.adapter import layers_of
-from pipetrain.model.hf.parts import model_parts
-from pipetrain.model.loss import IGNORED, next_token_loss
-from pipetrain.model.spec import spec_of
+from pipetrain.models.hf.adapter import layers_of
+from pipetrain.models.hf.parts import model_parts
+from pipetrain.models.loss import IGNORED, next_token_loss
+from pipetrain.models.spec import spec_of
 
 # Families in `make test`, all others being slow: one each of rotary tables per kind of layer, experts, learned positions, tuples.
 PRESENT = ("llama", "gemma3_text", "mixtral", "gpt2", "falcon")

@@ -9,7 +9,7 @@ from hf.tiny import padding_mask, tiny, token_ids
 from ranks import NEVER_SECONDS, run_ranks
 
 from pipetrain import Pipeline
-from pipetrain.model.loss import IGNORED
+from pipetrain.models.loss import IGNORED
 
 
 def train(families: list[str], modes: list[str]) -> int:

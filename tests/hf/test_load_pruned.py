@@ -16,10 +16,10 @@ from hf.tiny import FAMILIES, saved, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pipetrain.model.hf import pruned
-from pipetrain.model.hf.parts import Elsewhere
-from pipetrain.model.hf.pruned import pruned_model
-from pipetrain.model.hf.source import INDEX, HfSource, find_source
+from pipetrain.models.hf import pruned
+from pipetrain.models.hf.parts import Elsewhere
+from pipetrain.models.hf.pruned import pruned_model
+from pipetrain.models.hf.source import INDEX, HfSource, find_source
 
 STAGES = (range(2), range(2, 5), range(5, 6))
 PRESENT = {("llama", False), ("mixtral", False), ("gpt2", True)}
@@ -207,8 +207,8 @@ def test_layers_that_there_are_not_are_refused(llama: HfSource) -> None:
 
 _MEASURE = """
 import sys, torch
-from pipetrain.model.hf.pruned import pruned_model
-from pipetrain.model.hf.source import find_source
+from pipetrain.models.hf.pruned import pruned_model
+from pipetrain.models.hf.source import find_source
 def of(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 torch.set_num_threads(1)

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.hf import download
-from pipetrain.model.hf.download import bring_model
-from pipetrain.model.hf.pruned import causal_class, config_of, pruned_model
-from pipetrain.model.hf.source import INDEX, WEIGHTS, cached_folder, check_loadable, find_source
+from pipetrain.models.hf import download
+from pipetrain.models.hf.download import bring_model
+from pipetrain.models.hf.pruned import causal_class, config_of, pruned_model
+from pipetrain.models.hf.source import INDEX, WEIGHTS, cached_folder, check_loadable, find_source
 
 NAME, COMMIT = "someone/small-1.5", "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pipetrain import Pipeline, make_plan
 from pipetrain.config.records import LoraConfig, ModelConfig
-from pipetrain.model.hf.export import export_model, keep_files
-from pipetrain.model.hf.hf_spec import hf_spec
-from pipetrain.model.hf.lora import add_adapters, check_targets, is_adapter
-from pipetrain.model.hf.parts import model_parts
-from pipetrain.model.hf.pruned import empty_model, pruned_model
-from pipetrain.model.hf.source import HfSource, find_source
+from pipetrain.models.hf.export import export_model, keep_files
+from pipetrain.models.hf.hf_spec import hf_spec
+from pipetrain.models.hf.lora import add_adapters, check_targets, is_adapter
+from pipetrain.models.hf.parts import model_parts
+from pipetrain.models.hf.pruned import empty_model, pruned_model
+from pipetrain.models.hf.source import HfSource, find_source
 
 TARGETS = {
     "llama": ("q_proj", "layers.1.mlp.up_proj"),

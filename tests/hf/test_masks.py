@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain import Pipeline
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.hf import frame
-from pipetrain.model.hf.adapter import layers_of
-from pipetrain.model.hf.hf_spec import hf_spec, spec_of_hf
-from pipetrain.model.hf.labels import BatchCheck
-from pipetrain.model.hf.mixing import what_mixes_documents
-from pipetrain.model.hf.parts import model_parts
+from pipetrain.models.hf import frame
+from pipetrain.models.hf.adapter import layers_of
+from pipetrain.models.hf.hf_spec import hf_spec, spec_of_hf
+from pipetrain.models.hf.labels import BatchCheck
+from pipetrain.models.hf.mixing import what_mixes_documents
+from pipetrain.models.hf.parts import model_parts
 
 LENGTHS = (5, 4, 3)  # of the documents in a sample of 12 tokens
 # Layers with a state that runs along the sequence; masks that the family makes without positions.

@@ -18,12 +18,12 @@ from torch import nn
 
 from pipetrain import Pipeline
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.hf.hf_size import hf_size_of
-from pipetrain.model.hf.hf_spec import spec_of_hf
-from pipetrain.model.hf.labels import shifted
-from pipetrain.model.loss import IGNORED
-from pipetrain.model.size import size_of
-from pipetrain.model.spec import make_spec, spec_of
+from pipetrain.models.hf.hf_size import hf_size_of
+from pipetrain.models.hf.hf_spec import spec_of_hf
+from pipetrain.models.hf.labels import shifted
+from pipetrain.models.loss import IGNORED
+from pipetrain.models.size import size_of
+from pipetrain.models.spec import make_spec, spec_of
 
 
 def hf(path: Path | str | None, **keys: Any) -> ModelConfig:

@@ -91,7 +91,7 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
 
 def _play_versions(store: Any, absent: set[int], *, with_verdict: bool) -> None:
     """What ranks that are not there would have left when all compare their versions; rank 0 reads it."""
-    from pipetrain.group.versions import own_versions
+    from pipetrain.comm.versions import own_versions
 
     prefix = "attempt-0/pipetrain/versions"
     if with_verdict:
@@ -125,7 +125,7 @@ def _be_real(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from pipetrain.group.group import join_group
+    from pipetrain.comm.group import join_group
     from pipetrain.runtime.pipeline import Pipeline
 
     gc.collect()
@@ -160,7 +160,7 @@ def _reduce(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipetrain.group.torch_distributed import start_torch_distributed
+    from pipetrain.comm.torch_distributed import start_torch_distributed
 
     start_torch_distributed(torch.device("cpu"), _SECONDS)
     before = _num_sockets()
@@ -182,12 +182,12 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
-    from pipetrain.group.chain import Chain, Everyone
-    from pipetrain.group.clocks import align_clocks
-    from pipetrain.group.failure import FailureBoard, Monitor
-    from pipetrain.group.pair import make_pair
-    from pipetrain.group.torch_distributed import start_torch_distributed
-    from pipetrain.model.spec import spec_of
+    from pipetrain.comm.chain import Chain, Everyone
+    from pipetrain.comm.clocks import align_clocks
+    from pipetrain.comm.failure import FailureBoard, Monitor
+    from pipetrain.comm.pair import make_pair
+    from pipetrain.comm.torch_distributed import start_torch_distributed
+    from pipetrain.models.spec import spec_of
     from pipetrain.plan.plan import make_plan
     from pipetrain.runtime.agreement import Introduction, introduce
     from pipetrain.runtime.call_programs import Programs

@@ -11,7 +11,7 @@ import yaml
 from machines import ROOT
 
 from pipetrain.config.load import load
-from pipetrain.prepare import prepare
+from pipetrain.trainer.prepare import prepare
 
 DOCKER = ROOT / "docker"
 TRY_NEEDS = ["buildah", "debootstrap", "apt-get"]

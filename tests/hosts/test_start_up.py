@@ -14,11 +14,11 @@ from machines import ROOT, RUN, environment, make_text
 from ranks import PATIENCE_SECONDS
 from torch.distributed import PrefixStore, TCPStore
 
-from pipetrain.group import address, versions
-from pipetrain.group.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
-from pipetrain.group.failure import PipelineError
-from pipetrain.group.torch_distributed import store_of_this_attempt
-from pipetrain.group.versions import Versions, check_same, own_versions
+from pipetrain.comm import address, versions
+from pipetrain.comm.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
+from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.torch_distributed import store_of_this_attempt
+from pipetrain.comm.versions import Versions, check_same, own_versions
 from pipetrain.launcher import meet as rendezvous
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from small_text import make_text
 
-from pipetrain.group.group import join_group
+from pipetrain.comm.group import join_group
 from pipetrain.launcher.nodes import StoppedEarly, passing_signals_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def test_a_signal_before_all_ranks_are_there_ends_at_once(num_announced: int) ->
 
 
 def agree_on(folder: str, port: int) -> None:
-    from pipetrain.loop.agree import check_shared
+    from pipetrain.trainer.agree import check_shared
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()

@@ -78,7 +78,7 @@ MUTANTS = (
         "pipetrain/runtime/agreement.py",
         "        if own.gpu:",
         "        if False:",
-        ("tests/transport/test_pinned.py", "-k", "two_ranks_on_one_gpu"),
+        ("tests/comm/test_pinned.py", "-k", "two_ranks_on_one_gpu"),
     ),
     Mutant(
         "a step runs where no gradients are made",
@@ -106,14 +106,14 @@ MUTANTS = (
         "pipetrain/runtime/call_programs.py",
         "        transport_ahead=plan.transport_ahead,\n",
         "",
-        ("tests/transport/test_pinned.py", "-k", "ahead_reaches"),
+        ("tests/comm/test_pinned.py", "-k", "ahead_reaches"),
     ),
     Mutant(
         "ranks that run ahead launch in the order in which things come",
         "pipetrain/runtime/call_programs.py",
         "        if self._runs_ahead and not schedule.launch_order:",
         "        if False:",
-        ("tests/transport/test_spinning.py",),
+        ("tests/comm/test_spinning.py",),
     ),
     Mutant(
         "nobody asks whether the host runs ahead",

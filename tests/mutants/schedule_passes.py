@@ -43,7 +43,7 @@ MUTANTS = (
         "pipetrain/schedule/recompute.py",
         "waits[op] = tuple(dict.fromkeys((*waits.get(op, ()), before)))",
         "waits[op] = waits.get(op, ())",
-        ("tests/planner/test_list_order.py", "-k", "in_front"),
+        ("tests/plan/test_list_order.py", "-k", "in_front"),
     ),
     Mutant(
         "kept sets fill all places although an R needs one",
@@ -99,14 +99,14 @@ MUTANTS = (
         "pipetrain/schedule/search/list_order.py",
         "return self._without_set == number or (len(self._later) + 1) * self._parts < self._places",
         "return True",
-        ("tests/planner/test_list_order.py", "-k", "any_problem"),
+        ("tests/plan/test_list_order.py", "-k", "any_problem"),
     ),
     Mutant(
         "W does not make room for an F",
         "pipetrain/schedule/search/list_order.py",
         "return 3 if waits_w and not self._can_keep(self.forwards) else 0",
         "return 0",
-        ("tests/planner/test_list_order.py", "-k", "near_the_best"),
+        ("tests/plan/test_list_order.py", "-k", "near_the_best"),
     ),
     Mutant(
         "R of the last stage although it is not wanted",

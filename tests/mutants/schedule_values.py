@@ -134,7 +134,7 @@ MUTANTS = (
         "pipetrain/schedule/make.py",
         "    if spec.order is not None:\n        return held_to",
         "    if False:\n        return held_to",
-        ("tests/planner/test_search.py", "-k", "reached"),
+        ("tests/plan/test_search.py", "-k", "reached"),
     ),
     Mutant(
         "one replica goes back in parts though it recomputes nothing",

@@ -10,8 +10,8 @@ import sys
 import pytest
 from ranks import PATIENCE_SECONDS
 
-from pipetrain.observe import folder
-from pipetrain.observe.folder import choose_folder
+from pipetrain.monitor import folder
+from pipetrain.monitor.folder import choose_folder
 
 
 @pytest.mark.slow

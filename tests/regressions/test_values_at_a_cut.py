@@ -17,7 +17,7 @@ from parity_cases import Case, check_case, rows, run_cases
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
-from pipetrain.group.failure import PipelineError
+from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.stage.slots import SavedTensorChanged
 

@@ -14,11 +14,11 @@ from beside_the_loop import batch, mean_square
 from torch import nn
 
 from pipetrain.config.load import load
-from pipetrain.prepare import prepare
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind
+from pipetrain.trainer.prepare import prepare
 
 
 @pytest.mark.parametrize("field", ["forward", "backward", "recompute", "hop", "input_gradient", "weight_gradient"])

@@ -14,7 +14,7 @@ from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.spec import make_spec
+from pipetrain.models.spec import make_spec
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.pipeline import Pipeline

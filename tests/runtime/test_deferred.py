@@ -41,7 +41,7 @@ from waiting_layers import (
 )
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.transformer import transformer_layers
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.split_function import Deferral

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.group.failure import FailureBoard, Monitor
+from pipetrain.comm.device import CpuDevice
+from pipetrain.comm.device_clock import StepClock
+from pipetrain.comm.failure import FailureBoard, Monitor
+from pipetrain.comm.forms import Form, TensorForm
+from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.launches import for_device
@@ -27,11 +32,6 @@ from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
-from pipetrain.transport.device import CpuDevice
-from pipetrain.transport.device_clock import StepClock
-from pipetrain.transport.forms import Form, TensorForm
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport
 
 CPU = torch.device("cpu")
 RANK, STAGES, M = 1, 3, 4

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pipetrain.group.clocks import Clock
+from pipetrain.comm.clocks import Clock
+from pipetrain.comm.device import DeviceMemory
+from pipetrain.comm.device_clock import AnchoredClock
+from pipetrain.comm.lanes import Recording
+from pipetrain.monitor.step_report import RankReport, Report
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.schedule.make import make_schedule
-from pipetrain.timeline.step_report import RankReport, Report
-from pipetrain.transport.device import DeviceMemory
-from pipetrain.transport.device_clock import AnchoredClock
-from pipetrain.transport.lanes import Recording
 
 BEHIND_SECONDS = 3.0
 

@@ -21,13 +21,13 @@ from parity_cases import mean_square, rows
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, run_ranks, time_out_once
 from torch import nn
 
-from pipetrain.group.failure import FailureBoard, Monitor, PipelineError, Watchdog
+from pipetrain.comm.device import fetch
+from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError, Watchdog
+from pipetrain.comm.lanes import Lanes
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import pipeline as runtime
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.transport.device import fetch
-from pipetrain.transport.lanes import Lanes
 
 M = 4
 LOSS = "the loss of the step"

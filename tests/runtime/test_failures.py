@@ -23,7 +23,7 @@ from parity_cases import mean_square, rows
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, time_out_once
 from torch import Tensor, nn
 
-from pipetrain.group.group import Group
+from pipetrain.comm.group import Group
 from pipetrain.runtime.pipeline import Pipeline
 
 M = 4

@@ -14,7 +14,7 @@ from damage import fill_disk
 from ranks import NEVER_SECONDS, is_stopped, run_outcomes, run_ranks, time_out_once
 from torch import nn
 
-from pipetrain.group.failure import PipelineError
+from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime import faults as fault_module
 from pipetrain.runtime.faults import VARIABLE, Deed, Fault, fail_at, faults_of_environment, inject, slow_down
 from pipetrain.runtime.pipeline import Pipeline

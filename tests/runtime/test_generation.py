@@ -14,7 +14,7 @@ from rounding import rounding
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import transformer_spec
+from pipetrain.models.transformer import transformer_spec
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.sampling import Sampling

@@ -16,12 +16,12 @@ from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.group import chain as chains
-from pipetrain.group.clocks import align_clocks
-from pipetrain.group.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
-from pipetrain.group.courier import Courier, finish
-from pipetrain.group.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.group.group import join_group
+from pipetrain.comm import chain as chains
+from pipetrain.comm.clocks import align_clocks
+from pipetrain.comm.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
+from pipetrain.comm.courier import Courier, finish
+from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.comm.group import join_group
 from pipetrain.runtime import whole_state
 from pipetrain.runtime.pipeline import Pipeline
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.transformer import transformer_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.meter import ActivationMeter, SetSize

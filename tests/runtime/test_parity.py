@@ -26,7 +26,7 @@ from rounding import rounding
 from torch import nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.transformer import transformer_layers
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.cli.main import main
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.spec import ModelSpec, spec_of
-from pipetrain.model.transformer import transformer_spec
+from pipetrain.models.spec import ModelSpec, spec_of
+from pipetrain.models.transformer import transformer_spec
 from pipetrain.plan.profile import Profile, costs_of_layers, read_profile
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import RecomputePolicy

@@ -25,8 +25,8 @@ from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipetrain.group import chain as chains
-from pipetrain.group.failure import PipelineError
+from pipetrain.comm import chain as chains
+from pipetrain.comm.failure import PipelineError
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline

@@ -12,7 +12,7 @@ from replica_models import MICROBATCHES, SHAPES, Shape, assert_replicas_equal, b
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.group.failure import PipelineError
+from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.op import Lane, Op
 

@@ -14,7 +14,7 @@ from ranks import NEVER_SECONDS, run_ranks
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.parallel.zero import ShardedOptimizer
+from pipetrain.optim.zero import ShardedOptimizer
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step

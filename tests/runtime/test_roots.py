@@ -11,7 +11,7 @@ from ranks import NEVER_SECONDS, run_ranks
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.group.chain import Chain
+from pipetrain.comm.chain import Chain
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.transformer import Block
+from pipetrain.models.transformer import Block
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.model.loss import next_token_loss
-from pipetrain.model.transformer import transformer_layers
+from pipetrain.models.loss import next_token_loss
+from pipetrain.models.transformer import transformer_layers
+from pipetrain.monitor.memory import bytes_over_time
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
@@ -26,7 +27,6 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.memory import bytes_over_time
 
 SLOW = {number: pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 4)}
 VOCABULARY = 11

@@ -13,11 +13,11 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from pipetrain.comm.device import CpuDevice
+from pipetrain.comm.lanes import Lanes
+from pipetrain.monitor.stragglers import StragglerWatch
 from pipetrain.runtime import pipeline as runtime
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.timeline.stragglers import StragglerWatch
-from pipetrain.transport.device import CpuDevice
-from pipetrain.transport.lanes import Lanes
 
 SLOW_FROM = 16
 STEPS = 30

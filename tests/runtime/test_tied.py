@@ -16,9 +16,9 @@ from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.group.failure import PipelineError
-from pipetrain.model.size import ModelSize
-from pipetrain.model.spec import ModelSpec, one_by_one
+from pipetrain.comm.failure import PipelineError
+from pipetrain.models.size import ModelSize
+from pipetrain.models.spec import ModelSpec, one_by_one
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.losses import LossNotFinite
 from pipetrain.runtime.pipeline import Pipeline

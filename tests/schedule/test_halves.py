@@ -9,6 +9,8 @@ from examples import examples
 from random_schedules import Case, cases
 from shows import show
 
+from pipetrain.monitor.draw.terminal import staircase
+from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
@@ -20,8 +22,6 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.draw.terminal import staircase
-from pipetrain.timeline.shown import Shown
 
 THIRDS = {"forward": 1, "backward": 2, "recompute": 1}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipetrain.config.records import CostConfig
+from pipetrain.monitor.draw.palette import LOOKS
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import (
@@ -22,7 +23,6 @@ from pipetrain.schedule.kinds import (
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.draw.palette import LOOKS
 
 PACKAGE = Path(__file__).parents[2] / "pipetrain"
 NAMES_KINDS = {"schedule/kinds.py", "schedule/families.py"}  # the rows; and what a family is

@@ -9,6 +9,7 @@ import pytest
 from shows import show
 
 from benchmarks import segments
+from pipetrain.monitor.shown import show_schedule
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
@@ -18,7 +19,6 @@ from pipetrain.schedule.op import Kind, Lane
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.timeline.shown import show_schedule
 
 T_NEVER = 57  # of four stages and sixteen microbatches, F 1 and B 2 long
 AN_INPUT = 0.005  # of a set

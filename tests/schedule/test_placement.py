@@ -5,13 +5,13 @@ import itertools
 import pytest
 from shows import show
 
+from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of, stage_ranks_of
-from pipetrain.timeline.draw.terminal import staircase
 
 NAMED = {
     ("loop", 6, 3): (0, 1, 2, 0, 1, 2),

@@ -6,6 +6,9 @@ import dataclasses
 
 import pytest
 
+from pipetrain.monitor.breakdown import break_down
+from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.shown import show_schedule
 from pipetrain.plan.plan import make_plan
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
@@ -18,9 +21,6 @@ from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.breakdown import break_down
-from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.shown import show_schedule
 
 
 def four(family: str = "1f1b", **options: object) -> Schedule:

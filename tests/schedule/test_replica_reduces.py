@@ -9,6 +9,10 @@ import pytest
 from examples import examples
 from random_schedules import Case, cases
 
+from pipetrain.monitor.draw.chrome_trace import chrome_trace
+from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.draw.terminal import legend, staircase
+from pipetrain.monitor.shown import show_schedule
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
@@ -23,10 +27,6 @@ from pipetrain.schedule.reduce import gradients_of, with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.draw.chrome_trace import chrome_trace
-from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.draw.terminal import legend, staircase
-from pipetrain.timeline.shown import show_schedule
 
 THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type: ignore[arg-type]
 

@@ -3,14 +3,14 @@
 import pytest
 from shows import show
 
+from pipetrain.monitor.breakdown import break_down, bubble_fraction
+from pipetrain.monitor.draw.page import schedules_table
+from pipetrain.monitor.memory import bytes_over_time, sets_over_time
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.timeline.breakdown import break_down, bubble_fraction
-from pipetrain.timeline.draw.page import schedules_table
-from pipetrain.timeline.memory import bytes_over_time, sets_over_time
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 from shows import show
 
+from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
@@ -10,7 +11,6 @@ from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
-from pipetrain.timeline.draw.terminal import staircase
 
 
 def drawn(family: str, stages: int, microbatches: int, recompute: str | RecomputePolicy = "never", **more: int) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracle import Oracle, OracleError
 from random_schedules import Case, cases, mutants
 
+from pipetrain.monitor.breakdown import break_down
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.check import ScheduleError, check, sets_within_bounds
@@ -19,7 +20,6 @@ from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Keep, Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.breakdown import break_down
 
 many = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 more = settings(many, max_examples=1000, derandomize=False, database=None)

@@ -9,17 +9,17 @@ from xml.etree import ElementTree
 import pytest
 from shows import show
 
+from pipetrain.monitor.breakdown import break_down
+from pipetrain.monitor.draw.chrome_trace import chrome_trace
+from pipetrain.monitor.draw.page import html, ranks_table, schedules_table
+from pipetrain.monitor.draw.palette import LOOKS, drawn_kinds, looks_of
+from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.draw.terminal import legend, staircase
+from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.timeline.breakdown import break_down
-from pipetrain.timeline.draw.chrome_trace import chrome_trace
-from pipetrain.timeline.draw.page import html, ranks_table, schedules_table
-from pipetrain.timeline.draw.palette import LOOKS, drawn_kinds, looks_of
-from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.draw.terminal import legend, staircase
-from pipetrain.timeline.shown import Shown
 
 
 class Tags(HTMLParser):

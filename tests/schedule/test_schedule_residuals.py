@@ -2,11 +2,11 @@
 
 import pytest
 
+from pipetrain.monitor.residuals import residuals
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.residuals import residuals
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b"])

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pipetrain.monitor.stragglers import EARLY_STEPS, LIMIT, WINDOW_STEPS, Straggler, StragglerWatch
+from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.timeline.step_report import RankPlace
-from pipetrain.timeline.stragglers import EARLY_STEPS, LIMIT, WINDOW_STEPS, Straggler, StragglerWatch
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.R: 1.0}
 Slowness = Callable[[int, int, Kind], float]  # of step, rank and kind

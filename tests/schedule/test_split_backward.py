@@ -8,6 +8,12 @@ import pytest
 from random_schedules import with_lane
 from shows import show
 
+from pipetrain.monitor.draw.chrome_trace import chrome_trace
+from pipetrain.monitor.draw.page import html
+from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.draw.terminal import staircase
+from pipetrain.monitor.memory import bytes_over_time, sets_over_time
+from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.bound import bound, bound_of
 from pipetrain.schedule.check import ScheduleError, check
@@ -20,12 +26,6 @@ from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
-from pipetrain.timeline.draw.chrome_trace import chrome_trace
-from pipetrain.timeline.draw.page import html
-from pipetrain.timeline.draw.svg import svg
-from pipetrain.timeline.draw.terminal import staircase
-from pipetrain.timeline.memory import bytes_over_time, sets_over_time
-from pipetrain.timeline.shown import Shown
 
 EQUAL = {"forward": 1, "backward": 2, "recompute": 1}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipetrain.timeline.draw.table import Table, number
+from pipetrain.monitor.draw.table import Table, number
 
 TABLE = Table(("name", "s", "word"), [("a<b", "1.5", "x"), ("c", "10", "longer")], left=frozenset({0, 2}))
 

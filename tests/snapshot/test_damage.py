@@ -13,11 +13,11 @@ from damage import places
 from safetensors.torch import load_file
 from saved import CPU, save, trained
 
-from pipetrain.proof.drill import flip
 from pipetrain.snapshot.files import canonical_json
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.start import find, newest_whole
+from pipetrain.verify.drill import flip
 
 WEIGHTS = "weights/rank-0000.safetensors"
 FILES = [NAME, "state.json", WEIGHTS, "optimizer/rank-0000.safetensors", "generators/rank-0000.safetensors"]

@@ -17,6 +17,7 @@ from ranks import PATIENCE_SECONDS
 from saved import CPU, save, saver_of, state_of, trained
 from torch import Tensor
 
+from pipetrain.comm.device import CpuDevice
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot import tensors as tensors_module
 from pipetrain.snapshot.files import path_of, steps_in
@@ -25,7 +26,6 @@ from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.start import newest_whole
 from pipetrain.snapshot.state import Part, tensors_of
 from pipetrain.snapshot.tensors import Image
-from pipetrain.transport.device import CpuDevice
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

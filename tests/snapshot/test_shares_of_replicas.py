@@ -7,8 +7,8 @@ import torch
 from saved import CPU, state_of, trained
 from torch import nn
 
-from pipetrain.model.spec import spec_of
-from pipetrain.model.weights import SINGLE, Shard, read_weights, save_weights
+from pipetrain.models.spec import spec_of
+from pipetrain.models.weights import SINGLE, Shard, read_weights, save_weights
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver

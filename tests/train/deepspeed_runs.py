@@ -15,9 +15,9 @@ from pipetrain.data.dataset import make_data
 from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.which import make_engine
-from pipetrain.model.spec import make_spec
-from pipetrain.prepare import prepare
+from pipetrain.models.spec import make_spec
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
+from pipetrain.trainer.prepare import prepare
 
 VOCABULARY = 32
 CPU = torch.device("cpu")

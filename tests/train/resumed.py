@@ -14,7 +14,7 @@ from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
 from ranks import PATIENCE_SECONDS
 from torch import equal
 
-from pipetrain.model.weights import read_weights
+from pipetrain.models.weights import read_weights
 
 STEPS = 40
 RUN = [

@@ -16,7 +16,7 @@ from resumed import num_steps_of, start
 from pipetrain.cli.main import main
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
-from pipetrain.model.spec import spec_of
+from pipetrain.models.spec import spec_of
 
 CASES = [(0, "inline"), (1, "never")]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]

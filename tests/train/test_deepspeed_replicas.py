@@ -20,12 +20,12 @@ from test_replica_runs import HALF, TWO_BY_TWO, figures, lines_of
 from test_replica_runs import train as train_runs
 from torch import Tensor, nn
 
+from pipetrain.comm.coordinates import Grid
+from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.sharded import ShardedAdamW
-from pipetrain.group.coordinates import Grid
-from pipetrain.group.failure import PipelineError
-from pipetrain.model.trained import Sharded
+from pipetrain.models.trained import Sharded
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer
 
 STEPS = ("steps=6", "model.dropout=0.1", "optim.clip_norm=0.5", "data.batch_size=8")

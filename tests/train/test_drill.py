@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.proof.drill import _DRILLS, Result, _Drill, _Ground, _run, drill_table
+from pipetrain.verify.drill import _DRILLS, Result, _Drill, _Ground, _run, drill_table
 
 HANDLED = Result("a rank is killed", 2, 1, 0.4, "rank 1 is gone", "from step 2, equal bit for bit", None)
 MISSED = Result("a rank is stopped", 2, 1, 40.0, "", "not tried", "all ranks ended after 40.0 s, 19 s are promised")

@@ -15,7 +15,7 @@ from commands import PIPETRAIN, complete
 from pipetrain.config.load import load
 from pipetrain.config.together import check_run
 from pipetrain.launcher.outcome import Exit
-from pipetrain.model.weights import read_weights
+from pipetrain.models.weights import read_weights
 from pipetrain.train import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -20,12 +20,12 @@ from pipetrain.cli.main import main
 from pipetrain.config.load import as_yaml, load
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.launcher.outcome import Exit, Outcome
-from pipetrain.loop.generate import TextStream
-from pipetrain.model.spec import make_spec
-from pipetrain.model.weights import write_shard
-from pipetrain.observe.folder import RunFolder
+from pipetrain.models.spec import make_spec
+from pipetrain.models.weights import write_shard
+from pipetrain.monitor.folder import RunFolder
 from pipetrain.plan.plan import make_plan
 from pipetrain.train import train
+from pipetrain.trainer.generate import TextStream
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GENERATE = [sys.executable, "-m", "pipetrain.cli", "generate"]

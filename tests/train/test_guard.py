@@ -24,9 +24,9 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import GuardConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.batch import Batch
-from pipetrain.loop.guard import Action, Guard, Incident, folder_of, write_incident
-from pipetrain.model.weights import has_weights, read_weights
+from pipetrain.models.weights import has_weights, read_weights
 from pipetrain.runtime.cut import Whole
+from pipetrain.trainer.guard import Action, Guard, Incident, folder_of, write_incident
 
 STEPS = 24
 RUN = [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig, OptimConfig
-from pipetrain.engine.masters import MasterWeights
-from pipetrain.engine.optimizer import Updates, make_optimizer
-from pipetrain.model.loss import next_token_loss
-from pipetrain.model.spec import make_spec, with_weights_in
+from pipetrain.models.loss import next_token_loss
+from pipetrain.models.spec import make_spec, with_weights_in
+from pipetrain.optim.masters import MasterWeights
+from pipetrain.optim.optimizer import Updates, make_optimizer
 from pipetrain.snapshot.state import Part, restore_optimizer, tensors_of
 
 RATE = 1e-5  # that of fine-tuning

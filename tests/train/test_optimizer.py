@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipetrain.config.records import OptimConfig
-from pipetrain.engine.optimizer import learning_rate, make_optimizer
+from pipetrain.optim.optimizer import learning_rate, make_optimizer
 
 CONFIG = OptimConfig(learning_rate=1.0, warmup_steps=10, final_fraction=0.1)
 

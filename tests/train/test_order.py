@@ -14,9 +14,9 @@ from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 from pipetrain import train as rank
 from pipetrain.config.load import as_yaml, load
 from pipetrain.config.records import RunConfig
-from pipetrain.observe.folder import RunFolder
-from pipetrain.prepare import PreparedPhase, prepare, prepare_phases
+from pipetrain.monitor.folder import RunFolder
 from pipetrain.schedule.csv_file import write_csv
+from pipetrain.trainer.prepare import PreparedPhase, prepare, prepare_phases
 
 TYPED = [
     "experiment=smoke",

@@ -7,19 +7,19 @@ import torch
 from ranks import run_ranks
 from rounding import rounding
 
+from pipetrain.comm.coordinates import Coordinates
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.native import NativeEngine
 from pipetrain.engine.precision import precision_of
-from pipetrain.group.coordinates import Coordinates
-from pipetrain.loop.over_replicas import OverReplicas, Tokens
-from pipetrain.model.loss import IGNORED
-from pipetrain.model.spec import make_spec
+from pipetrain.models.loss import IGNORED
+from pipetrain.models.spec import make_spec
 from pipetrain.plan.plan import Plan, make_plan
 from pipetrain.schedule.make import make_schedule
 from pipetrain.snapshot.start import told_of_replicas
 from pipetrain.snapshot.state import RunState
 from pipetrain.train import main
+from pipetrain.trainer.over_replicas import OverReplicas, Tokens
 
 CPU = torch.device("cpu")
 LARGER = (

@@ -15,11 +15,11 @@ from resumed import metrics_of
 from torch import equal
 
 from pipetrain.config.load import load
-from pipetrain.loop.guard import Guard
-from pipetrain.model.weights import read_weights
-from pipetrain.observe.report import read_report
+from pipetrain.models.weights import read_weights
+from pipetrain.monitor.report import read_report
 from pipetrain.runtime.faults import VARIABLE
 from pipetrain.train import train
+from pipetrain.trainer.guard import Guard
 
 STEPS = 9
 PHASES = (

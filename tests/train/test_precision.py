@@ -22,12 +22,12 @@ from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine
 from pipetrain.engine.precision import precision_of
 from pipetrain.engine.which import make_engine
-from pipetrain.model.spec import make_spec, with_compiled_layers
-from pipetrain.prepare import prepare
+from pipetrain.models.spec import make_spec, with_compiled_layers
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState, tensors_of
+from pipetrain.trainer.prepare import prepare
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
@@ -167,7 +167,7 @@ def test_what_auto_is() -> None:
 def losses_and_ops(backend: str | None) -> tuple[list[float], list[str], dict[str, torch.Tensor], int]:
     """Three steps over 3 stages on one rank in `overlap`, their last step's ops, the gradients, and how often something was compiled."""
     import pipetrain
-    from pipetrain.model.loss import count_tokens, next_token_loss
+    from pipetrain.models.loss import count_tokens, next_token_loss
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

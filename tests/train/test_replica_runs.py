@@ -17,12 +17,12 @@ from resumed import num_steps_of
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipetrain.comm.failure import PipelineError
 from pipetrain.config.load import load
-from pipetrain.group.failure import PipelineError
-from pipetrain.loop.steps import Steps
-from pipetrain.model.weights import read_weights
+from pipetrain.models.weights import read_weights
 from pipetrain.train import main
 from pipetrain.train import train as train_as_rank
+from pipetrain.trainer.steps import Steps
 
 STEPS = 8
 RUN = (

@@ -7,9 +7,9 @@ import torch
 from ranks import run_ranks
 
 from pipetrain.cli.main import main
-from pipetrain.proof import verify
-from pipetrain.proof.verify import Case, Row, cases, parity_table
 from pipetrain.schedule.families import AUTO, FAMILIES
+from pipetrain.verify import verify
+from pipetrain.verify.verify import Case, Row, cases, parity_table
 
 CASE = Case("dense", 2, "gpipe", "overlap")
 

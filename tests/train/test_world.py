@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from torch.distributed import TCPStore
 
-from pipetrain.group.group import join_group
-from pipetrain.group.torch_distributed import store_of_this_attempt
+from pipetrain.comm.group import join_group
+from pipetrain.comm.torch_distributed import store_of_this_attempt
 
 
 def test_a_restart_does_not_see_what_ranks_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from deepspeed_runs import config_of as engine_config
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
 
+from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import ModelConfig, OptimConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.optimizer import Updates, make_optimizer
-from pipetrain.group.failure import PipelineError
-from pipetrain.model.loss import next_token_loss
-from pipetrain.model.spec import make_spec, with_weights_in
-from pipetrain.model.trained import Sharded
-from pipetrain.parallel.zero import ShardedOptimizer
+from pipetrain.models.loss import next_token_loss
+from pipetrain.models.spec import make_spec, with_weights_in
+from pipetrain.models.trained import Sharded
+from pipetrain.optim.optimizer import Updates, make_optimizer
+from pipetrain.optim.zero import ShardedOptimizer
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """A GPU that is not there, for tests: what the real `Pipeline` would give to one is written down, and looked through.
 
     virtual_ranks   runs a function on every rank: threads, of which one goes on at a time (baton); real CPU tensors
-    virtual_device  the verbs of `transport/device.py`: streams, events, waits; what the host waits for
+    virtual_device  the verbs of `comm/device.py`: streams, events, waits; what the host waits for
     kernels         every op of aten, with the memory that it reads and writes, on the current stream; allocations and frees
     virtual_nccl    `ProcessGroupNCCL`: transfers that meet in the order of their streams
     recorded        what is written down: a list per rank in the order of its host

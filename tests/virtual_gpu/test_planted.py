@@ -16,15 +16,15 @@ from unittest import mock
 
 import pytest
 
+from pipetrain.comm.ahead import Ring
+from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import _TABLE, Executor
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.schedule import check, launches
 from pipetrain.snapshot import saver
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.stage import Stage
-from pipetrain.transport.ahead import Ring
-from pipetrain.transport.lanes import Lanes
-from pipetrain.transport.transport import Transport
 from virtual_gpu.cases import Case, batch_norm, bfloat16, bridges, conjugate, differences, dropout, frozen, gaps, play
 from virtual_gpu.hangs import find_hangs
 from virtual_gpu.races import find_races
@@ -52,11 +52,11 @@ def broken(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
 
 
 def of_communicator(name: str, old: str, new: str) -> Callable[[], Any]:
-    """`transport/nccl.py` is there with the virtual GPU alone."""
+    """`comm/nccl.py` is there with the virtual GPU alone."""
 
     def patch() -> Any:
         with nccl_there():
-            from pipetrain.transport.nccl import Communicator
+            from pipetrain.comm.nccl import Communicator
         return broken(Communicator, name, old, new)()
 
     return patch
@@ -107,7 +107,7 @@ GIVEN_OUTSIDE = """\
 # The copy is made where the producer runs, but after its end was recorded: the wrong mend.
 GIVEN_DENSE_OUTSIDE = """\
         if not is_last:
-            from pipetrain.transport.forms import compact
+            from pipetrain.comm.forms import compact
             crossed = self._crossed(stage, output, given)
             self._given[to] = crossed._replace(leaves=[compact(leaf) for leaf in crossed.leaves])
 """

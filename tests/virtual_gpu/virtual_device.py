@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.comm.device import DeviceMemory
 from pipetrain.schedule.op import Op
-from pipetrain.transport.device import DeviceMemory
 from virtual_gpu.kernels import Blocks, KernelMode
 from virtual_gpu.recorded import (
     CallMark,

@@ -1,7 +1,7 @@
 """Runs the real `Pipeline` on virtual GPUs, a thread per rank, and gives back what each rank's GPU was told.
 
 What is replaced: the group that `Pipeline` joins (its chain and forms go through queues in memory), torch's
-`ProcessGroupNCCL`, and the device verbs. Executor, lanes, stages, transport and the ends of `transport/nccl.py` are the
+`ProcessGroupNCCL`, and the device verbs. Executor, lanes, stages, transport and the ends of `comm/nccl.py` are the
 ones that run everywhere.
 """
 
@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
-from pipetrain.group.coordinates import grid_of
-from pipetrain.group.courier import Courier
-from pipetrain.group.failure import Monitor
-from pipetrain.group.group import Group
+from pipetrain.comm import lanes as lanes_module
+from pipetrain.comm.coordinates import grid_of
+from pipetrain.comm.courier import Courier
+from pipetrain.comm.failure import Monitor
+from pipetrain.comm.forms import Form
+from pipetrain.comm.group import Group
+from pipetrain.comm.lanes import Lanes
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.transport import lanes as lanes_module
-from pipetrain.transport.forms import Form
-from pipetrain.transport.lanes import Lanes
 from virtual_gpu.baton import Baton
 from virtual_gpu.recorded import Recording
 from virtual_gpu.virtual_device import VirtualDevice
@@ -101,10 +101,9 @@ class VirtualRanks:
                 stack.enter_context(mock.patch.object(target, name, value))
 
             stack.enter_context(nccl_there())
-            from pipetrain.group import chain
+            from pipetrain.comm import chain, nccl
             from pipetrain.runtime import pipeline, runner
             from pipetrain.snapshot import saver
-            from pipetrain.transport import nccl
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
             put(pipeline, "join_group", self._join_group)
@@ -156,7 +155,7 @@ class VirtualRanks:
 
 
 def nccl_there() -> AbstractContextManager[object]:
-    """Within it `transport/nccl.py` can be imported, also with a torch that has no NCCL."""
+    """Within it `comm/nccl.py` can be imported, also with a torch that has no NCCL."""
     return mock.patch.object(dist, "ProcessGroupNCCL", VirtualGroup, create=True)
 
 
@@ -172,13 +171,13 @@ def _nccl_edges(
     **_: Any,
 ) -> Any:
     """What `make_edges` makes for GPUs."""
-    from pipetrain.transport.nccl import NcclEdges
+    from pipetrain.comm.nccl import NcclEdges
 
     return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
 
 
 class _Maker:
-    """`ProcessGroupNCCL` as `transport/nccl.py` uses it."""
+    """`ProcessGroupNCCL` as `comm/nccl.py` uses it."""
 
     Options = VirtualGroup.Options
 
@@ -241,7 +240,7 @@ def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
 
 
 class _Hosts:
-    """Pairs of ranks whose hosts talk through queues: what `group/pair.py` makes over gloo."""
+    """Pairs of ranks whose hosts talk through queues: what `comm/pair.py` makes over gloo."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from entries import own_boundaries, own_functions, own_state, torch_layers
 from entries.entry import Entry
 
-from pipetrain.proof.apart import try_apart
-from pipetrain.proof.beside_loop import Found, Trace, Verdict, Way, beside, plain, worst_of
+from pipetrain.monitor.draw.table import Table
 from pipetrain.schedule.policy import Mode
-from pipetrain.timeline.draw.table import Table
+from pipetrain.verify.apart import try_apart
+from pipetrain.verify.beside_loop import Found, Trace, Verdict, Way, beside, plain, worst_of
 
 ENTRIES: tuple[Entry, ...] = (
     *torch_layers.ENTRIES,

@@ -9,10 +9,10 @@ import layer_zoo
 import pytest
 from layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
 
-from pipetrain.proof import apart
-from pipetrain.proof.apart import try_apart
-from pipetrain.proof.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
 from pipetrain.stage.slots import RecomputeMismatch
+from pipetrain.verify import apart
+from pipetrain.verify.apart import try_apart
+from pipetrain.verify.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
 
 WAY = Way("overlap", 2)
 

@@ -5,7 +5,7 @@ import re
 
 from layer_zoo import ENTRIES
 
-from pipetrain.proof.beside_loop import Verdict
+from pipetrain.verify.beside_loop import Verdict
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "LAYERS.md").read_text()

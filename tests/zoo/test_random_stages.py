@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from layer_zoo import ENTRIES, entry_named
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Batch, Subject, Verdict, Way, beside, plain
+from pipetrain.verify.beside_loop import Batch, Subject, Verdict, Way, beside, plain
 
 # Compiling takes seconds. What is known to differ, differs.
 BLOCKS = sorted(

@@ -6,7 +6,7 @@ import pytest
 from layer_zoo import ENTRIES, Entry
 from random_schedules import split
 
-from pipetrain.proof.beside_loop import Way, beside, plain
+from pipetrain.verify.beside_loop import Way, beside, plain
 
 
 @pytest.mark.slow

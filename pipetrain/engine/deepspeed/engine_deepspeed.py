@@ -21,23 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipetrain.comm.coordinates import Coordinates, Grid
+from pipetrain.comm.device import device_of
+from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
 from pipetrain.engine.engine import Accepts
-from pipetrain.engine.optimizer import learning_rate, make_optimizer
 from pipetrain.engine.precision import Precision
-from pipetrain.group.coordinates import Coordinates, Grid
-from pipetrain.group.failure import PipelineError
-from pipetrain.model.loss import IGNORED
-from pipetrain.model.spec import ModelSpec
-from pipetrain.model.trained import Model, Optimizer
-from pipetrain.parallel.clipping import clip_grad_norm
+from pipetrain.models.loss import IGNORED
+from pipetrain.models.spec import ModelSpec
+from pipetrain.models.trained import Model, Optimizer
+from pipetrain.monitor.step_report import StepFigures, StepResult
+from pipetrain.optim.optimizer import learning_rate, make_optimizer
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.clipping import clip_grad_norm
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
-from pipetrain.timeline.step_report import StepFigures, StepResult
-from pipetrain.transport.device import device_of
 
 _T = TypeVar("_T")
 _Microbatch = tuple[Tensor, tuple[Tensor, Tensor]]  # inputs, and targets with their weight

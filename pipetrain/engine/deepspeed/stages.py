@@ -18,8 +18,8 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
-from pipetrain.group.coordinates import STAGE_REPLICA, Grid
-from pipetrain.model.spec import ModelSpec
+from pipetrain.comm.coordinates import STAGE_REPLICA, Grid
+from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import whole_state as weights
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy

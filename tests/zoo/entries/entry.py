@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.proof.beside_loop import Batch, Subject, Verdict
+from pipetrain.verify.beside_loop import Batch, Subject, Verdict
 
 WIDTH = 16
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
-from pipetrain.proof.beside_loop import Batch, Verdict
 from pipetrain.runtime.cut import Whole
 from pipetrain.stage.added_losses import add_loss
+from pipetrain.verify.beside_loop import Batch, Verdict
 
 # What layers hand on --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from entries.entry import WIDTH, Entry, block, dense, square, stack
-from pipetrain.proof.beside_loop import Verdict
+from pipetrain.verify.beside_loop import Verdict
 
 # Functions ------------------------------------------------------------------------------------------------------------
 

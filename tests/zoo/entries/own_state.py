@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
-from pipetrain.proof.beside_loop import Verdict
+from pipetrain.verify.beside_loop import Verdict
 
 
 class Counts(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
 from entries.entry import VOCABULARY, WIDTH, Entry, Shaped, block, dense, square, stack, tokens
-from pipetrain.proof.beside_loop import Verdict
+from pipetrain.verify.beside_loop import Verdict
 
 
 class RunsOver(nn.Module):

@@ -1,0 +1,264 @@
+"""The form of a message between stages: shapes, dtypes, strides, plain values, and which tensors need a gradient.
+
+The form travels with the first message of its kind; afterwards both ends know it, so that a receive can be posted ahead
+with the right size and nothing but the tensors' own bytes is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils import _pytree as pytree
+
+from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.structures import leaf_names, spec_text, structure
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """One tensor. A stride of 0 is an expanded dimension, of which one entry is sent.
+
+    `fixed` says why its receiver may not change it in place; empty: it may.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    fixed: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is sent."""
+        return self.dtype.itemsize * math.prod(self._sent_shape)
+
+    @property
+    def _sent_shape(self) -> list[int]:
+        return [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides)]
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer for what is sent: as `compact` lays it out."""
+        return torch.empty_strided(self._sent_shape, self.strides, dtype=self.dtype, device=device)
+
+    def within(self, memory: UntypedStorage) -> Tensor:
+        """The same, at the start of `memory`."""
+        buffer = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return buffer.set_(memory, 0, self._sent_shape, self.strides)
+
+    def record(self) -> list[Any]:
+        return ["tensor", self.shape, self.strides, str(self.dtype), self.needs_gradient, self.fixed]
+
+
+@dataclass(frozen=True)
+class AliasForm:
+    """The very tensor that stands in an earlier leaf of the message; it is sent once."""
+
+    leaf: int
+
+    def record(self) -> list[Any]:
+        return ["alias", self.leaf]
+
+
+@dataclass(frozen=True, eq=False)
+class ValueForm:
+    """A plain value: 1 and True and 1.0 are different, and NaN is equal to itself."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ValueForm):
+            return NotImplemented
+        return type(self.value) is type(other.value) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+    def record(self) -> list[Any]:
+        return [type(self.value).__name__, str(self.value)]
+
+
+_LeafForm = TensorForm | AliasForm | ValueForm
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tree of tensors and plain values: `spec` is its structure (None: a mere list), `leaves` what stands in it."""
+
+    spec: pytree.TreeSpec | None
+    leaves: tuple[_LeafForm, ...]
+
+    @property
+    def tensors(self) -> list[TensorForm]:
+        """What is sent, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+    def name_of(self, index: int) -> str:
+        """What a leaf is called in an error."""
+        return f"the gradient of leaf {index}" if self.spec is None else leaf_names(self.spec, "output")[index]
+
+    def to_json(self) -> bytes:
+        leaves = [leaf.record() for leaf in self.leaves]
+        return json.dumps([None if self.spec is None else spec_text(self.spec), leaves]).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> Form:
+        spec, leaves = json.loads(text)
+        return Form(None if spec is None else structure(spec), tuple(_leaf_form(*leaf) for leaf in leaves))
+
+
+def _leaf_form(kind: str, *fields: Any) -> _LeafForm:
+    if kind == "tensor":
+        shape, strides, dtype, needs_gradient, fixed = fields
+        return TensorForm(tuple(shape), tuple(strides), _dtype_of(dtype), needs_gradient, fixed)
+    return AliasForm(*fields) if kind == "alias" else ValueForm(_READ[kind](*fields))
+
+
+def _dtype_of(text: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
+    return dtype
+
+
+# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too. How `str` of one is read.
+_PLAIN: Mapping[type, Callable[[str], Any]] = {
+    type(None): lambda _: None,
+    bool: lambda text: text == "True",
+    int: int,
+    float: float,
+    complex: complex,
+    str: str,
+    torch.dtype: _dtype_of,
+    torch.device: torch.device,
+}
+_READ = {kind.__name__: read for kind, read in _PLAIN.items()}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value that is no tensor can be sent."""
+    return type(value) in _PLAIN
+
+
+def pack(
+    leaves: Sequence[Any],
+    needs_gradient: Sequence[bool],
+    spec: pytree.TreeSpec | None,
+    fixed: Mapping[int, str] | None = None,
+) -> tuple[Form, list[Tensor]]:
+    """The form of a message, and its tensors, laid out as they are sent. In a tree a tensor that stands twice is sent once.
+
+    Raises:
+        TypeError: a value that cannot be sent.
+    """
+    forms: list[_LeafForm] = []
+    tensors: list[Tensor] = []
+    places: dict[int, int] = {}
+    for index, (leaf, needed) in enumerate(zip(leaves, needs_gradient)):
+        if not isinstance(leaf, Tensor):
+            if not is_plain(leaf):
+                kind = type(leaf).__name__
+                raise TypeError(f"a {kind} cannot be sent: only tensors, numbers, strings and None can")
+            forms.append(ValueForm(leaf))
+        elif spec is not None and places.setdefault(id(leaf), index) != index:
+            forms.append(AliasForm(places[id(leaf)]))
+        else:
+            tensors.append(compact(leaf))
+            forms.append(_tensor_form(leaf, tensors[-1], needed, fixed[index] if fixed and index in fixed else ""))
+    return Form(spec, tuple(forms)), tensors
+
+
+def _tensor_form(leaf: Tensor, dense: Tensor, needs_gradient: bool, fixed: str) -> TensorForm:
+    strides = tuple(
+        0 if full != sent else stride for full, sent, stride in zip(leaf.shape, dense.shape, dense.stride())
+    )
+    return TensorForm(tuple(leaf.shape), strides, leaf.dtype, needs_gradient, fixed)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """`tensor` with one entry per expanded dimension and memory without gaps: itself where it is so, else a copy."""
+    tensor = tensor.resolve_conj().resolve_neg()  # bytes alone are sent
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor if _is_dense(tensor) else tensor.clone()
+
+
+def conform(tensors: Sequence[Tensor], form: Form, found: Form, device: torch.device, what: str) -> list[Tensor]:
+    """`tensors`, of the form `found`, laid out as the other end expects: only strides and missing gradients may differ.
+
+    Raises:
+        PipelineError: anything else has changed, although the inputs of the step had the shapes of an earlier one.
+    """
+    if found.spec != form.spec or len(found.leaves) != len(form.leaves):
+        raise PipelineError(
+            f"{what}: the structure of what the stage sends changed: then {form}, now {found}. {_CHANGED}"
+        )
+    given, laid_out = iter(tensors), []
+    for index, (expected, actual) in enumerate(zip(form.leaves, found.leaves)):
+        tensor = next(given) if isinstance(actual, TensorForm) else None
+        if not _fits(expected, actual):
+            raise PipelineError(f"{what}: {found.name_of(index)} changed: then {expected}, now {actual}. {_CHANGED}")
+        if isinstance(expected, TensorForm):
+            laid_out.append(_restride(tensor, expected, device))
+    return laid_out
+
+
+_CHANGED = (
+    "What stages exchange may change with the inputs' shapes and plain values and with requires_grad of parameters only: freeze by "
+    "requires_grad_(False) and not inside a forward, and pass what a layer computes on as a tensor of one shape"
+)
+_NO_GRADIENT = ValueForm(None)
+
+
+def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
+    """The leaves of a received message."""
+    tensors = iter(buffers)
+    leaves: list[Any] = []
+    for leaf in form.leaves:
+        if isinstance(leaf, TensorForm):
+            leaves.append(next(tensors).expand(leaf.shape))
+        else:
+            leaves.append(leaves[leaf.leaf] if isinstance(leaf, AliasForm) else leaf.value)
+    return leaves
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor in one dimension: what a transport that wants contiguous tensors sends."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _fits(expected: _LeafForm, actual: _LeafForm) -> bool:
+    if not isinstance(expected, TensorForm):
+        return actual == expected
+    if actual == _NO_GRADIENT:
+        return not expected.needs_gradient
+    if (
+        not isinstance(actual, TensorForm)
+        or replace(actual, strides=expected.strides, fixed=expected.fixed) != expected
+    ):
+        return False
+    # What was one entry of an expanded dimension may not become many; the other way round a copy spreads it.
+    return all(wanted != 0 or stride == 0 for wanted, stride in zip(expected.strides, actual.strides))
+
+
+def _restride(leaf: Tensor | None, form: TensorForm, device: torch.device) -> Tensor:
+    buffer = form.empty(device)
+    if leaf is None:  # no gradient where the first step had one
+        return buffer.zero_()
+    for dimension, stride in enumerate(form.strides):
+        if stride == 0:
+            leaf = leaf.narrow(dimension, 0, 1)
+    return buffer.copy_(leaf)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

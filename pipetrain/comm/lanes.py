@@ -1,0 +1,166 @@
+"""Where the lanes of a rank run, and when each op ran: streams and events of its device.
+
+Every crossing between lanes has the same three moments:
+
+    with lanes.on(lane, waits, op): [1] wait   for the ops that must have ended (a stream waits for their events)
+        with lanes.timed(lane, op): [2] run    the op, in a range of its name for torch's profiler
+                                    [3] record that it has ended (an event on the stream)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
+
+from pipetrain.comm.ahead import Ahead, Line
+from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
+from pipetrain.comm.device_clock import StepClock
+from pipetrain.schedule.events import OpEvent
+from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.op import Lane, Op
+
+_Span = tuple[Lane, Op, Event, Event]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When the ops of a step ran.
+
+    `events` gives them by start: on a GPU it waits for the step to end on the device, which is not for the hot path.
+    `has_ended` says whether there is nothing to wait for any more; `error_seconds`, how wrong a time of `events` may be.
+    """
+
+    events: Callable[[], tuple[OpEvent, ...]]
+    has_ended: Callable[[], bool]
+    error_seconds: Callable[[], float]
+
+
+class Lanes:
+    """Lanes as streams: compute and messages at high priority, recompute at low, so that R yields to F and B.
+
+    In the lanes of messages each stage edge and direction has a stream of its own, and so has the lane `reduce`. An op that ended without an event (a
+    message over gloo, of which a thread said so) has ended before what waits for it is launched.
+    """
+
+    def __init__(self, rank: int, device: Device) -> None:
+        self.device = device
+        self.ahead = Ahead() if device.runs_ahead else None
+        self._rank = rank
+        self._compute = device.stream(priority=HIGH)
+        self._recompute = device.stream(priority=LOW)
+        self._messages: dict[Line, Stream] = {}
+        self._ended: dict[Op, Event] = {}
+        self._spare: list[Event] = []
+        self._spans: list[_Span] = []
+        self._host: list[OpEvent] = []
+        self._clock: StepClock | None = None
+
+    def start_step(self) -> None:
+        self._ended.clear()
+        self._spans = [] if self.ahead is None else _Spans(self._spare)
+        self._host = []
+        caller = self.device.current()
+        for stream in self._streams():
+            self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
+        self._clock = self.device.clock()
+
+    def end_step(self) -> None:
+        caller = self.device.current()
+        for stream in self._streams():
+            self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
+        if self.ahead is not None:
+            for stream in self._streams():
+                self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next
+            self.ahead.join()
+
+    def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:
+        """The stream of `op`, which waits from now on for the events of `waits`."""
+        stream = self._stream(lane, op)
+        for before in waits:
+            event = self._ended.get(before)
+            if event is not None:
+                self.device.wait(stream, event)  # [1]
+        if self.ahead is not None:
+            self.ahead.launch(line_of(lane, op), waits)
+        return self.device.on(stream)
+
+    @contextmanager
+    def timed(self, lane: Lane, op: Op) -> Iterator[None]:
+        stream = self._stream(lane, op)
+        start = self._record(stream)
+        # A range for torch's profiler where it is on: without it a range is a tenth of what an op costs us.
+        with record_function(str(op)) if _profiler_enabled() else nullcontext():
+            yield  # [2]
+        end = self._ended[op] = self._record(stream)  # [3]
+        self._spans.append((lane, op, start, end))
+        if self.ahead is not None:
+            self.ahead.end(line_of(lane, op), op)
+
+    def _record(self, stream: Stream) -> Event:
+        return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
+
+    def mark(self, lane: Lane, op: Op) -> Event:
+        """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
+        end = self._ended[op] = self.device.record(self._stream(lane, op))
+        if self.ahead is not None:
+            self.ahead.end(line_of(lane, op), op)
+        return end
+
+    def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
+        """An op that ran on the host, in seconds of `time.perf_counter`. For any thread."""
+        self._host.append(OpEvent(self._rank, lane, op, start, end))
+
+    def recording(self) -> Recording:
+        clock, spans, host = self._clock, self._spans, self._host
+        assert clock is not None
+
+        def resolve() -> tuple[OpEvent, ...]:
+            found = [OpEvent(self._rank, lane, op, clock(start), clock(end)) for lane, op, start, end in spans]
+            return tuple(sorted([*host, *found], key=lambda event: event.start))
+
+        def has_ended() -> bool:
+            return all(self.device.has_ended(end) for _, _, _, end in spans)
+
+        return Recording(resolve, has_ended, clock.error_seconds)
+
+    def _streams(self) -> Iterator[Stream]:
+        yield self._compute
+        yield self._recompute
+        yield from self._messages.values()
+
+    def _stream(self, lane: Lane, op: Op) -> Stream:
+        if lane is Lane.COMPUTE:
+            return self._compute
+        if lane is Lane.RECOMPUTE:
+            return self._recompute
+        key = line_of(lane, op)
+        if key not in self._messages:
+            self._messages[key] = self.device.stream(priority=HIGH)
+        return self._messages[key]
+
+
+class _Spans(list[_Span]):
+    """What one step records on a device; its events are used again when nobody asks for them any more."""
+
+    def __init__(self, spare: list[Event]) -> None:
+        super().__init__()
+        self._spare = spare
+
+    def __del__(self) -> None:
+        for _, _, start, end in self:
+            self._spare += (start, end)
+
+
+def line_of(lane: Lane, op: Op) -> Line:
+    """The stream of an op."""
+    return (op.stage, op.kind) if lane in MESSAGE_LANES else lane
+
+
+def make_lanes(rank: int, device: torch.device) -> Lanes:
+    return Lanes(rank, device_of(device))

@@ -1,0 +1,192 @@
+"""Messages between stages on GPUs through memory of the host, over gloo: where NCCL does not connect the ranks, or they share a GPU.
+
+    SEND   the thread that launches   [1] wait for the producer (the executor's `on`)  [2] copy to a slot  [3] record its end
+           the courier                wait for [3], send the slot; then it is free
+    RECV   the courier                receive into a slot that is free
+           the thread that launches   [1] the RECV's stream  [2] copy to the device  [3] record the arrival: then it is free
+
+A slot is a piece of host memory that the device reads and writes while the host goes on ("pinned"). One thread launches all
+that the device does, so no stream is given work by two, and what waits for a RECV finds its event recorded. The host waits
+for each message to arrive, and not only for its forms: so the host does not run ahead of the device as it does over NCCL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from pipetrain.comm.device import Device, Event
+from pipetrain.comm.ends import Arrived, Collect, Ended, MakeBuffers
+from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.forms import Form, flat_bytes
+from pipetrain.comm.gloo import GlooEdges, GlooEnd, GlooReducer
+from pipetrain.comm.lanes import Lanes
+from pipetrain.schedule.op import Lane, Op
+
+_META = torch.device("meta")
+_NUM_SLOTS = 2  # of a receiving end: one being received into, one being copied to the device
+_ALIGNMENT = 16  # bytes; the largest entry of a tensor (complex128)
+# How often a courier looks for an event: a message takes longer, and a thread inside a wait of CUDA's could not be ended.
+_POLL_SECONDS = 1e-4
+
+
+class PinnedEdges:
+    """Makes the ends of the stage edges of one rank."""
+
+    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
+        self._over_gloo = GlooEdges(store, lanes, monitor, of_all)
+        self._lanes = lanes
+        self._monitor = monitor
+
+    def inbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedEnd:
+        return PinnedEnd(self._over_gloo.inbound(edge, direction, place, peer), self._lanes, self._monitor)
+
+    outbound = inbound
+
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> PinnedReducer:
+        return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
+
+
+class PinnedEnd:
+    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
+
+    reads_later = False
+
+    def __init__(self, over_gloo: GlooEnd, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = over_gloo.peer
+        self._over_gloo = over_gloo
+        self.close, self.abort = over_gloo.close, over_gloo.abort
+        self._lanes = lanes
+        self._sending = _SendingSlots(lanes.device, monitor)
+        self._receiving = itertools.cycle([_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)])
+
+    def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
+        slot = next(self._receiving)
+
+        def came(known: Form, collect: Collect, _: Callable[[], None] = lambda: None, /) -> None:
+            in_slot, tensors = collect(), list[Tensor]()
+            slot.take()
+
+            def land() -> None:
+                with self._lanes.on(Lane.RECV, (), op):
+                    tensors.extend(make_buffers(known))
+                    for tensor, source in zip(tensors, in_slot):
+                        self._lanes.device.copy(flat_bytes(tensor), source)  # [2]
+                    slot.give_back(self._lanes.mark(Lane.RECV, op))  # [3]
+
+            arrived(known, lambda: tensors, land)
+
+        self._over_gloo.post(op, form, slot.tensors, came)
+
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
+        slot, in_slot, ready = self._sending.fill(tensors)
+
+        def sent() -> None:
+            self._sending.free.append(slot)
+            left()
+
+        self._over_gloo.send(op, form, in_slot, sent, ready)
+
+
+class PinnedReducer:
+    """One end of several ranks that add up gradients: `ends.Reducer`. The host adds them up, in a slot."""
+
+    def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
+        self.peer = over_gloo.peer
+        self._over_gloo = over_gloo
+        self.close, self.abort = over_gloo.close, over_gloo.abort
+        self._lanes = lanes
+        self._slots = _SendingSlots(lanes.device, monitor)
+
+    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
+        slot, in_slot, ready = self._slots.fill(tensors)
+
+        def land() -> None:
+            with self._lanes.on(Lane.REDUCE, (), op):
+                for tensor, source in zip(tensors, in_slot):
+                    self._lanes.device.copy(flat_bytes(tensor), source)
+                settle()
+                self._lanes.mark(Lane.REDUCE, op)
+            self._slots.free.append(slot)  # what is copied into it next comes behind this, on the same stream
+
+        self._over_gloo.reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
+
+
+class _Slot:
+    """Host memory for one message; it grows with the largest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory = device.host_memory(0)
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Room for each of `tensors`, in one dimension as `flat_bytes` gives it."""
+        ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
+        if ends and ends[-1] > len(self._memory):
+            self._memory = self._device.host_memory(ends[-1])
+        return [
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype) for start, tensor in zip((0, *ends), tensors)
+        ]
+
+
+class _SendingSlots:
+    """As many as there were messages at once that had not left; `free` are those that have."""
+
+    def __init__(self, device: Device, monitor: Monitor) -> None:
+        self.free: deque[_Slot] = deque()
+        self._device = device
+        self._monitor = monitor
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[_Slot, list[Tensor], Callable[[], None]]:
+        """A slot with copies of `tensors`, these, and what a courier waits in until they are there."""
+        slot = self.free.popleft() if self.free else _Slot(self._device)
+        in_slot = slot.like(tensors)
+        for target, tensor in zip(in_slot, tensors):
+            self._device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
+        copied = self._device.record(self._device.current())  # [3]
+        return slot, in_slot, lambda: _wait(lambda: self._device.has_ended(copied), self._monitor)
+
+
+class _ReceivingSlot(_Slot):
+    """One that is received into again when the device has read what came before."""
+
+    def __init__(self, device: Device, monitor: Monitor) -> None:
+        super().__init__(device)
+        self._monitor = monitor
+        self._is_taken = False  # what has come is not on its way to the device yet
+        self._read: Event | None = None
+
+    def tensors(self, form: Form) -> list[Tensor]:
+        """What a message of this form is received into. Waits until it may be: so on the thread of a courier."""
+        _wait(self._is_free, self._monitor)
+        return self.like([leaf.empty(_META) for leaf in form.tensors])
+
+    def _is_free(self) -> bool:
+        return not self._is_taken and (self._read is None or self._device.has_ended(self._read))
+
+    def take(self) -> None:
+        """A message is in it."""
+        self._is_taken = True
+
+    def give_back(self, read: Event) -> None:
+        """From the event `read` on, the device no longer reads it."""
+        self._read = read
+        self._is_taken = False
+
+
+def _wait(is_over: Callable[[], bool], monitor: Monitor) -> None:
+    """Wait on the thread of a courier; whoever waits for its message has a time-out.
+
+    Raises:
+        PipelineError: the pipeline has failed meanwhile.
+    """
+    while not is_over():
+        if monitor.failure is not None:
+            raise PipelineError(f"the pipeline failed: {monitor.failure}")
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,177 @@
+"""torch.distributed from torchrun's variables: the store at which all ranks meet, a process group that connects on use, and meshes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipetrain.comm.address import Unreachable, check_can_listen, explain_unreachable, is_rank, wait_for
+from pipetrain.comm.coordinates import REPLICA_STAGE, STAGE_REPLICA, Grid
+from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.versions import check_same
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+REPLICA, STAGE, TENSOR = "replica", "stage", "tensor"
+
+
+def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
+    """Initialise torch.distributed from torchrun's variables, or for this process alone where there are none.
+
+    Its process group connects nobody until somebody uses it. We do not: gloo would connect every rank with every other,
+    and what a rank opens must not grow with their number.
+
+    Raises:
+        ValueError: the ranks have different versions of what they run on.
+        PipelineError: the other ranks could not be met within `timeout_seconds`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if is_rank():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = store_of_this_attempt(timeout)
+        check_same(store, rank, size)
+    else:
+        rank, size, store = 0, 1, HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    with connecting_on_use():
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+@contextlib.contextmanager
+def connecting_on_use() -> Iterator[None]:
+    """Gloo groups made meanwhile connect two ranks when these first talk to each other."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
+
+
+def store_of_this_attempt(timeout: timedelta) -> Store:
+    """The store of torchrun's variables, without what ranks wrote into it before torchrun started them again.
+
+    On one node torchrun keeps its store over restarts, and the addresses of processes that were killed with it: a new
+    rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
+    cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
+
+    Raises:
+        PipelineError: there is no store at MASTER_ADDR and MASTER_PORT.
+    """
+    store = _store(timeout)
+    return PrefixStore(name_of_attempt(), store) if _on_one_node() else store
+
+
+def name_of_attempt() -> str:
+    """Which start of torchrun's this is, as far as all ranks count alike."""
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if _on_one_node() else '0'}"
+
+
+def _store(timeout: timedelta) -> Store:
+    """Raises:
+    ValueError: who started the ranks did not say where they meet.
+    PipelineError: the address is taken, cannot be reached, or not all ranks came to it.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK is set and {missing[0]} is not: start the ranks with torchrun, or set it to where rank 0 is"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    store: Store
+    start = time.monotonic()
+    try:
+        if hosts_it:
+            check_can_listen(host, port)
+        else:
+            wait_for(host, port, timeout.total_seconds())
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except Unreachable as error:
+        raise PipelineError(f"rank {os.environ['RANK']}: {error}") from error
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        told = explain_unreachable(host, port, time.monotonic() - start, ConnectionError(reason))
+        raise PipelineError(f"rank {os.environ['RANK']}: {told}") from error
+    return store
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+
+def check_mesh(mesh: object) -> DeviceMesh:
+    """`mesh`, if it is one that a pipeline can have.
+
+    Raises:
+        ValueError: it has other dimensions, more than one part of a tensor, or ranks that do not count up.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh={mesh!r}: give a DeviceMesh with the dimensions 'replica' and 'stage', as init_device_mesh(device_type, "
+            "(num_replicas, num_ranks), mesh_dim_names=('replica', 'stage')) makes it"
+        )
+    names = mesh.mesh_dim_names or ()
+    if not {REPLICA, STAGE} <= set(names) <= {REPLICA, STAGE, TENSOR}:
+        raise ValueError(
+            f"mesh has the dimensions {list(names)}: 'replica' and 'stage' are needed, and 'tensor' is allowed with 1 rank; name them by "
+            "init_device_mesh(..., mesh_dim_names=('replica', 'stage'))"
+        )
+    if TENSOR in names and mesh.size(names.index(TENSOR)) != 1:
+        raise ValueError(
+            f"mesh has {mesh.size(names.index(TENSOR))} ranks along 'tensor': only 1 is supported so far; give the slice "
+            "mesh['replica', 'stage']"
+        )
+    ranks = ranks_of(mesh)
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, which do not count up along its dimensions: make it with init_device_mesh, with "
+            "the dimension last whose ranks are to be neighbours"
+        )
+    return mesh
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """All its ranks, row by row."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def grid_of_mesh(mesh: DeviceMesh) -> Grid:
+    """The grid of a mesh that `check_mesh` has passed."""
+    names = mesh.mesh_dim_names or ()
+    order = REPLICA_STAGE if names.index(REPLICA) < names.index(STAGE) else STAGE_REPLICA
+    return Grid(mesh.size(names.index(REPLICA)), mesh.size(names.index(STAGE)), order=order)
+
+
+def make_mesh(grid: Grid, rank: int, members: list[int], device_type: str, timeout_seconds: float) -> DeviceMesh:
+    """A mesh of `grid`, in which torch.distributed knows rank r as `members[r]`. Collective.
+
+    Its groups connect two ranks when these first talk to each other, and are made by their own ranks alone: the other ranks of
+    torch.distributed need not come.
+    """
+    groups = [_group_of(grid.ranks_of_stage(rank), members, timeout_seconds)]
+    groups += [_group_of(grid.ranks_of_replica(rank), members, timeout_seconds)]
+    rows = [[members[one] for one in grid.ranks_of_replica(first)] for first in grid.ranks_of_stage(0)]
+    names = (REPLICA, STAGE)
+    if grid.order == STAGE_REPLICA:
+        groups, rows, names = groups[::-1], [list(row) for row in zip(*rows)], names[::-1]
+    return DeviceMesh.from_group(groups, device_type, rows, mesh_dim_names=names)
+
+
+def _group_of(ranks: tuple[int, ...], members: list[int], timeout_seconds: float) -> ProcessGroup:
+    timeout = timedelta(seconds=timeout_seconds)
+    with connecting_on_use():
+        made: ProcessGroup = dist.new_group(
+            [members[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
+        )
+    return made

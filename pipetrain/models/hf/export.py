@@ -1,0 +1,146 @@
+"""A trained Hugging Face model as a folder that `from_pretrained` loads: weights in the family's own names, config, tokenizer.
+
+    run folder                                         DIR
+      weights/ or the newest snapshot ── stage by stage ──► model-0000k-of-0000n.safetensors, and their index
+      model/                          ── copied ──────────► config.json, tokenizer, chat template, generation config
+
+One stage is in memory at a time, so a laptop exports what a cluster trained.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pipetrain.config.records import LoraConfig
+from pipetrain.models.hf.lora import merged_weights, write_adapters
+from pipetrain.models.hf.parts import HfNames, model_parts
+from pipetrain.models.hf.pruned import empty_model
+from pipetrain.models.hf.source import CONFIG, HfSource, find_source
+from pipetrain.models.weights import shard_name, write_index, write_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def export_model(
+    tensors: Mapping[str, Tensor],
+    stages: Sequence[range],
+    files: Path,
+    out: Path,
+    *,
+    lora: LoraConfig | None = None,
+    base: str = "",
+) -> None:
+    """Writes `out`, a folder with `tensors`, which have transformers' names and are read one by one.
+
+    Args:
+        stages: our layers, some at a time; each becomes a file.
+        files: config.json and what else belongs to the model, as `keep_files` left it in the run folder.
+        lora: the adapters that were trained, which are merged, or written alone for who has the model `base`.
+        out: it is there whole or not at all.
+
+    Raises:
+        ValueError: `out` is in use; a tensor of the model is missing.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    source = find_source(str(files))
+    model = empty_model(source)
+    parts = model_parts(model)
+    if lora is not None and lora.rank is not None:
+        if not lora.merge:
+            with _whole_or_not(out) as draft:
+                write_adapters(tensors, model, parts, lora, base, draft)
+                _copy_beside(source, draft)
+            return
+        tensors = merged_weights(tensors, model, lora)
+    tied = model.all_tied_weights_keys  # these are written once, so the source alone
+    missing = sorted(model.state_dict().keys() - tensors.keys() - tied.keys())
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not among the tensors of the run (and {len(missing) - 1} more): they are of another model"
+        )
+    written = [name for name in tensors if name not in tied]
+    with _whole_or_not(out) as draft:
+        shards = [shard_name(number, len(stages)) for number in range(len(stages))]
+        dtypes = set()
+        for layers, shard in zip(stages, shards):
+            part = {name: tensors[name] for name in written if (parts.layer_of(name) or 0) in layers}
+            dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
+            # names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor
+            write_shard(draft / shard, revert_weight_conversion(model, part))
+        if len(shards) > 1:
+            write_index(draft, shards)
+        _copy_beside(source, draft)
+        _write_config(draft / CONFIG, source, model, {str(dtype).removeprefix("torch.") for dtype in dtypes})
+
+
+def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
+    """Tensors under transformers' names that are called `own` as in our layers, those of a snapshot."""
+    return HfNames(model_parts(empty_model(find_source(str(files))))).to_file(own)
+
+
+def _copy_beside(source: HfSource, folder: Path) -> None:
+    for path in source.beside_weights:
+        shutil.copyfile(path, folder / path.name)
+
+
+def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) -> None:
+    """What `export` and `generate` need of a model besides weights, copied into the run folder: the source may be gone by then.
+
+    `tokenizer`: a folder with another one, which the data were made with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
+    others = () if tokenizer is None else HfSource(str(tokenizer), tokenizer, {}).beside_weights
+    for path in (*source.beside_weights, *others):
+        if path.name != "generation_config.json" or path.parent == source.folder:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: set[str]) -> None:
+    config = {**source.config, "architectures": [type(model).__name__]}
+    if len(dtypes) == 1:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtypes.pop()
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def check_out(out: Path) -> None:
+    """Raises:
+    ValueError: something is there already: a model that is read, perhaps by the run that is exported.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(
+            f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
+        )
+
+
+@contextmanager
+def _whole_or_not(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` when all is written.
+
+    Raises:
+        ValueError: something is there already, or it cannot be made.
+    """
+    check_out(out)
+    draft = out.with_name(f".{out.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--out={out}: the folder cannot be made ({error.strerror})") from error
+    try:
+        yield draft
+        if out.exists():
+            out.rmdir()
+        draft.replace(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

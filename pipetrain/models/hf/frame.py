@@ -1,0 +1,167 @@
+"""What decoder layers get beside the hidden state: masks, rotary tables, positions. A *frame* is all of that for one microbatch.
+
+The base model's own forward makes it: it is run with recorders in place of its decoder layers, and what each is called with is what it
+needs, whatever the family. On the first stage it runs on token ids, and the first recorder gets the embedding; on any other it runs on
+zeros in the shape of the hidden state, without any weights. A frame belongs to its stage: its first layer makes it, in F and again in R,
+all use it, and it is never sent. So a mask is one tensor per (stage, microbatch), whatever the number of layers that save it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetrain.models.hf.parts import AsGiven, Call, Parts, has_part, hollowed, masks_decided
+from pipetrain.stage.local import StageLocal
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What each decoder layer of a model is called with for one microbatch, but for the hidden state."""
+
+    calls: tuple[Call, ...]
+    hidden_key: int | str
+
+    def run(self, number: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Decoder layer `number` on a hidden state `[batch, sequence, width]`; returns the next one."""
+        args, kwargs = self.calls[number]
+        if isinstance(self.hidden_key, int):
+            args = (*args[: self.hidden_key], hidden, *args[self.hidden_key + 1 :])
+        else:
+            kwargs = {**kwargs, self.hidden_key: hidden}
+        output = layer(*args, **kwargs)
+        following: Tensor = output[0] if isinstance(output, tuple) else output
+        return following
+
+
+@dataclass(frozen=True)
+class Given:
+    """What of a batch decoder layers need beside the hidden state. It travels from stage to stage: it is small.
+
+    mask: `[batch, sequence]`, 1 where there is a token. positions: `[batch, sequence]`, int64. None: every position is a token's; they
+    count from 0.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    past: Any = None  # the cache of a transformers model, whose keys and values these tokens are added to
+
+    @staticmethod
+    def of(tree: Mapping[str, Any]) -> Given:
+        return Given(tree.get("attention_mask"), tree.get("position_ids"))
+
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of a base model's forward."""
+        given = {"attention_mask": self.mask, "position_ids": self.positions, "past_key_values": self.past}
+        return {"use_cache": self.past is not None, **{name: it for name, it in given.items() if it is not None}}
+
+
+class FrameMaker(nn.Module):
+    """The base model without decoder layers and weights; makes frames. In eval mode always: it draws no random numbers."""
+
+    def __init__(self, owner: nn.Module, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        children = {name: child for name, child in owner.named_children() if name != parts.list_name}
+        memo = {id(config): config for config in (getattr(owner, "config", None),)}
+        self.owner = hollowed(
+            owner,
+            {parts.list_name: None}
+            | {
+                # A copy: what a table of positions changes as it grows is this stage's own.
+                name: AsGiven() if has_part(child) else copy.deepcopy(child, memo)
+                for name, child in children.items()
+            },
+        )
+        for module in self.owner.modules():
+            module._non_persistent_buffers_set = set(module._buffers)
+        self.train(False)
+
+    def train(self, mode: bool = True) -> FrameMaker:  # noqa: ARG002
+        super().train(False)
+        return self
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, given: Given) -> Frame:
+        """The frame of a microbatch whose hidden state is like `hidden`, of which only shape, dtype and device are looked at."""
+        zeros = hidden.new_zeros(()).expand(hidden.shape)
+        calls = recorded_calls(self.owner, self.parts, given, inputs_embeds=zeros)
+        return frame_of(calls, self.parts, self.owner.config)
+
+
+def recorded_calls(owner: nn.Module, parts: Parts, given: Given, **inputs: Tensor) -> list[Call]:
+    """What the owner's forward calls its decoder layers with. It is not run further than to the last of them."""
+    calls: list[Call] = []
+
+    def recorder(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        if len(calls) == parts.num_decoder_layers:
+            raise _AllCalled
+        hidden = args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key]
+        return (hidden,) if parts.returns_tuple else hidden
+
+    run = object.__new__(type(owner))  # of this call alone: a layer leaves no trace in its modules
+    run.__dict__ = {**vars(owner), parts.list_name: [recorder] * parts.num_decoder_layers}
+    (tensor,) = inputs.values()
+    try:
+        with masks_decided(packed=given.positions is not None, waits=may_look(tensor.device)):
+            run(**inputs, **given.arguments())
+    except _AllCalled:
+        return calls
+    raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {parts.num_decoder_layers} decoder layers")
+
+
+def may_look(device: torch.device) -> bool:
+    """Whether values may decide how masks are made. On a device that runs ahead each look is a wait of the host, in each F and R."""
+    return device.type == "cpu"
+
+
+class _AllCalled(BaseException):
+    """The last decoder layer has been called; what follows in the owner's forward belongs to the head."""
+
+
+def frame_of(calls: list[Call], parts: Parts, config: Any) -> Frame:
+    """The frame that these calls make: without the hidden state, with masks as floats where attention would make floats of them."""
+    hidden = [
+        args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key]
+        for args, kwargs in calls
+    ]
+    made: dict[int, Tensor] = {}
+
+    def kept(value: Any) -> Any:
+        if value is hidden[0]:
+            return None
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 4 and is_sdpa:
+            if id(value) not in made:
+                made[id(value)] = as_bias(value, hidden[0])
+            return made[id(value)]
+        return value
+
+    is_sdpa = config._attn_implementation == "sdpa"
+    return Frame(
+        tuple(
+            (tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}) for args, kwargs in calls
+        ),
+        parts.hidden_key,
+    )
+
+
+def as_bias(mask: Tensor, hidden: Tensor) -> Tensor:
+    """A mask `[batch, 1, queries, keys]`, True where attention looks, as what is added to attention's scores: 0 or -inf, in the queries' dtype.
+
+    `scaled_dot_product_attention` does this to a bool mask in every layer, and each layer saves its own.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def local_frame(tree: Mapping[str, Any], maker: FrameMaker) -> StageLocal:
+    """The frame that came with the hidden state, or, in the first layer of a stage, a new one."""
+    found: StageLocal | None = tree.get("frame")
+    return StageLocal(maker(tree["hidden"], Given.of(tree))) if found is None else found

@@ -1,0 +1,376 @@
+"""Which modules of a Hugging Face causal language model make which of our layers: found out by running it, without its family's name.
+
+The *owner* is the module whose forward calls the decoder layers (`model` of Llama, `model.decoder` of OPT). That forward is run on two
+tokens, with a recorder in place of each decoder layer and a module that returns what it gets in place of each module with weights:
+
+    inputs_embeds --> [what has weights] --> recorder 0 --> ... --> recorder n-1 --> [norm] --> its output
+                       layer 0                                                       layer n + 1
+
+It computes nothing, so it costs milliseconds, and works as well on the meta device and where parts are `Elsewhere`. What it shows is also
+what makes a model fit for stages at all: each decoder layer gets what the one before returned and nothing else that depends on the tokens'
+values, and after the last one modules follow each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.models.weights import LazyTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Full names of modules. Our layer 0 is `embedding`, layer i the decoder layer i - 1, the last one `head`, in the order of its calls.
+
+    hidden_key: where a decoder layer gets the hidden state, a position or a name. returns_tuple: whether it returns it as the first of several.
+    """
+
+    layers: str
+    num_decoder_layers: int
+    embedding: tuple[str, ...]
+    head: tuple[str, ...]
+    hidden_key: int | str = 0
+    returns_tuple: bool = False
+
+    @property
+    def owner(self) -> str:
+        """The module whose forward calls the decoder layers; empty: the model itself."""
+        return self.layers.rpartition(".")[0]
+
+    @property
+    def list_name(self) -> str:
+        """What the owner calls the list of its decoder layers."""
+        return self.layers.rpartition(".")[2]
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """What the owner calls the modules that follow the last decoder layer, in their order."""
+        start = f"{self.owner}." if self.owner else ""
+        return tuple(name.removeprefix(start) for name in self.head if name.startswith(start))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of ours."""
+        return self.num_decoder_layers + 2
+
+    def modules_of(self, number: int) -> tuple[str, ...]:
+        """The modules that make our layer `number`."""
+        if number == 0:
+            return self.embedding
+        if number == self.num_layers - 1:
+            return self.head
+        return (f"{self.layers}.{number - 1}",)
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of our layer that a tensor or module of this name belongs to; None: of none (rotary tables)."""
+        for number in (0, self.num_layers - 1):
+            if any(f"{name}.".startswith(f"{module}.") for module in self.modules_of(number)):
+                return number
+        prefix = f"{self.layers}."
+        return int(name.removeprefix(prefix).split(".", 1)[0]) + 1 if name.startswith(prefix) else None
+
+
+class Elsewhere(nn.Module):
+    """Stands where another stage has the module: without weights, and never run. `number` is our layer that it belongs to."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError(f"a module of layer {self.number} is run, which is on another stage")
+
+
+class AsGiven(nn.Module):
+    """In place of a module that is not to run: returns the hidden state that it is given, or a zero that adds nothing.
+
+    Never what it was given of another kind (token ids, positions): that would be added to a hidden state.
+    """
+
+    def __init__(self, on_call: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.on_call = on_call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.on_call is not None:
+            self.on_call()
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() == 3), None)
+        return torch.zeros((), device=tensors[0].device if tensors else None) if hidden is None else hidden
+
+
+def model_parts(model: PreTrainedModel) -> Parts:
+    """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
+
+    Raises:
+        ValueError: the model cannot be cut into stages; the message has its class and the reason.
+    """
+    layers, number = _list_of_layers(model)
+    faults = []
+    for returns_tuple in (False, True):
+        try:
+            return _traced(model, layers, number, returns_tuple)
+        except _Unfit as fault:
+            faults.append(str(fault))
+    raise ValueError(_cannot(model, faults[0]))
+
+
+def _cannot(model: nn.Module, why: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be cut into stages: {why}. docs/MODELS.md has the families that can; a model of your own is a list of "
+        "layers, or a ModelSpec"
+    )
+
+
+class _Unfit(Exception):
+    """Why a model cannot be cut."""
+
+
+def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
+    """The name of the list of decoder layers, and how many there are.
+
+    Raises:
+        ValueError: there is no such list, or more than one.
+    """
+    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == number and "." not in _inside(name, model)
+    ]
+    if not found or number is None:
+        raise ValueError(_cannot(model, f"it has no list of {number} decoder layers (num_hidden_layers of its config)"))
+    if len(found) > 1:
+        raise ValueError(_cannot(model, f"it has several lists of {number} layers ({', '.join(found)})"))
+    return found[0], number
+
+
+def _inside(name: str, model: nn.Module) -> str:
+    """The part of a module's name that lies inside of a list: of experts, say, of which a layer may have as many as there are layers."""
+    path = ""
+    for step in name.split(".")[:-1]:
+        path = f"{path}.{step}".lstrip(".")
+        if isinstance(model.get_submodule(path), nn.ModuleList):
+            return name.removeprefix(path) + "."
+    return ""
+
+
+def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: bool) -> Parts:
+    owner_name, _, list_name = layers.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    called: list[str] = []
+    stand_ins = {
+        name: AsGiven(lambda name=name: called.append(name))  # type: ignore[misc]
+        for name, child in owner.named_children()
+        if name != list_name and has_part(child)
+    }
+    hollow = hollowed(owner, stand_ins).eval()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
+    calls, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
+    given = [hidden, *calls.returned]
+    key = _key_of(calls.calls, given)
+    for index, call in enumerate(calls.calls):
+        if more := [str(each) for each in _tensors_with_gradient(call) if each != key]:
+            raise _Unfit(
+                f"decoder layer {index} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
+            )
+    last = output if isinstance(output, Tensor) else output[0]  # the hidden state, or a view of all of it
+    is_view = isinstance(last, Tensor) and last._base is given[-1] and last.shape == given[-1].shape
+    if last is not given[-1] and not is_view:
+        raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
+    before = {name for name in stand_ins if name not in called or name in called[:num_before]}
+    start = f"{owner_name}." if owner_name else ""
+    rest = [name for name, child in _beside(model, owner_name) if has_part(child)]
+    return Parts(
+        layers=layers,
+        num_decoder_layers=number,
+        embedding=tuple(start + name for name in stand_ins if name in before),
+        head=(*(start + name for name in called[num_before:]), *rest),
+        hidden_key=key,
+        returns_tuple=returns_tuple,
+    )
+
+
+def has_part(module: nn.Module) -> bool:
+    """Whether a module belongs to one of our layers: it has weights, it is elsewhere, or it changes the hidden state as it passes."""
+    kinds = (Elsewhere, nn.Identity, nn.Dropout)
+    return isinstance(module, kinds) or any(True for _ in module.parameters())
+
+
+def _beside(model: nn.Module, owner: str) -> Iterator[tuple[str, nn.Module]]:
+    """The topmost modules that the owner does not lie in: the logits, as a rule."""
+    path, steps = "", owner.split(".") if owner else []
+    for step in steps:
+        module = model.get_submodule(path)
+        yield from ((f"{path}.{name}".lstrip("."), child) for name, child in module.named_children() if name != step)
+        path = f"{path}.{step}".lstrip(".")
+
+
+@dataclass
+class _Recorded:
+    calls: list[Call]
+    returned: list[Tensor]
+
+
+def _recorded_run(
+    hollow: nn.Module, list_name: str, number: int, hidden: Tensor, returns_tuple: bool, called: list[str]
+) -> tuple[_Recorded, int, Any]:
+    """What the decoder layers were called with, how many modules had been called before the first, and the owner's output."""
+    recorded, before = _Recorded([], []), []
+
+    def recorder(*args: Any, **kwargs: Any) -> Any:
+        if not recorded.calls:
+            before.append(len(called))
+        recorded.calls.append((args, kwargs))
+        recorded.returned.append(torch.zeros_like(hidden, requires_grad=True))
+        return (recorded.returned[-1],) if returns_tuple else recorded.returned[-1]
+
+    hollow.__dict__[list_name] = [recorder] * number
+    try:
+        with torch.enable_grad(), masks_decided(packed=False, waits=False):
+            output = hollow(inputs_embeds=hidden, use_cache=False)
+    except Exception as error:
+        raise _Unfit(
+            f"the forward of its {type(hollow).__name__} fails on inputs_embeds alone ({type(error).__name__}: {error})"
+        ) from error
+    if len(recorded.calls) != number:
+        raise _Unfit(f"its forward calls {len(recorded.calls)} of its {number} decoder layers")
+    return recorded, before[0], output
+
+
+def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
+    """Where each decoder layer gets what the one before it returned."""
+    keys = [[key for key, value in _items(call) if value is wanted] for call, wanted in zip(calls[1:], given[1:])]
+    first = keys[0] if keys else _tensors_with_gradient(calls[0])
+    if any(len(each) != 1 or each != first for each in keys) or len(first) != 1:
+        raise _Unfit("a decoder layer does not get what the one before it returned, and that alone")
+    return first[0]
+
+
+def _items(call: Call) -> Iterator[tuple[int | str, Any]]:
+    args, kwargs = call
+    yield from enumerate(args)
+    yield from kwargs.items()
+
+
+def _tensors_with_gradient(call: Call) -> list[int | str]:
+    return [
+        key
+        for key, value in _items(call)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+    ]
+
+
+# A model with other modules in it ----------------------------------------------------------------------------------
+
+
+def hollowed(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> Any:
+    """A copy of `module` that shares all it has with it, but for the modules of these names: others stand there, or (None) nothing."""
+    copy = bare_copy(module)
+    inner: dict[str, dict[str, nn.Module | None]] = {}
+    for name, other in replaced.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = other
+        elif other is None:
+            del copy._modules[first]
+        else:
+            copy._modules[first] = other
+    for first, others in inner.items():
+        child = copy._modules[first]
+        assert child is not None
+        copy._modules[first] = hollowed(child, others)
+    return copy
+
+
+def bare_copy(module: nn.Module) -> Any:
+    """Another module of its class, with the same parameters, buffers and modules in it."""
+    copy = object.__new__(type(module))
+    copy.__dict__ = {
+        name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
+        for name, value in vars(module).items()
+    }
+    return copy
+
+
+# What a forward's masks depend on -----------------------------------------------------------------------------------
+
+_PATCHING = threading.RLock()
+
+
+@contextmanager
+def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
+    """In the block transformers makes masks without a look at values, as far as they are known otherwise.
+
+    `packed`: positions were given and may restart; where they were not, they do not. `waits`: whether it may look at a mask to leave
+    out one that masks nothing: a wait for the device in each F and R.
+    """
+    from transformers import masking_utils
+
+    with _PATCHING:
+        found, tracing = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
+        try:
+            if not packed:
+                masking_utils.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005
+            if not waits:
+                masking_utils.is_tracing = lambda tensor=None: True  # noqa: ARG005
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = found, tracing
+
+
+@dataclass(frozen=True)
+class HfNames:
+    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
+
+    0.owner.embed_tokens.weight          model.embed_tokens.weight
+    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    5.model.model.norm.weight            model.norm.weight
+    5.model.lm_head.weight               lm_head.weight
+    """
+
+    parts: Parts
+
+    def in_file(self, name: str) -> str:
+        """What transformers calls the tensor that we call `name`."""
+        number, _, rest = name.partition(".")
+        if int(number) == 0:
+            return self._owned(rest.removeprefix("owner."))
+        if int(number) < self.parts.num_layers - 1:
+            return f"{self.parts.layers}.{int(number) - 1}.{rest.removeprefix('layer.')}"
+        return rest.removeprefix("model.")
+
+    def in_layers(self, name: str) -> str:
+        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
+        number = self.parts.layer_of(name)
+        if number is None:
+            return name
+        if number == 0:
+            return f"0.owner.{name.removeprefix(self._owned(''))}"
+        if number < self.parts.num_layers - 1:
+            return f"{number}.layer.{name.removeprefix(f'{self.parts.layers}.{number - 1}.')}"
+        return f"{number}.model.{name}"
+
+    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_file(name): name for name in tensors}, tensors.__getitem__)
+
+    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_layers(name): name for name in tensors}, tensors.__getitem__)
+
+    def _owned(self, name: str) -> str:
+        return f"{self.parts.owner}.{name}" if self.parts.owner else name

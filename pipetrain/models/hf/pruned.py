@@ -1,0 +1,310 @@
+"""A stage's share of a Hugging Face model: built without memory, then only what the stage has is read or drawn.
+
+    whole model on meta ── model_parts ──► foreign modules become Elsewhere ──► transformers loads what is left
+                                                                             │ renames, fuses experts, ties
+                                                      weights by name ───────┘ read when it asks for one
+
+transformers is given every name in the files and asks only for those that the pruned model has. So files of other stages are not
+opened, and no name of a family stands here.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipetrain.models.hf.parts import Elsewhere, Parts, model_parts
+from pipetrain.models.hf.source import HfSource, check_loadable
+from pipetrain.stage.seeding import generators_restored, weight_seed
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PRETRAINED, RANDOM, EMPTY = "pretrained", "random", "empty"
+
+
+def pruned_model(
+    source: HfSource | PretrainedConfig,
+    first: int,
+    last: int,
+    *,
+    weights: str = PRETRAINED,
+    seed: int = 0,
+    dtype: torch.dtype | str = "auto",
+    attention: str | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """The causal language model of `source` with our layers `first` to `last - 1`; all else of it never had memory.
+
+    Args:
+        weights: `pretrained` reads them; `random` draws each layer from (seed, its number); `empty` leaves them on the meta device.
+        dtype: of the weights; `auto`: what they are stored in.
+        attention: how transformers computes attention (`sdpa`, `eager`, ...); None: its own choice.
+
+    Raises:
+        ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
+    """
+    config = _own_config(source, attention)
+    whole = causal_class(config)
+    chosen = _dtype_of(source, config, dtype)
+    pruned = _PrunedClass(whole, first, last, draws=weights == RANDOM)
+    with _quiet_transformers(), generators_restored(torch.device("cpu")):
+        if weights == PRETRAINED:
+            assert isinstance(source, HfSource), "weights are read from a folder"
+            check_loadable(source)
+            model = _read(pruned, config, source, chosen)
+        else:
+            with torch.device("meta"):
+                model = pruned.made._from_config(config, dtype=chosen)
+            if weights == RANDOM:
+                _draw(model, pruned.parts, seed)
+    model.__class__ = whole
+    _let_go(model, pruned.parts, range(first, last))
+    return model if weights == EMPTY else model.to(device)
+
+
+def empty_model(source: HfSource) -> PreTrainedModel:
+    """The whole model without memory: names, shapes, what is tied."""
+    config = config_of(source)
+    with _quiet_transformers(), torch.device("meta"):
+        model: PreTrainedModel = causal_class(config)._from_config(config)
+    return model
+
+
+def config_of(source: HfSource) -> PretrainedConfig:
+    """The config of a model, as transformers has it. Code that lies beside it is not run.
+
+    Raises:
+        ValueError: a kind of model that transformers does not have itself.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        kind = source.config.get("model_type")
+        raise ValueError(
+            f"model.path={source.name}: transformers has no model_type {kind!r} of its own, and code that comes with a model is "
+            f"not run ({_first_line(error)})"
+        ) from error
+
+
+def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The family's causal language model.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ValueError(
+            f"model_type {config.model_type!r} has no causal language model in transformers: name a model that goes on with text"
+        ) from None
+    return found
+
+
+class _PrunedClass:
+    """`made`: the family's class, whose instances lose what layers outside `first` to `last - 1` own as soon as they are made.
+
+    `from_pretrained` then loads what is left. `parts` are those of the whole model and `tied` what is tied in what is left, target to
+    source, both known when an instance was made.
+    """
+
+    def __init__(self, whole: type[PreTrainedModel], first: int, last: int, *, draws: bool) -> None:
+        self.parts: Parts
+        self.tied: Mapping[str, str]
+        outer = self
+
+        def init(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+            whole.__init__(model, *args, **kwargs)
+            outer.parts = model_parts(model)
+            if not 0 <= first < last <= outer.parts.num_layers:
+                raise ValueError(
+                    f"layers {first} to {last - 1} were asked for, the model has 0 to {outer.parts.num_layers - 1}"
+                )
+            _prune(model, outer.parts, range(first, last), draws=draws)
+            outer.tied = dict(model.all_tied_weights_keys)
+
+        # The module's name: transformers takes a class of another module for code that came with a model.
+        self.made: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+
+
+def _prune(model: PreTrainedModel, parts: Parts, held: range, *, draws: bool) -> None:
+    """Replaces foreign modules. What is tied to a held one stays until all is loaded: a file has such a tensor once.
+
+    `draws`: with its whole layer, whose weights come from one seed, one after the other.
+    """
+    tied = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if {parts.layer_of(target), parts.layer_of(source)} & set(held)
+    }
+    model.all_tied_weights_keys = tied
+    tied_names = [name for pair in tied.items() for name in pair]
+    layers = set(held) | ({parts.layer_of(name) for name in tied_names} if draws else set())
+    _replace(model, parts, layers, tied_names)
+
+
+def _let_go(model: PreTrainedModel, parts: Parts, held: range) -> None:
+    """What stayed for what is tied to it goes; the held one keeps the tensor."""
+    _replace(model, parts, set(held))
+    model.all_tied_weights_keys = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if parts.layer_of(target) in held and parts.layer_of(source) in held
+    }
+
+
+def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: Sequence[str] = ()) -> None:
+    """Puts `Elsewhere` in the place of the modules of all layers but `kept`, and but those that have tensors named in `tied`."""
+    for number in range(parts.num_layers):
+        for name in parts.modules_of(number) if number not in kept else ():
+            if not any(each.startswith(f"{name}.") for each in tied):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, Elsewhere(number))
+
+
+def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads what the pruned model has, and nothing else."""
+    with StoredWeights(source.weight_map) as stored:
+        try:
+            model, info = pruned.made.from_pretrained(
+                None,
+                config=config,
+                state_dict=stored.by_name(),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # to tell which in a line
+                output_loading_info=True,
+            )
+        except (RuntimeError, OSError, SafetensorError) as error:
+            raise ValueError(
+                f"model.path={source.name}: its weights cannot be loaded ({_first_line(error)})"
+            ) from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise ValueError(
+            f"model.path={source.name}: {name} is {list(found)} in the files, {list(wanted)} by config.json (and {len(mismatched) - 1} "
+            "more): they are not of one model"
+        )
+    if untied := sorted(pruned.tied.keys() - model.all_tied_weights_keys.keys()):
+        raise ValueError(
+            f"model.path={source.name}: its config ties {untied[0]} to {pruned.tied[untied[0]]}, and its files have two that differ: set "
+            "tie_word_embeddings to false in its config.json, or take one of them out of the files"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model.path={source.name}: the weights have no {missing[0]} (and {len(missing) - 1} more), which "
+            f"{type(model).__name__} needs: they are of another model, or not whole; model.weights=random draws all"
+        )
+    return model
+
+
+class StoredWeights:
+    """The tensors of safetensors files by name, each read when it is asked for, into memory of its own.
+
+    Not mapped: a mapped file whose tensors are stacked (experts) stays in memory beside the stack, and a file that is written anew
+    changes under who maps it.
+    """
+
+    def __init__(self, path_of: Mapping[str, Path]) -> None:
+        self._path_of = path_of
+        self._opened: dict[Path, Any] = {}
+        self._lock = threading.Lock()  # transformers reads with several threads
+
+    def by_name(self) -> dict[str, Any]:
+        """What transformers reads as `value[...]`, like the slices of safetensors."""
+        return {name: _Stored(self, name) for name in self._path_of}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        path = self._path_of[name]
+        with self._lock:
+            if path not in self._opened:
+                self._opened[path] = safe_open(path, framework="pt", backend="pread")
+        tensor: Tensor = self._opened[path].get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._opened.values():
+            file.__exit__(None, None, None)
+        self._opened.clear()
+
+
+class _Stored:
+    """A tensor that is not read yet."""
+
+    def __init__(self, weights: StoredWeights, name: str) -> None:
+        self._weights = weights
+        self._name = name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._weights.read(self._name)[index]
+
+
+def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
+    """First weights as the family draws them, those of each layer from a seed of its own."""
+    from transformers import initialization
+
+    model.to_empty(device="cpu")
+    for name in model.all_tied_weights_keys:
+        model.get_parameter(name)._is_hf_initialized = True  # it becomes its source below, so nothing is drawn for it
+    with torch.no_grad(), initialization.guard_torch_init_functions():
+        for number in range(parts.num_layers):
+            torch.default_generator.manual_seed(weight_seed(seed, number))
+            for name in parts.modules_of(number):
+                model.get_submodule(name).apply(model._initialize_weights)
+    model.initialize_weights()  # rotary tables and what else belongs to no layer
+    model.tie_weights(recompute_mapping=False)
+
+
+def _own_config(source: HfSource | PretrainedConfig, attention: str | None) -> PretrainedConfig:
+    """A copy: models write into theirs."""
+    config = config_of(source) if isinstance(source, HfSource) else copy.deepcopy(source)
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def _dtype_of(source: HfSource | PretrainedConfig, config: PretrainedConfig, dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = dtype if dtype != "auto" else source.dtype if isinstance(source, HfSource) else config.dtype
+    found = getattr(torch, str(named).removeprefix("torch."), None) if named else torch.float32
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"model.dtype={named}: allowed are auto, float32, bfloat16 and float16")
+    return found
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its bar per rank and its tables of weights that are elsewhere: what is wrong is told as an error."""
+    from transformers.utils import logging
+
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

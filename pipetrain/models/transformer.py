@@ -1,0 +1,338 @@
+"""A decoder-only transformer as an ordered list of layers.
+
+    token ids [batch, sequence]
+      layer 0                 Embedding          -> [batch, sequence, hidden]
+      layers 1 .. num_blocks  Block              -> [batch, sequence, hidden]
+      layer num_blocks + 1    Head               -> logits [batch, sequence, vocabulary]
+
+Each layer takes what the one before returned and nothing else, so any of the gaps can be the cut between two stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.models.arithmetic import Style, mlp_size, num_kv_heads
+from pipetrain.models.loss import count_tokens, next_token_loss
+from pipetrain.models.size import check_model, size_of
+from pipetrain.models.spec import ModelSpec, one_by_one
+from pipetrain.stage.past import Past
+
+
+def plain_batch(inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Token ids and targets of a batch whose inputs may be a dict with a mask; a rank without the first stage gives None.
+
+    Filling at the end of a sample needs no mask: attention looks back, and there nothing counts.
+
+    Raises:
+        ValueError: documents side by side, or filling in front, which these models would take for what came before.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs, targets
+    if inputs.get("position_ids") is not None:
+        raise ValueError(
+            "data.layout=packed (that of chats where nothing else is said): in the built-in models the documents of a sample would see each "
+            "other; use data.layout=padded, or model=hf"
+        )
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask: the built-in models take samples that are filled up at their end alone; use model=hf"
+        )
+    return inputs["input_ids"], targets
+
+
+# Keys of `model` that change no number of it (dtype belongs to `precision`), or are for models of others.
+NOT_OF_THE_MODEL = {"path", "revision", "weights", "dtype", "attention", "lora", "compile"}
+
+
+def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
+    """The decoder-only transformer that `config` describes, trained to tell the next token.
+
+    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    """
+    layers = transformer_layers(config, vocabulary_size)
+    return ModelSpec(
+        size=size_of(config, vocabulary_size=vocabulary_size),
+        build_layers=one_by_one(layers),
+        loss_fn=next_token_loss,
+        count_fn=count_tokens,
+        take_batch=plain_batch,
+        fingerprint={
+            **{key: value for key, value in asdict(config).items() if key not in NOT_OF_THE_MODEL},
+            "vocabulary_size": config.vocabulary_size or vocabulary_size,
+            "num_kv_heads": num_kv_heads(config),
+            "mlp_size": mlp_size(config),
+        },
+    )
+
+
+def transformer_layers(config: ModelConfig, vocabulary_size: int) -> list[Callable[[], nn.Module]]:
+    """The num_blocks + 2 layers, each as a function that builds it: a rank calls those of its own stage.
+
+    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    """
+    check_model(config, vocabulary_size=vocabulary_size)
+    size = config.vocabulary_size or vocabulary_size
+    blocks = [partial(Block, config)] * config.num_blocks
+    return [partial(Embedding, config, size), *blocks, partial(Head, config, size)]
+
+
+class Embedding(nn.Module):
+    """Token ids `[batch, sequence]`, int64 -> `[batch, sequence, hidden]`; gpt2: plus a learned vector for each position."""
+
+    def __init__(self, config: ModelConfig, vocabulary_size: int) -> None:
+        super().__init__()
+        self.tokens = embedding(vocabulary_size, config.hidden_size)
+        learned = config.name == Style.GPT2
+        self.positions = embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.max_sequence_length = config.max_sequence_length
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self._check_length(ids.shape[1])
+        hidden: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        dropped: Tensor = self.dropout(hidden)
+        return dropped
+
+    def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
+        """The same for the new positions."""
+        self._check_length(past.longest)
+        hidden: Tensor = self.tokens(ids)
+        return hidden if self.positions is None else hidden + self.positions(past.positions)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_sequence_length:
+            raise ValueError(
+                f"a sample has {length} tokens, more than model.max_sequence_length={self.max_sequence_length}: "
+                f"set model.max_sequence_length={length}, or cut the samples"
+            )
+
+
+class Block(nn.Module):
+    """`[batch, sequence, hidden]` to the same: attention, then an MLP, each normed before and added to what came in."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = GeluMLP(config) if config.name == Style.GPT2 else SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
+        return output
+
+    def prepare_cached(self, past: Past) -> None:
+        """Masks and tables of the new positions."""
+        self.attention.prepare_cached(past)
+
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The same for the new positions."""
+        attended = hidden + self.attention.forward_cached(self.attention_norm(hidden), past)
+        output: Tensor = attended + self.mlp(self.mlp_norm(attended))
+        return output
+
+
+class Head(nn.Module):
+    """`[batch, sequence, hidden]` -> logits `[batch, sequence, vocabulary]`; its weights are its own, not the embedding's."""
+
+    def __init__(self, config: ModelConfig, vocabulary_size: int) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        self.logits = linear(config.hidden_size, vocabulary_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.logits(self.norm(hidden))
+        return logits
+
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
+        """The logits of the last position alone, `[batch, 1, vocabulary]`."""
+        logits: Tensor = self(hidden[:, -1:])
+        return logits
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    norm = nn.LayerNorm if config.name == Style.GPT2 else nn.RMSNorm
+    return norm(config.hidden_size, eps=config.norm_epsilon)
+
+
+class Attention(nn.Module):
+    """`[batch, sequence, hidden] -> [batch, sequence, hidden]`; a position sees itself and those before it.
+
+    With fewer key and value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, biased = config.hidden_size, config.name == Style.GPT2
+        self.head_size = hidden // config.num_heads
+        self.grouped = num_kv_heads(config) != config.num_heads
+        self.rope_base = None if config.name == Style.GPT2 else config.rope_base
+        kv_size = self.head_size * num_kv_heads(config)
+        self.query = linear(hidden, hidden, bias=biased)
+        self.key = linear(hidden, kv_size, bias=biased)
+        self.value = linear(hidden, kv_size, bias=biased)
+        self.output = linear(hidden, hidden, bias=biased, std=residual_std(config.num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self._heads(hidden)
+        if self.rope_base is not None:
+            tables = rotary_tables(hidden.shape[1], self.head_size, self.rope_base, hidden.device)
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        return self._mixed(query, key, value, None, is_causal=True)
+
+    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
+        """The same for the new positions, which see those before."""
+        query, key, value = self._heads(hidden)
+        tables, visible = self.prepare_cached(past)
+        if tables is not None:
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        keys, values = past.extend(self, key, value)
+        return self._mixed(query, keys, values, visible, is_causal=_is_causal(past))
+
+    def prepare_cached(self, past: Past) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+        """The rotary tables of the new positions, and which keys they see; None: no tables, all keys or those before."""
+        tables = None
+        if (base := self.rope_base) is not None:  # for all heads: `[rows, 1, new, head_size / 2]`
+            key = (rotary_tables_at, self.head_size, base)
+            tables = past.once(key, lambda: rotary_tables_at(past.positions[:, None], self.head_size, base))
+        return tables, None if _is_causal(past) else past.once(_visible, lambda: _visible(past))
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=is_causal, enable_gqa=self.grouped
+        )
+        joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return joined
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return (
+            self._split_heads(self.query(hidden)),
+            self._split_heads(self.key(hidden)),
+            self._split_heads(self.value(hidden)),
+        )
+
+    def _split_heads(self, flat: Tensor) -> Tensor:
+        """`[batch, sequence, heads x head_size] -> [batch, heads, sequence, head_size]`."""
+        return flat.reshape(*flat.shape[:2], -1, self.head_size).transpose(1, 2)
+
+
+def _is_causal(past: Past) -> bool:
+    """Whether every sample begins here, so that a position sees those before it."""
+    return past.length == 0 and past.mask is None
+
+
+def _visible(past: Past) -> Tensor | None:
+    """Which keys each new position sees, `[rows or 1, 1, new, length + new]`, bool; None: all of them.
+
+    Padding sees itself, for the softmax of nothing is not a number, and what is not a number in a value stays so with weight 0.
+    """
+    padded = past.mask
+    if padded is None and past.new == 1:
+        return None
+    keys = torch.arange(past.length + past.new, device=past.device)
+    own = keys[past.length :, None]
+    causal = keys <= own
+    if padded is None:
+        return causal[None, None]
+    return (causal & padded[:, None, None]) | (keys == own)
+
+
+def rotary_tables(sequence_length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[sequence, head_size / 2]`, float32, of the positions from 0 on.
+
+    Made anew in each forward from the length alone: a table kept in the module would follow it into bfloat16, in which neighbouring
+    positions beyond 256 are one.
+    """
+    return rotary_tables_at(torch.arange(sequence_length, device=device, dtype=torch.float32), head_size, base)
+
+
+def rotary_tables_at(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., head_size / 2]`, float32, of positions `[...]`: pair i turns by `position x base ** (-2 i / head_size)`.
+
+    So the product of a query and a key depends on their distance alone (Su et al., "RoFormer", 2021, section 3.2).
+    """
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
+    angles = positions.float()[..., None] * base**-exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn `[..., sequence, head_size]` by its positions; number i is paired with number i + head_size / 2, as Llama's weights are saved."""
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return turned.to(heads.dtype)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020, section 2), without biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, mlp_size(config)
+        self.gate = linear(hidden, inner, bias=False)
+        self.up = linear(hidden, inner, bias=False)
+        self.down = linear(inner, hidden, bias=False, std=residual_std(config.num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return projected
+
+
+class GeluMLP(nn.Module):
+    """`down(gelu(up(x)))` with biases and the tanh form of GELU, as GPT-2 has it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, mlp_size(config)
+        self.up = linear(hidden, inner, bias=True)
+        self.down = linear(inner, hidden, bias=True, std=residual_std(config.num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return projected
+
+
+WEIGHT_STD = 0.02  # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, and their code
+
+
+def residual_std(num_blocks: int) -> float:
+    """Standard deviation for weights whose output is added to the residual stream (two per block).
+
+    The stream sums 2 x num_blocks of them; dividing by the root keeps its variance the same at any depth (the same, section 2.3).
+    """
+    return WEIGHT_STD / math.sqrt(2 * num_blocks)
+
+
+def linear(num_in: int, num_out: int, *, bias: bool, std: float = WEIGHT_STD) -> nn.Linear:
+    """A linear layer `[..., num_in] -> [..., num_out]`, weights normal with `std`, biases zero.
+
+    They are drawn from torch's global generator and nothing else: whoever seeds it before a layer is built decides that layer's weights.
+    """
+    layer = nn.Linear(num_in, num_out, bias=bias)
+    nn.init.normal_(layer.weight, std=std)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
+    """A table `[num_rows, hidden_size]`, normal."""
+    table = nn.Embedding(num_rows, hidden_size)
+    nn.init.normal_(table.weight, std=WEIGHT_STD)
+    return table

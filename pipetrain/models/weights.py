@@ -1,0 +1,183 @@
+"""The trained weights at the end of a run: a safetensors file per rank, under the names that the model's spec has for files.
+
+    rank 0   [1] no index ──► all: own file, whole or not at all ──► [2] rank 0: the index of all names, and the run's weights are there
+
+Nobody gathers the model, and of several replicas the first writes it. The names of the files and of the index are those of sharded models of Hugging Face; one rank alone writes
+`model.safetensors` and no index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipetrain.models.spec import ModelSpec
+from pipetrain.models.trained import Model
+
+_Key = TypeVar("_Key")
+
+WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
+
+SINGLE, INDEX_OF_SHARDS = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which of `count` files a rank writes; None: another replica of the pipeline has the same tensors, and writes them."""
+
+    number: int | None
+    count: int
+
+
+class Together(Protocol):
+    """This rank among those that write; `largest` returns when all have called it."""
+
+    rank: int
+    size: int
+
+    def largest(self, value: int) -> int: ...
+
+
+def save_weights(
+    folder: Path, own: Mapping[str, Tensor], spec: ModelSpec, ranks: Together, shard: Shard | None = None
+) -> None:
+    """Writes this rank's tensors of the model, which have the model's own names, as its `shard`: without one, each rank writes one.
+
+    Collective: they are all there when it returns.
+    """
+    shard = shard or Shard(ranks.rank, ranks.size)
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX_OF_SHARDS).unlink(missing_ok=True)
+    ranks.largest(0)
+    if shard.number is not None:
+        write_shard(folder / shard_name(shard.number, shard.count), spec.to_file(own))
+    ranks.largest(0)
+    if ranks.rank == 0:
+        names = [shard_name(number, shard.count) for number in range(shard.count)]
+        for path in folder.glob("*.safetensors"):
+            if path.name not in names:  # the run ended before, on another number of ranks
+                path.unlink()
+        if shard.count > 1:
+            write_index(folder, names)
+    ranks.largest(0)
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file of shard `number`, from 0."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of `tensors`, which is there whole or not at all."""
+    draft = path.with_suffix(".draft")
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft, metadata={"format": "pt"}
+    )
+    draft.replace(path)
+
+
+def write_index(folder: Path, shards: list[str]) -> None:
+    """Which of the `shards` holds which tensor, as transformers reads it."""
+    weight_map, total = {}, 0
+    for shard in shards:
+        with safe_open(folder / shard, framework="pt") as opened:
+            weight_map.update(dict.fromkeys(opened.keys(), shard))
+        with (folder / shard).open("rb") as file:  # the length of its header in 8 bytes, the header, the tensors
+            total += (folder / shard).stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    index = folder / INDEX_OF_SHARDS
+    draft = index.with_suffix(".draft")
+    draft.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1, sort_keys=True)
+    )
+    draft.replace(index)
+
+
+class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
+    """Tensors by name, each read or made by `get` when it is asked for; `key_of` is what it is given for a name."""
+
+    def __init__(self, key_of: Mapping[str, _Key], get: Callable[[_Key], Tensor]) -> None:
+        self._key_of = key_of
+        self._get = get
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._get(self._key_of[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._key_of)
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+
+def tensors_in(paths: Iterable[Path]) -> LazyTensors[tuple[Path, str]]:
+    """The tensors of several safetensors files.
+
+    Raises:
+        ValueError: one is no such file.
+    """
+
+    def read(key: tuple[Path, str]) -> Tensor:
+        with safe_open(key[0], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key[1])
+            return tensor
+
+    found: dict[str, tuple[Path, str]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update({name: (path, name) for name in file.keys()})  # noqa: SIM118, it is no mapping
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is no safetensors file ({error})") from error
+    return LazyTensors(found, read)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a run that ended left its weights in `folder`."""
+    return (folder / INDEX_OF_SHARDS).is_file() or (folder / SINGLE).is_file()
+
+
+def check_weights(folder: Path) -> None:
+    """Raises:
+    ValueError: there are none.
+    """
+    if not has_weights(folder):
+        raise ValueError(f"{folder}: there are no weights; the run is still going on, or it failed")
+
+
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
+
+    Raises:
+        ValueError: there are none, or a shard is missing.
+    """
+    check_weights(folder)
+    index = folder / INDEX_OF_SHARDS
+    if index.is_file():
+        paths = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+    else:
+        paths = [folder / SINGLE]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
+    return tensors_in(paths)
+
+
+def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:
+    """Fills `model`, the whole of it or one rank's part, from what `save_weights` wrote: of it, what is needed is read.
+
+    Raises:
+        ValueError: there are no weights, or they are of another model.
+    """
+    weights = spec.from_file(read_weights(folder))
+    try:
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{folder}: these weights are of another model ({error})") from error

@@ -1,0 +1,195 @@
+"""Where the time of a step went, rank by rank; for simulated and for measured timelines alike."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipetrain.monitor.memory import sets_over_time
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.kinds import FINISHING, PASS_SEQUENCES, RECOMPUTE, REDUCING, Direction
+from pipetrain.schedule.messages import source_of
+from pipetrain.schedule.op import Op
+from pipetrain.schedule.schedule import Schedule
+
+Interval = tuple[float, float]
+_BACKWARD = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way)
+
+
+@dataclass(frozen=True)
+class RankBreakdown:
+    """The step of one rank in seconds. Busy and the seven kinds of bubble add up to the step, which is that of all replicas.
+
+    `fill` is the bubble before the rank's first op and `drain` that after its last. Between them a rank may wait for
+    an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
+    because the busiest rank of its replica has that much more work. `other` is what is left: everything was there, nothing ran.
+
+    `reduce_exposed` is the rank's own adding up of gradients after the last op that computes on any rank of any replica: without it
+    the step would have ended. What another rank of them adds up then is part of this rank's `drain`.
+
+    `recompute_exposed` is the part of R's time in which no F, B, I or W ran although the next one had all its inputs (R
+    not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank. `deferred_share` is what W
+    has of the seconds of all backwards, be they whole or split; 0 without any.
+    """
+
+    rank: int
+    busy_seconds: float
+    fill_seconds: float
+    drain_seconds: float
+    wait_activation_seconds: float
+    wait_gradient_seconds: float
+    imbalance_seconds: float
+    other_seconds: float
+    recompute_hidden_seconds: float
+    recompute_exposed_seconds: float
+    peak_sets: float
+    deferred_share: float = 0.0
+    reduce_exposed_seconds: float = 0.0
+
+    @property
+    def bubble_seconds(self) -> float:
+        waits = self.wait_activation_seconds + self.wait_gradient_seconds + self.imbalance_seconds
+        return self.fill_seconds + self.drain_seconds + waits + self.other_seconds + self.reduce_exposed_seconds
+
+
+def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:
+    """One record per rank, in rank order."""
+    (only,) = break_down_replicas(schedule, [timeline])
+    return only
+
+
+def break_down_replicas(schedule: Schedule, replicas: Sequence[Timeline]) -> tuple[tuple[RankBreakdown, ...], ...]:
+    """For each replica one record per rank, counted as in its timeline. The step is that of all: none may go on before the last."""
+    computed = max(timeline.last_op_end for timeline in replicas)
+    step = (min(timeline.start for timeline in replicas), max(timeline.end for timeline in replicas))
+    found = []
+    for timeline in replicas:
+        ranks = [timeline.of_rank(rank) for rank in range(timeline.num_ranks)]
+        busy = [merged(_interval(event) for event in events if event.op.kind.computes) for events in ranks]
+        most = max(map(length, busy), default=0.0)
+        own = (_of_rank(schedule, rank, ranks[rank], busy[rank], step, most, computed) for rank in range(len(ranks)))
+        found.append(tuple(own))
+    return tuple(found)
+
+
+def bubble_fraction(breakdown: Sequence[RankBreakdown]) -> float:
+    """Bubble of all ranks over the time of all ranks; 0 for a step of no length."""
+    bubble = sum(rank.bubble_seconds for rank in breakdown)
+    total = bubble + sum(rank.busy_seconds for rank in breakdown)
+    return bubble / total if total > 0 else 0.0
+
+
+def _of_rank(
+    schedule: Schedule,
+    rank: int,
+    events: Sequence[OpEvent],
+    busy: Sequence[Interval],
+    step: Interval,
+    most: float,
+    computed: float,
+) -> RankBreakdown:
+    """`most`: busy seconds of the busiest rank; `computed`: when the last op that computes had ended on all ranks."""
+    first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
+    activation, gradient, other = _waits(schedule, events, busy, first)
+    waits = activation + gradient
+    imbalance = min(waits, most - length(busy))
+    rest = 1 - imbalance / waits if waits > 0 else 0.0
+    recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
+    exposed = length(exposed_intervals(schedule, events))
+    backward = sum(event.end - event.start for event in events if event.op.kind in _BACKWARD)
+    late = sum(event.end - event.start for event in events if event.op.kind in FINISHING)
+    reduces = merged(_interval(event) for event in events if event.op.kind in REDUCING)
+    reducing = length(clipped(reduces, (max(last, computed), step[1])))
+    return RankBreakdown(
+        rank=rank,
+        busy_seconds=length(busy),
+        fill_seconds=first - step[0],
+        drain_seconds=step[1] - last - reducing,
+        wait_activation_seconds=activation * rest,
+        wait_gradient_seconds=gradient * rest,
+        imbalance_seconds=imbalance,
+        other_seconds=other,
+        recompute_hidden_seconds=recompute - exposed,
+        recompute_exposed_seconds=exposed,
+        peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
+        deferred_share=late / backward if backward > 0 else 0.0,
+        reduce_exposed_seconds=reducing,
+    )
+
+
+def _waits(
+    schedule: Schedule, events: Sequence[OpEvent], busy: Sequence[Interval], first: float
+) -> tuple[float, float, float]:
+    """Idle seconds between the first and the last op: waiting for an activation, for a gradient, and the rest."""
+    ends = {event.op: event.end for event in events}
+    waited = dict.fromkeys(Direction, 0.0)
+    other, before = 0.0, first
+    for event in _steps(events):
+        direction = event.op.kind.row.direction
+        if direction is not None:  # W takes no tensor: what it needs is on its rank
+            ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
+            waited[direction] += _idle(busy, (before, ready))
+            before = max(before, ready)
+        other += _idle(busy, (before, event.start))
+        before = max(before, event.end)
+    last = busy[-1][1] if busy else first
+    return waited[Direction.FORWARD], waited[Direction.BACKWARD], other + _idle(busy, (before, last))
+
+
+def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:
+    """When the R of one rank was exposed; `events` are all of that rank's, messages included."""
+    known = list(events)
+    ends = {event.op: event.end for event in known}
+    recompute = merged(_interval(event) for event in known if event.op.kind is RECOMPUTE)
+    exposed: list[Interval] = []
+    before = float("-inf")
+    for event in _steps(known):
+        ready = _ready(schedule, event.op, ends, before)
+        exposed += clipped(recompute, (max(before, ready), event.start))
+        before = max(before, event.end)
+    return exposed
+
+
+def _steps(events: Iterable[OpEvent]) -> list[OpEvent]:
+    """All that computes but R, by start."""
+    steps = (event for event in events if event.op.kind.computes and event.op.kind is not RECOMPUTE)
+    return sorted(steps, key=lambda event: event.start)
+
+
+def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float) -> float:
+    """When `op` had its activation or gradient (its set does not count); of a part, what the part before it gave."""
+    source = source_of(schedule, op)
+    return default if source is None else ends.get(source, default)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals, as intervals in order that do not touch."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum((end - start for start, end in intervals), 0.0)
+
+
+def clipped(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
+    """The parts of `window` that lie in the intervals, which are in order and do not touch."""
+    if window[1] <= window[0]:
+        return []
+    first = bisect.bisect_right(intervals, window[0], key=lambda interval: interval[1])
+    last = bisect.bisect_left(intervals, window[1], key=lambda interval: interval[0])
+    return [(max(start, window[0]), min(end, window[1])) for start, end in intervals[first:last]]
+
+
+def _idle(busy: Sequence[Interval], window: Interval) -> float:
+    return max(0.0, window[1] - window[0] - length(clipped(busy, window)))
+
+
+def _interval(event: OpEvent) -> Interval:
+    return event.start, event.end

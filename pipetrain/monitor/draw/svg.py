@@ -1,0 +1,238 @@
+"""A timeline as an SVG picture: a row per rank, a box per op, and what each rank holds as a curve; legible on light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+from pipetrain.monitor.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
+from pipetrain.monitor.draw.table import number, size
+from pipetrain.monitor.memory import Curve, bytes_over_time, sets_over_time
+from pipetrain.monitor.shown import Shown
+from pipetrain.schedule.events import OpEvent, ran_beside
+from pipetrain.schedule.op import Lane
+
+_MARGIN = 16
+_LEFT, _RIGHT = 74, 16  # beside the time axis
+_CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
+
+_ROW, _GAP, _FOOT = 30, 7, 4
+_HEAD = 62
+_CURVE, _ROOM = 46, 10  # a rank's curve, with the room above it
+FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
+
+
+def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
+    """One picture of one schedule, or of several below each other on one time scale.
+
+    `names`: what stands above them, if not their titles.
+    """
+    longest = max(one.step_seconds for one in shown)
+    pieces, top = [], _MARGIN
+    for one, name in zip(shown, names or [one.title for one in shown], strict=True):
+        pieces.append(_panel(one, name, top, width, longest))
+        top += _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 42
+    height = top + 12
+    shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{FONT}" font-size="13" role="img">',
+            f"<title>{escape('; '.join(one.title for one in shown))}</title>",
+            f"<style>{THEME}</style>",
+            _HATCH,
+            *pieces,
+            f'<g class="legend">{_legend(shown, height - 14)}</g>',
+            "</svg>\n",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where a rank's boxes go: seconds from `start` on times `scale`, from `_LEFT` to the right, at height `y`."""
+
+    start: float
+    scale: float
+    y: float
+    height: float = _ROW
+
+    def across(self, begin: float, end: float) -> tuple[float, float]:
+        """x and width of a span of time."""
+        return _LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
+
+
+def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
+    scale = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
+    several = one.schedule.num_stages > one.schedule.num_ranks
+    ranks = range(one.schedule.num_ranks)
+    rows = [_Row(one.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
+    bottom = top + _HEAD + len(rows) * (_ROW + _GAP)
+    pieces = [_heading(one, name, top), _axis(one, bottom, scale)]
+    for rank, row in enumerate(rows):
+        x, length = row.across(one.start, one.end)
+        label = f'x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">{one.rank_name(rank)}'
+        pieces.append(f'<text class="text" {label}</text>')
+        pieces.append(f'<rect class="idle" x="{x}" y="{row.y}" width="{length:.2f}" height="{_ROW}" rx="3"/>')
+        pieces += _boxes(one, rank, row, several)
+    return "\n".join(pieces)
+
+
+def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
+    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
+    does not occupy the rank, is a line at its foot."""
+    foot = replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
+    reduces = [event for event in one.timeline.of_rank(rank) if event.lane is Lane.REDUCE and event.op.kind.row.looks]
+    events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
+    rows = dict.fromkeys(Lane, row)
+    exposed = row
+    if ran_beside(events):
+        upper = round(_ROW * 0.6)
+        rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
+        rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
+    pieces = []
+    for event in events:
+        data = f'class="op" data-microbatch="{event.op.microbatch}"'
+        filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
+        pieces.append(_rect(rows[event.lane], event.start, event.end, data, filled, inset=0.75))
+    for event in reduces:
+        filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
+        pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
+    hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
+    pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
+    return [*pieces, *(_name(event, rows[event.lane], several) for event in events)]
+
+
+def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset: float = 0.0) -> str:
+    """A box over a span of time, with other attributes `before` and `after` its place."""
+    x, width = row.across(begin, end)
+    inset = min(inset, width / 8)
+    place = f'x="{x + inset:.2f}" y="{row.y}" width="{width - 2 * inset:.2f}" height="{row.height}"'
+    return f"<rect {before} {place} {after}"
+
+
+def _heading(one: Shown, name: str, top: int) -> str:
+    facts = [
+        f"step {number(one.step_seconds)} s",
+        f"bound {number(one.bound_seconds)} s",
+        f"bubble {one.bubble_fraction:.0%}",
+    ]
+    if (recompute := one.hidden_seconds + one.exposed_seconds) > 0:
+        facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
+    if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
+        facts.append(f"reduce exposed {number(reducing)} s")
+    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
+    return (
+        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
+        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
+    )
+
+
+def _title(event: OpEvent, start: float) -> str:
+    """For example `2B1  backward: 12 to 14 s, takes 2 s`, on the clock of the axis."""
+    times = f"{number(event.start - start)} to {number(event.end - start)} s"
+    taken = f"{looks_of(event.op.kind).word}: {times}, takes {number(event.end - event.start)} s"
+    return f"<title>{event.op}  {taken}</title></rect>"
+
+
+def _name(event: OpEvent, row: _Row, several: bool) -> str:
+    """The op's name in its box; the kind alone, or nothing, where that does not fit."""
+    x, width = row.across(event.start, event.end)
+    short = f"{event.op}".removeprefix(f"{event.op.stage}")
+    names = [*([str(event.op)] if several else []), short, event.op.kind.value]
+    name = next((name for name in names if _CHARACTER * len(name) + _SPARE <= width), None)
+    if name is None:
+        return ""
+    return (
+        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{looks_of(event.op.kind).ink}"'
+        f' font-size="12" text-anchor="middle" pointer-events="none">{name}</text>'
+    )
+
+
+def _axis(one: Shown, y: float, scale: float) -> str:
+    marks = []
+    for mark in _ticks(one.step_seconds):
+        x = _LEFT + mark * scale
+        marks.append(f'<line class="line" x1="{x:.2f}" y1="{y - 3}" x2="{x:.2f}" y2="{y + 3}"/>')
+        marks.append(
+            f'<text class="faint" x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{number(mark)} s</text>'
+        )
+    return "".join(marks)
+
+
+def _ticks(step_seconds: float) -> Sequence[float]:
+    """Round numbers from 0 to the step's end, five to ten of them."""
+    if step_seconds <= 0:
+        return [0.0]
+    unit = 10.0
+    while unit > step_seconds:
+        unit /= 10
+    while unit * 10 <= step_seconds:
+        unit *= 10
+    step = next(part * unit / 10 for part in (1, 2, 5, 10) if step_seconds / (part * unit / 10) <= 10)
+    return [count * step for count in range(int(step_seconds / step + 1e-9) + 1)]
+
+
+def _legend(shown: Sequence[Shown], y: float) -> str:
+    """The kinds that are in the picture, exposed recomputation where there is some, and the bubble."""
+    kinds = drawn_kinds(event.op.kind for one in shown for event in one.timeline.events)
+    entries = [(f'fill="{looks.fill}"', f"{kind.value} {looks.word}") for kind, looks in kinds.items()]
+    if any(rank.recompute_exposed_seconds > 0 for one in shown for rank in one.breakdown):
+        entries.append(('fill="url(#exposed)"', "exposed: the next op waits for it"))
+    entries.append(('class="idle"', "bubble: nothing runs"))
+    pieces, x = [], float(_LEFT)
+    for looks, words in entries:
+        sample = f'<rect x="{x:g}" y="{y - 10}" width="14" height="12" rx="2"'
+        under = f'{sample} fill="{LOOKS["recompute"].fill}"/>' if "exposed" in looks else ""
+        pieces.append(f"{under}{sample} {looks}/>")
+        pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
+        x += 40 + 6.5 * len(words)
+    return "".join(pieces)
+
+
+# What each rank holds, as curves on the same time axis --------------------------------------------------------------
+
+
+def held_words(one: Shown) -> str:
+    """What the curves count."""
+    return "sets of activations alive" if one.peak_bytes() is None else "bytes of sets and stashed inputs"
+
+
+def memory_curves(one: Shown, *, width: int, longest: float) -> str:
+    """An SVG with a curve per rank, `longest` seconds wide: bytes where the costs tell their sizes, else sets alive."""
+    in_bytes = one.peak_bytes() is not None
+    curves: list[Curve] = []
+    for rank in range(one.schedule.num_ranks):
+        events = one.timeline.of_rank(rank)
+        held = bytes_over_time(one.schedule, events, one.costs) if in_bytes else sets_over_time(one.schedule, events)
+        curves.append(list(dict(held).items()))  # changes at one moment count as one: where a set takes another's place
+    peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
+    up = (_CURVE - _ROOM) / (max(peaks, default=0.0) or 1.0)
+    across = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
+    pieces = []
+    for rank, (curve, peak) in enumerate(zip(curves, peaks)):
+        base = (rank + 1) * _CURVE
+        points = _outline(curve, one.start, across, base, up)
+        most = size(peak) if in_bytes else f"{peak:g}"
+        pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
+        pieces.append(f'<polygon class="curve" points="{points}"/>')
+        pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
+        pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
+    height = len(curves) * _CURVE + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        f' font-size="13">{"".join(pieces)}</svg>'
+    )
+
+
+def _outline(curve: Curve, start: float, across: float, base: float, up: float) -> str:
+    """The points of a polygon: up and down in steps from `base`, and back along it."""
+    points, level = [(float(_LEFT), base)], 0.0
+    for time, held in curve:
+        x = _LEFT + (time - start) * across
+        points += [(x, base - level * up), (x, base - held * up)]
+        level = held
+    points.append((points[-1][0], base))
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -1,0 +1,105 @@
+"""Files of JSON lines, one or more a step, that a run appends to for weeks: figures, and the ops of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipetrain.monitor.shown import op_record
+from pipetrain.schedule.events import OpEvent
+
+FIRST_STEPS = 10  # of which all events are written: this is where a run goes wrong or settles
+SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a long run does not fill the disk
+
+
+class LineFile:
+    """Appends lines at once, each whole or not at all. A disk that is full costs lines and not the run; it is said once.
+
+    Lines of steps before `first_step` stay: a run that goes on from a snapshot repeats the others.
+    """
+
+    def __init__(self, path: Path, first_step: int = 1) -> None:
+        _keep_before(path, first_step)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._failed = False
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Appends `lines`, which end with a line break each."""
+        data = "".join(lines).encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError("No space left on device")
+            self._size += len(data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no half of a line
+            if not self._failed:
+                self._failed = True
+                reason = error.strerror or error
+                print(f"pipetrain: {self._path} lacks lines from here on ({reason})", file=sys.stderr, flush=True)
+
+    def rewind(self, first_step: int) -> None:
+        """Drops the lines of `first_step` and later ones: they will be written again."""
+        self.close()
+        with contextlib.suppress(OSError):  # a full disk: the lines come twice
+            _keep_before(self._path, first_step)
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._path.stat().st_size
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _keep_before(path: Path, first_step: int) -> None:
+    kept = (line for line in read_lines(path) if line["step"] < first_step) if first_step > 1 else ()
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    draft.replace(path)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of such a file, as far as they are whole; none where there is no file."""
+    if path.is_file():
+        with path.open() as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
+                    yield json.loads(line)
+
+
+class EventFile:
+    """A sink for the events of a rank, on its own clock: events/rank-NNNN.jsonl.
+
+    It holds those of one step and writes them when the step is over, away from the hot path.
+    """
+
+    def __init__(self, path: Path, rank: int, num_steps: int, first_step: int = 1) -> None:
+        self._rank = rank
+        self._file = LineFile(path, first_step)
+        self._every = max(num_steps // SPREAD_STEPS, 1)
+        self._events: list[OpEvent] = []
+
+    def __call__(self, event: OpEvent) -> None:
+        self._events.append(event)
+
+    def end_step(self, step: int) -> None:
+        """Writes the events of `step` (from 1), or drops them where the file has enough."""
+        events, self._events = self._events, []
+        if step <= FIRST_STEPS or step % self._every == 0:
+            # The rank is that of the run, where an event counts those of a replica.
+            records = ({"step": step, **op_record(event), "rank": self._rank} for event in events)
+            self._file.write(json.dumps(record) + "\n" for record in records)
+
+    def rewind(self, first_step: int) -> None:
+        """Drops the events of `first_step` and later ones, and those of a step that has not ended."""
+        self._events = []
+        self._file.rewind(first_step)
+
+    def close(self) -> None:
+        self._file.close()

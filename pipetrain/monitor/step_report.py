@@ -1,0 +1,156 @@
+"""What one step did: as one rank saw it, of all ranks together, and what any engine knows of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pipetrain.monitor.breakdown import RankBreakdown, break_down_replicas
+from pipetrain.plan.mesh import RankPlace
+from pipetrain.schedule.events import OpEvent, Timeline
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.schedule import Schedule
+
+# What a rank's report has under the name under which that of all has a number per rank.
+_BYTES = (
+    *("peak_activation_bytes", "peak_activation_bytes_never", "peak_memory_bytes", "peak_reserved_bytes"),
+    *("communicator_bytes", "peak_stage_bytes", "set_bytes", "input_bytes", "kept_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's last step. Bytes are of this rank's device; times in the events are seconds on rank 0's clock, wrong by
+    `clock_error_seconds` at most: of the ranks' clocks, and of the device's beside its host's.
+
+    `rank` is that of the run; `place` counts the ranks of its replica, as events and plans do (None: as `rank`), and `stages` are
+    those that live there.
+
+    `peak_memory_bytes` are in use by tensors, `peak_reserved_bytes` taken from the device for them, `communicator_bytes` what
+    connecting to the neighbouring stages took besides; None where a device does not tell.
+    """
+
+    rank: int
+    step: int
+    events: tuple[OpEvent, ...]
+    peak_activation_bytes: int
+    peak_activation_bytes_never: int
+    peak_memory_bytes: int | None
+    clock_error_seconds: float = 0.0
+    peak_reserved_bytes: int | None = None
+    communicator_bytes: int | None = None
+    peak_stage_bytes: int = 0  # of `peak_activation_bytes`, those of stages: without messages on their way
+    # Of one microbatch, the most of any stage: its set, and what is held before its R, the stage's input and the outputs kept for R.
+    set_bytes: int = 0
+    input_bytes: int = 0
+    kept_bytes: int = 0
+    replica: int = 0
+    place: int | None = None
+    stages: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> RankPlace:
+        return RankPlace(self.rank, self.replica, self.rank if self.place is None else self.place, self.stages)
+
+    def to_json(self) -> bytes:
+        events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
+        return json.dumps({**self.__dict__, "events": events}).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> RankReport:
+        record = json.loads(text)
+        place = record["rank"] if record["place"] is None else record["place"]
+        events = [OpEvent(place, Lane(lane), Op.parse(op), start, end) for lane, op, start, end in record["events"]]
+        return RankReport(**{**record, "events": tuple(events), "stages": tuple(record["stages"])})
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of all ranks; lists have one entry per rank, `timelines` one per replica."""
+
+    step: int
+    schedule: Schedule  # of each replica
+    timelines: tuple[Timeline, ...]
+    ranks: tuple[RankPlace, ...]
+    breakdown: tuple[RankBreakdown, ...]
+    peak_activation_bytes: tuple[int, ...]
+    peak_activation_bytes_never: tuple[int, ...]
+    peak_memory_bytes: tuple[int | None, ...]
+    peak_reserved_bytes: tuple[int | None, ...]
+    communicator_bytes: tuple[int | None, ...]
+    clock_error_seconds: float
+    peak_stage_bytes: tuple[int, ...] = ()
+    set_bytes: tuple[int, ...] = ()  # of one microbatch, the most of any stage of the rank
+    input_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        """That of the first replica."""
+        return self.timelines[0]
+
+    @property
+    def step_seconds(self) -> float:
+        """From the start of the first F, R or B of any rank to the end of the last, or of the last REDUCE_GRAD."""
+        return max(one.end for one in self.timelines) - self.start
+
+    @property
+    def start(self) -> float:
+        """When the first F, R or B of any rank started."""
+        return min(one.start for one in self.timelines)
+
+    def ranks_of(self, replica: int) -> tuple[RankPlace, ...]:
+        """Those of one replica, as its timeline counts them."""
+        own = (where for where in self.ranks if where.replica == replica)
+        return tuple(sorted(own, key=lambda where: where.place))
+
+    def breakdown_of(self, replica: int) -> tuple[RankBreakdown, ...]:
+        """Likewise."""
+        return tuple(self.breakdown[where.rank] for where in self.ranks_of(replica))
+
+    @staticmethod
+    def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
+        """The step of the ranks that these reports are of, all that there are."""
+        ranks = sorted(reports, key=lambda report: report.rank)
+        places = tuple(report.where for report in ranks)
+        replicas: dict[int, dict[int, RankReport]] = {}
+        for report in ranks:
+            replicas.setdefault(report.replica, {})[report.where.place] = report
+        timelines = tuple(
+            Timeline(len(own), tuple(event for place in sorted(own) for event in own[place].events))
+            for _, own in sorted(replicas.items())
+        )
+        parts = break_down_replicas(schedule, timelines)
+        return Report(
+            step=ranks[0].step,
+            schedule=schedule,
+            timelines=timelines,
+            ranks=places,
+            breakdown=tuple(replace(parts[where.replica][where.place], rank=where.rank) for where in places),
+            clock_error_seconds=max(report.clock_error_seconds for report in ranks),
+            **{name: tuple(getattr(report, name) for report in ranks) for name in _BYTES},
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the same on every rank. Loss and norm may be not finite where the step was refused."""
+
+    loss: float  # mean over the batch, in nats per token
+    learning_rate: float
+    grad_norm: float | None  # global, before clipping; None where it is not known
+    is_accepted: bool = True  # whether the weights have changed
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What an engine knows of its last step on all ranks; bytes have one entry per rank."""
+
+    step_seconds: float  # from the start of the first F to the end of the last B
+    peak_memory_bytes: tuple[int | None, ...]
+    ops: Report | None = None  # what ran when; None: the engine does not tell
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.peak_memory_bytes)

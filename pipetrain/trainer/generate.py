@@ -1,0 +1,190 @@
+"""Text from a trained model, over its stages: each rank reads the weights of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipetrain.config.phases import phases_of
+from pipetrain.config.records import ModelConfig, RunConfig
+from pipetrain.data.dataset import make_tokenizer
+from pipetrain.data.hf_tokenizer import HfTokenizer
+from pipetrain.data.tokenizer import Tokenizer
+from pipetrain.models.hf.source import GENERATION_CONFIG, find_source
+from pipetrain.models.size import family_of, load_function
+from pipetrain.models.spec import make_spec
+from pipetrain.models.weights import load_weights
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.snapshot.manifest import NAME as MANIFEST
+from pipetrain.snapshot.reader import Snapshot
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # the end of a text may be half a character
+_HELD_BACK = 4  # tokens at most: no character takes more bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user wants to read: see `Pipeline.generate`.
+
+    Where the model's tokenizer has a chat template, prompts are questions, each a chat of its own after the `system` message; `raw`: they
+    are texts to go on from in any case.
+    """
+
+    prompts: tuple[str, ...]
+    num_tokens: int
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    system: str | None = None
+    raw: bool = False
+
+
+def generate(
+    config: RunConfig,
+    plan: Plan,
+    weights: Path,
+    asked: Asked,
+    write: Callable[[str], None],
+) -> None:
+    """Gives `write` on rank 0 what the model of the run puts after each prompt of `asked`: after one prompt as it goes along, after
+    several one after the other at the end. A text follows its prompt, an answer stands alone. Collective over the ranks of `plan`.
+
+    `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in
+    at its end, or a whole snapshot.
+
+    Raises:
+        ValueError: numbers out of range, no tokenizer, or weights that do not fit.
+        PipelineError: a rank failed.
+    """
+    tokenizer = make_tokenizer(config.data, config.model.path)
+    if tokenizer is None:
+        raise ValueError("data.tokenizer=null: the run was trained on token ids, and no tokenizer makes text of them")
+    prompts = [_tokens_of(prompt, asked, tokenizer) for prompt in asked.prompts]
+    shown = [""] * len(prompts) if _are_chats(asked, tokenizer) else list(asked.prompts)
+    spec = make_spec(config.model, tokenizer.vocabulary_size)
+    with Pipeline(spec, plan=plan, recompute="never", timeout_seconds=config.timeout_seconds) as pipeline:
+        if (weights / MANIFEST).exists():
+            Snapshot(weights, checked=True).restore_weights(pipeline)
+        else:
+            load_weights(weights, pipeline, spec)
+        writer = _Writer(tokenizer, shown, write if pipeline.rank == 0 else _nowhere)
+        writer.begin()
+        pipeline.generate(
+            prompts,
+            max_new_tokens=asked.num_tokens,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            eos=_ends(tokenizer, config.model),
+            context=_context(config),
+            on_token=writer.on_token,
+        )
+        writer.end()
+
+
+def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
+    """Whether the prompts are questions.
+
+    Raises:
+        ValueError: a message that only a chat has.
+    """
+    has_template = isinstance(tokenizer, HfTokenizer) and tokenizer.has_chats
+    if asked.system is not None and (asked.raw or not has_template):
+        why = "--raw goes on from a text" if asked.raw else f"{tokenizer.called} has no chat template"
+        raise ValueError(f"--system={asked.system}: {why}, and there is no chat for it to begin")
+    return has_template and not asked.raw
+
+
+def _tokens_of(prompt: str, asked: Asked, tokenizer: Tokenizer) -> list[int]:
+    if not _are_chats(asked, tokenizer):
+        return [int(token) for token in tokenizer.encode(prompt.encode())]
+    assert isinstance(tokenizer, HfTokenizer)
+    system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
+    return tokenizer.encode_prompt(tokenizer.render([*system, {"role": "user", "content": prompt}]))
+
+
+def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
+    """The tokens after which a text has ended: the tokenizer's, and those that the model's own generation_config names."""
+    ends = tokenizer.end_tokens if isinstance(tokenizer, HfTokenizer) else ()
+    if model.path is None:
+        return ends
+    file = find_source(model.path, model.revision).folder / GENERATION_CONFIG
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    named = () if named is None else named
+    return tuple(sorted({*ends, *([named] if isinstance(named, int) else named)}))
+
+
+def _context(config: RunConfig) -> int | None:
+    """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
+    if config.model.path is None:
+        return max(2, *(phase.config.data.sequence_length for phase in phases_of(config)))
+    longest: int | None = load_function(family_of(config.model).longest)(config.model)
+    return longest
+
+
+class _Writer:
+    """Writes texts as their tokens come: a single one at once, several each in one piece at the end. `shown` stands before each."""
+
+    def __init__(self, tokenizer: Tokenizer, shown: Sequence[str], write: Callable[[str], None]) -> None:
+        self._texts = [TextStream(tokenizer) for _ in shown]
+        self._write = write
+        self._is_streaming = len(self._texts) == 1
+        self._written = [[text] for text in shown]
+
+    def begin(self) -> None:
+        if self._is_streaming:
+            self._write(self._written[0][0])
+
+    def on_token(self, number: int, token: int) -> None:
+        self._put(number, self._texts[number].add(token))
+
+    def _put(self, number: int, text: str) -> None:
+        if self._is_streaming:
+            self._write(text)
+        else:
+            self._written[number].append(text)
+
+    def end(self) -> None:
+        for number, text in enumerate(self._texts):
+            self._put(number, text.rest())
+        if self._is_streaming:
+            self._write("\n")
+        else:
+            self._write("\n\n".join(map("".join, self._written)) + "\n")
+
+
+class TextStream:
+    """Tokens to text, as far as it is whole: a character may be of several tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._line: list[int] = []  # since the last end of a line: a token's text may depend on those before it
+        self._shown = 0  # characters of it
+
+    def add(self, token: int) -> str:
+        """What one more token makes readable."""
+        self._line.append(token)
+        text = self._tokenizer.decode(self._line)
+        whole = text.rstrip(_BROKEN) if len(text) - len(text.rstrip(_BROKEN)) < _HELD_BACK else text
+        return self._show(text, max(len(whole), self._shown))
+
+    def rest(self) -> str:
+        """What is left at the end, readable or not."""
+        text = self._tokenizer.decode(self._line)
+        return self._show(text, len(text))
+
+    def _show(self, text: str, end: int) -> str:
+        new, self._shown = text[self._shown : end], end
+        if end == len(text) and text.endswith("\n"):
+            self._line.clear()
+            self._shown = 0
+        return new
+
+
+def _nowhere(text: str) -> None:
+    """The other ranks know the text, and nobody reads it there."""

@@ -1,0 +1,385 @@
+"""From a configuration to what runs: `RunConfig -> Run(plan, schedule, size)`. The only place where the two meet.
+
+    RunConfig ── check ──► number of ranks ──► Plan (which layers, which rank) ──► Schedule (the order of all ops)
+
+Without torch: the command line refuses a run that cannot be before a process starts, and a rank prepares the same again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import zip_longest
+from typing import Any
+
+from pipetrain.comm.coordinates import Grid
+from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.together import check_run, check_samples, check_schedule
+from pipetrain.engine.available import check_engine
+from pipetrain.models.size import ModelSize, size_of
+from pipetrain.monitor.shown import Shown, show_schedule
+from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
+from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
+from pipetrain.plan.plan import Plan, make_plan, place_stages
+from pipetrain.plan.profile import (
+    bytes_of_layers,
+    check_conditions,
+    check_profile,
+    costs_of_layers,
+    read_profile,
+    seconds_of_layers,
+)
+from pipetrain.plan.world import world_of
+from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import order_of_csv
+from pipetrain.schedule.families import AUTO
+from pipetrain.schedule.make import make
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.reduce import with_reduces
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.search import FoundSchedule, best_schedule, cache_folder
+
+_BYTES = 256  # tokens of data.tokenizer=byte
+_NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a configuration asks for, known before anything starts: where each layer lives, the order of all ops, the model's size."""
+
+    plan: Plan
+    schedule: Schedule
+    size: ModelSize
+    found: FoundSchedule | None = None  # where pipeline.schedule=auto was sought
+    note: str = ""  # why pipeline.balance=auto shares out no equal work
+
+
+def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
+    """The run of `config` on `num_ranks` ranks, those of all replicas; None: on as many as it asks for. The schedule is proven to end.
+
+    `order` is that of pipeline.schedule=auto, as `write_csv` spells it, where it is known; else it is sought.
+
+    Raises:
+        ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
+            value and what is allowed.
+    """
+    check_run(config)
+    check_engine(config)
+    pipeline = config.pipeline
+    world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
+    check_samples(config, world.num_replicas)
+    given, config = config, _with_replicas(config, world.num_replicas)
+    size = size_of(config.model, sequence_length=config.data.sequence_length)
+    plan = make_plan(
+        size.num_layers,
+        num_ranks=world.ranks_per_replica,
+        num_stages=pipeline.num_stages,
+        stages_per_rank=pipeline.stages_per_rank,
+        num_microbatches=pipeline.num_microbatches,
+        num_replicas=world.num_replicas,
+        order=config.parallel.order,
+        balance=pipeline.balance,
+        work=size.flops_per_layer,
+        placement=pipeline.placement,
+        split_backward=pipeline.split_backward,
+        warmup=pipeline.warmup,
+        transport_ahead=config.transport.ahead,
+        communicators=config.transport.communicators,
+        edges=config.transport.edges,
+    )
+    plan, note = _balanced(config, plan, size)
+    tied, found = plan.tied_stages(size.tied), None
+    # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
+    check_engine(given, world.num_replicas, tied)
+    _policy(config).check_layers(plan.num_layers)
+    _refuse_profile_without_layers(config)
+    policy = _in_parts(config, plan.balance, size)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
+    if order is None and pipeline.schedule == AUTO:
+        found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
+    schedule = _schedule(spec, order) if found is None else found.schedule
+    refuse_unknown_kinds(schedule)
+    return Run(plan, schedule, size, found, note)
+
+
+def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str]:
+    """With pipeline.balance=auto the plan whose step is shortest, R counted, and a line that says so; else the plan as it is."""
+    if config.pipeline.balance != "auto" or config.engine.name != NATIVE or not _tells_of_layers(config):
+        return plan, ""
+    policy = _in_parts(config, plan.balance, size)
+    spec = replace(_spec(config, plan.stage_ranks, policy), num_replicas=plan.num_replicas)
+    costs_of = _costs(config, plan.num_stages, size.flops_per_layer)
+    balance = balance_by_step(plan.balance, spec, costs_of)
+    return replace(plan, balance=balance), balance_told(balance, plan.balance, spec.policy)
+
+
+def _tells_of_layers(config: RunConfig) -> bool:
+    """Whether something says what a layer costs: a run's profile and lists of `cost.*` are of stages."""
+    given = config.plan.profile
+    if given is not None:
+        return bool(read_profile(given).layers)
+    return not any(isinstance(value, tuple) for value in vars(config.cost).values())
+
+
+@dataclass(frozen=True)
+class PreparedPhase:
+    """What a phase asks for: steps from `first_step` (from 1) on are those of `run`. A run without phases is one."""
+
+    number: int  # from 0
+    first_step: int
+    config: RunConfig
+    run: Run
+
+
+def prepare_phases(
+    config: RunConfig, num_ranks: int | None = None, orders: Sequence[str | None] = ()
+) -> tuple[PreparedPhase, ...]:
+    """The run of each phase of `config`, as `prepare` makes it. All have the stages of the first: no layer moves in mid-run.
+
+    `orders` are those of pipeline.schedule=auto, one for each phase, where they are known.
+
+    Raises:
+        ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
+    """
+    check_run(config)
+    check_engine(config)
+    prepared: list[PreparedPhase] = []
+    for phase, order in zip_longest(phases_of(config), orders):
+        own = phase.config
+        if prepared:
+            own = replace(own, pipeline=replace(own.pipeline, balance=prepared[0].run.plan.balance))
+        with naming_phase(phase, config):
+            run = prepare(own, num_ranks, order)
+        prepared.append(PreparedPhase(phase.number, phase.first_step, phase.config, run))
+    return tuple(prepared)
+
+
+def predict(config: RunConfig) -> Shown:
+    """The schedule of `config` with its step simulated on `cost.*`. Model, data and balance are not looked at.
+
+    Raises:
+        ValueError: an unknown family, or numbers out of range or that do not fit each other.
+    """
+    check_schedule(config)
+    pipeline = config.pipeline
+    world = world_of(pipeline, config.parallel, config.cluster)
+    stage_ranks = place_stages(
+        pipeline.placement,
+        num_ranks=world.ranks_per_replica,
+        num_stages=pipeline.num_stages,
+        stages_per_rank=pipeline.stages_per_rank,
+    )
+    config = _with_replicas(config, world.num_replicas)
+    costs, policy = _costs_shown(config, stage_ranks)
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
+    if pipeline.schedule == AUTO:
+        found = _sought(spec, costs, config)
+        return show_schedule(found.schedule, costs, found.least_seconds)
+    return show_schedule(_schedule(spec), costs)
+
+
+def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
+    """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why it does not know what ranks hold and send,
+    where model and data do not tell or make no such run ("": it does).
+
+    Raises:
+        ValueError: the ranks do not make so many replicas.
+    """
+    world = world_of(config.pipeline, config.parallel, config.cluster)
+    grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
+    try:
+        plan, model, unknown = _held(config, schedule, world.num_replicas)
+    except ValueError as error:
+        layers = (1,) * schedule.num_stages
+        plan = Plan(layers, schedule.stage_ranks, schedule.num_microbatches, world.num_replicas)
+        model, unknown = Holds(), str(error)
+    mesh = mesh_of(
+        plan,
+        with_reduces(schedule, plan.tied_stages(model.tied), world.num_replicas),
+        grid,
+        ranks_per_node=config.cluster.gpus_per_node or -(-grid.size // config.cluster.num_nodes),
+        model=model,
+        zero=config.parallel.zero if world.num_replicas > 1 else 0,
+    )
+    return mesh, unknown
+
+
+def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
+    """Where the layers are, what they hold and what goes between them; and what of it is not known."""
+    length = config.data.sequence_length
+    plan = make_plan(
+        size_of(config.model, sequence_length=length).num_layers,
+        num_microbatches=schedule.num_microbatches,
+        num_replicas=num_replicas,
+        balance=config.pipeline.balance,
+        work=size_of(config.model, sequence_length=length).flops_per_layer,
+        placement=schedule.stage_ranks,
+    )
+    plan, _ = _balanced(config, plan, size_of(config.model, sequence_length=length))
+    check_samples(config, num_replicas)
+    vocabulary = _BYTES if config.data.tokenizer == "byte" else None
+    size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
+    slices = num_replicas * schedule.num_microbatches
+    fewest, longer = divmod(config.data.batch_size, slices)
+    held = Holds(
+        parameters=size.parameters_per_layer,
+        shapes=size.shapes_per_layer if config.engine.name == NATIVE else None,  # DeepSpeed cuts parameters
+        tied=size.tied,
+        width=size.width,
+        tokens=tuple(length * (fewest + (number < longer)) for number in range(slices)),
+        number_bytes=_number_bytes(config),
+    )
+    unknown = "the dtype of the weights is that of their file (model.dtype=auto)" if held.number_bytes is None else ""
+    if config.model.lora.rank is not None:
+        held, unknown = replace(held, number_bytes=None), "adapters alone are trained (model.lora)"
+    if size.parameters_per_layer is None:
+        unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocabulary_size to its size"
+    return plan, held, unknown
+
+
+def _number_bytes(config: RunConfig) -> NumberBytes | None:
+    """AdamW has two moments of each weight, and float32 masters of one with fewer bits, whose gradient is float32 then."""
+    dtype = config.model.dtype or WEIGHTS_IN[config.precision]
+    if dtype == "auto":
+        return None
+    size = 4 if dtype == "float32" else 2
+    if size == 2 and config.optim.masters == "auto":
+        return NumberBytes(weight=2, gradient=4, optimizer=4 + 2 * 4, boundary=2)
+    return NumberBytes(weight=size, gradient=size, optimizer=2 * size, boundary=size)
+
+
+def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
+    """The configuration with their number, where it was `auto`."""
+    return replace(config, parallel=replace(config.parallel, num_replicas=num_replicas))
+
+
+def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
+    """With the layers of each stage, where a profile knows them or the number of parts depends on them."""
+    policy, given = _policy(config), config.plan.profile
+    costs_of, alike = _costs(config, len(stage_ranks)), (1,) * len(stage_ranks)
+    knows_layers = given is not None and bool(read_profile(given).layers)
+    if not knows_layers and not (policy.in_parts and isinstance(policy.segments, str)):
+        return costs_of(alike), policy
+    size = size_of(config.model, sequence_length=config.data.sequence_length)
+    plan = make_plan(
+        size.num_layers,
+        num_microbatches=config.pipeline.num_microbatches,
+        balance=config.pipeline.balance,
+        work=size.flops_per_layer,
+        placement=stage_ranks,
+    )
+    balance = _balanced(config, plan, size)[0].balance
+    return costs_of(balance if knows_layers else alike), _in_parts(config, balance, size)
+
+
+def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> RecomputePolicy:
+    """The policy for stages of so many layers: their parts have about equal bytes by the profile, and without one equal work."""
+    policy, given = _policy(config), config.plan.profile
+    if not policy.in_parts:
+        return policy
+    work = sizes = size.flops_per_layer
+    if given is not None:
+        profile = read_profile(given)
+        if profile.layers:
+            check_conditions(given, profile, conditions_of(config))
+            work, sizes = seconds_of_layers(profile), bytes_of_layers(profile)
+    return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
+
+
+def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = None) -> Callable[[Sequence[int]], Costs]:
+    """What stages of a balance cost: those of the run, or of the layers, that `plan.profile` names, else shares of `cost.*` by `work`."""
+    cost, given = config.cost, config.plan.profile
+    if given is not None:
+        profile = read_profile(given)
+        check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
+        if (measured := profile.costs) is not None:
+            return lambda _: measured
+        check_conditions(given, profile, conditions_of(config))
+        policy = _policy(config)
+        policy.check_layers(profile.num_layers)
+        selective = () if policy.mode is Mode.NEVER else policy.selective
+        return lambda balance: costs_of_layers(profile, balance, selective)
+    mean = Costs.spread(
+        num_stages,
+        forward=cost.forward_seconds,
+        backward=cost.backward_seconds,
+        recompute=cost.recompute_seconds,
+        hop=cost.hop_seconds,
+        input_gradient=cost.input_gradient_seconds,
+        weight_gradient=cost.weight_gradient_seconds,
+        input_share=cost.input_share,
+        kept_share=cost.kept_share,
+        reduce=cost.reduce_seconds,
+    )
+    return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
+
+
+def conditions_of(config: RunConfig) -> dict[str, Any]:
+    """What times and bytes of layers depend on, by its key: they hold for a run that has the same. The number of replicas is known."""
+    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key not in _NO_WORK_OF_LAYERS}
+    installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
+    replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
+    assert isinstance(replicas, int)
+    samples = -(-config.data.batch_size // (replicas * microbatches))
+    return {
+        **model,
+        "precision": config.precision,
+        "data.sequence_length": config.data.sequence_length,
+        "data.batch_size / (parallel.num_replicas * pipeline.num_microbatches)": samples,
+        "threads_per_rank": config.threads_per_rank,
+        **installed,
+    }
+
+
+def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
+    """The best order for the costs, from the user's cache where it was sought before."""
+    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
+
+
+def _say(text: str) -> None:
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
+    if order is not None:
+        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
+    schedule = make(spec)
+    check(schedule)
+    return schedule
+
+
+def _refuse_profile_without_layers(config: RunConfig) -> None:
+    given = config.plan.profile
+    if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
+        segments = config.recompute.segments
+        cut = f"holds, by which recompute.segments={segments} cuts a stage"
+        what = "takes, by which pipeline.balance=auto shares layers out" if segments == 1 else cut
+        raise ValueError(
+            f"plan.profile={given}: a run's ops do not say what each layer {what}; measure the layers with `pipetrain profile`, or leave "
+            "plan.profile out"
+        )
+
+
+def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
+    return ScheduleSpec(
+        family=config.pipeline.schedule,
+        stage_ranks=stage_ranks,
+        num_microbatches=config.pipeline.num_microbatches,
+        policy=policy,
+        split_backward=config.pipeline.split_backward,
+        warmup=config.pipeline.warmup,
+        transport_ahead=config.transport.ahead,
+    )
+
+
+def _policy(config: RunConfig) -> RecomputePolicy:
+    policy = RecomputePolicy(**asdict(config.recompute))  # a field per key; it makes enums of text itself
+    num_replicas = config.parallel.num_replicas
+    return policy if isinstance(num_replicas, str) else policy.for_replicas(num_replicas)

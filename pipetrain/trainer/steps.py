@@ -1,0 +1,281 @@
+"""The steps of a run, one after the other: batch, engine, guard, figures, snapshot.
+
+engine.step ── accepted ──► figures ──► held-out evaluation ──► snapshot ──► next step, perhaps of another phase
+     │ refused: diagnose, keep the batch, then
+     ▼
+stop    or    go on with the next batch    or    roll back: an older step comes again, with another batch
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipetrain.comm.failure import PipelineError
+from pipetrain.config.records import RunConfig
+from pipetrain.data.batch import Batch, Share
+from pipetrain.data.batches import PhasedBatches
+from pipetrain.engine.engine import Engine
+from pipetrain.models.size import ModelSize
+from pipetrain.models.spec import ModelSpec
+from pipetrain.models.weights import Together, save_weights
+from pipetrain.monitor.metrics import TokenFigures, metrics_of
+from pipetrain.monitor.recorder import Recorder
+from pipetrain.monitor.report import (
+    RunReport,
+    make_report,
+    measured_and_predicted,
+    measured_steps,
+    peak_activation_bytes,
+)
+from pipetrain.monitor.shown import Shown
+from pipetrain.monitor.step_report import StepFigures, StepResult
+from pipetrain.monitor.stragglers import StragglerWatch
+from pipetrain.plan.mesh import RankPlace
+from pipetrain.plan.plan import Plan
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.snapshot.session import Snapshots
+from pipetrain.trainer.guard import Action, Guard, Incident, advice_on_stop, explain, folder_of, write_incident
+from pipetrain.trainer.over_replicas import OverReplicas, Tokens, TokensSeen, tokens_of
+
+
+@dataclass
+class PhaseSteps:
+    """Steps `first_step` to `last_step` of a run: what they run by, and what they leave for the report. A run without phases is one."""
+
+    number: int | None  # from 0; None: the run has no phases
+    first_step: int
+    last_step: int
+    config: RunConfig
+    plan: Plan
+    schedule: Schedule
+    heldout: Iterable[Batch]
+    share: Share | None  # of a batch, that is this replica's; None: all of it
+    mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
+    watch: StragglerWatch
+    last: StepFigures | None = None  # of its last step so far, on rank 0
+
+
+def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
+    """The phase of `step`; past the end of the run the last one."""
+    return next(phase for phase in reversed(phases) if phase.first_step <= step)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of a run work with; every rank has one and runs it. `inspect` is where batches of refused steps go."""
+
+    experiment: str
+    num_steps: int
+    evaluate_every_steps: int | None  # None: nothing is evaluated on the way
+    seed: int
+    phases: tuple[PhaseSteps, ...]
+    batches: PhasedBatches
+    spec: ModelSpec
+    engine: Engine
+    recorder: Recorder
+    snapshots: Snapshots
+    guard: Guard
+    seen: TokensSeen
+    ranks: tuple[RankPlace, ...]
+    inspect: Path
+    replicas: OverReplicas
+
+    def run(self, asked_to_stop: Callable[[], int]) -> int:
+        """All steps from the snapshots' first on, or until `asked_to_stop` tells all ranks of a signal; returns it, or 0.
+
+        The engine was made for the phase of the first of them.
+
+        Raises:
+            PipelineError: a step was refused, and the guard ends the run.
+        """
+        step = self.snapshots.first_step
+        self.engine.start_at(step)
+        phase = phase_of(self.phases, step)
+        while step <= self.num_steps:
+            if (other := phase_of(self.phases, step)) is not phase:
+                phase = other
+                self.engine.change(phase.plan, phase.schedule)
+                self.recorder.begin_phase(phase.number, step, measured_steps(step))
+            started = time.perf_counter()
+            batch = self.batches.batch(step, self.guard.passed_over, phase.share)
+            result = self.engine.step(step, batch, self._accepts)
+            figures = self.engine.gather_report()
+            seconds = time.perf_counter() - started
+            if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
+                step = back_at
+                continue
+            tokens = self.replicas.add_up(tokens_of(batch, self.spec))
+            if result.is_accepted:
+                self.seen.add(tokens)
+            self._record(phase, step, result, figures, tokens, seconds)
+            signum = asked_to_stop()
+            self._compare_replicas(step, stopping=bool(signum))
+            self.snapshots.after_step(step, stopping=bool(signum))
+            if signum:
+                return signum
+            step += 1
+        return 0
+
+    def report(self, signum: int) -> None:
+        """What was predicted and what was done, with the held-out loss where no signal ended the run. Collective."""
+        phase = phase_of(self.phases, self.num_steps if self.recorder.last_step is None else self.recorder.last_step)
+        heldout_loss = None if signum else self.engine.evaluate(phase.heldout)
+        if phase.last is None:  # all steps were done before, or this is not rank 0
+            return
+        own = self._report_of(phase, heldout_loss, signum)
+        whole = own if phase.number is None else self._of_all_phases(own)
+        measured, predicted = self._measured_and_predicted(phase)
+        for report in (whole,) if phase.number is None else (own, whole):
+            self.recorder.finish(report, measured, predicted, _clock_error(phase.last))
+
+    def _measured_and_predicted(self, phase: PhaseSteps) -> tuple[tuple[Shown, ...], Shown | None]:
+        assert phase.last is not None
+        return measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
+
+    def _report_of(self, phase: PhaseSteps, heldout_loss: float | None, signum: int) -> RunReport:
+        """The report of the steps of `phase` that this process has seen."""
+        assert phase.last is not None
+        metrics = [one for one in self.recorder.metrics if phase.first_step <= one.step <= phase.last_step]
+        first = metrics[0].step
+        report = make_report(
+            self.experiment,
+            phase.plan,
+            phase.schedule,
+            metrics,
+            phase.last,
+            first_step=first,
+            predicted=self._measured_and_predicted(phase)[1],
+            heldout_loss=heldout_loss,
+            stopped_by=signal.Signals(signum).name if signum else None,
+        )
+        return replace(
+            report,
+            tokens_seen=self.seen.total.all,
+            counted_tokens_seen=self.seen.total.counted,
+            skipped_steps=self.guard.num_skipped,
+            rollbacks=self.guard.num_rollbacks,
+            stragglers=phase.watch.stragglers(),
+            ranks=self.ranks,
+            batch_size=phase.config.data.batch_size,
+            sequence_length=phase.config.data.sequence_length,
+            num_microbatches=phase.plan.num_microbatches,
+            first_step=first,
+            phase=phase.number,
+        )
+
+    def _of_all_phases(self, last: RunReport) -> RunReport:
+        """The report of the run: that of its last phase, with what is of all, and each phase by itself."""
+        metrics = self.recorder.metrics
+        before = (self.recorder.report_of_phase(number) for number in range(last.phase or 0))
+        phases = (*(report for report in before if report is not None), last)
+        return replace(
+            last,
+            phase=None,
+            phases=phases,
+            first_step=metrics[0].step,
+            peak_activation_bytes=peak_activation_bytes(metrics),
+            stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
+        )
+
+    def finish(self, folder: Path, ranks: Together) -> None:
+        """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
+        snapshot on its way. Collective.
+        """
+        save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
+        self.snapshots.finish()
+
+    def _compare_replicas(self, step: int, *, stopping: bool) -> None:
+        """Where it is time to, and before each snapshot: what differs must not be saved."""
+        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, stopping=stopping)):
+            return
+        try:
+            self.engine.check_replicas()
+        except PipelineError as error:
+            raise PipelineError(
+                f"{error} (seen after step {step}, nothing was saved since; resume=auto goes on from the newest snapshot, in which they "
+                "were the same)"
+            ) from error
+
+    def _accepts(self, step: int, loss: float, grad_norm: float | None) -> bool:
+        is_accepted = self.guard.accepts(step, loss, grad_norm)
+        self.snapshots.before_update()
+        return is_accepted
+
+    def _record(
+        self,
+        phase: PhaseSteps,
+        step: int,
+        result: StepResult,
+        figures: StepFigures | None,
+        tokens: Tokens,
+        seconds: float,
+    ) -> None:
+        """Writes what the step did, and evaluates where it is time to; rank 0 has the figures."""
+        phase.last = figures
+        if figures is None:
+            self.recorder.end_step(step)
+        else:
+            timelines = () if figures.ops is None else figures.ops.timelines
+            of_tokens = TokenFigures(tokens.all, tokens.counted, self.seen.total.all, tokens.all / seconds)
+            metrics = metrics_of(step, result, figures, of_tokens, phase.mfu_of_a_token_per_second, phase.number)
+            self.recorder.end_step(step, metrics, timelines)
+            if timelines:
+                phase.watch.add(step, *timelines)
+        every = self.evaluate_every_steps
+        if every is not None and step % every == 0 and step < self.num_steps:
+            self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
+        if step == phase.last_step and step < self.num_steps:
+            heldout_loss = self.engine.evaluate(phase.heldout)
+            if phase.last is not None:  # a phase by itself; the last one is reported with the run
+                report = self._report_of(phase, heldout_loss, 0)
+                self.recorder.finish(report, *self._measured_and_predicted(phase), _clock_error(phase.last))
+
+    def _respond(self, incident: Incident, batch: Batch) -> int | None:
+        """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.
+
+        Returns:
+            The step to go on with after a rollback; None: with the next one.
+
+        Raises:
+            PipelineError: the run stops.
+        """
+        diagnosis = self.engine.diagnose(batch)
+        state = self.snapshots.roll_back() if incident.action is Action.ROLLBACK else None
+        if incident.action is Action.ROLLBACK and state is None:
+            incident = self.guard.cannot_go_back()
+        folder = folder_of(self.inspect, incident)
+        if self.recorder.is_first:
+            whole = self.batches.batch(incident.step, self.guard.passed_over)
+            try:
+                write_incident(folder, incident, diagnosis, whole, self.seed)
+            except OSError as error:
+                self.recorder.say(f"{folder} could not be written ({error.strerror})")
+        if incident.action is Action.STOP:
+            raise PipelineError(f"{explain(incident, diagnosis)}; {advice_on_stop(incident, folder)}")
+        self.recorder.say(f"{explain(incident, diagnosis)}; the batch is in {folder}")
+        if state is None:
+            return None
+        self.guard.rolled_back(state.step, state.guard)
+        self.seen.load_state_dict(state.tokens)
+        self.recorder.rewind(state.step + 1)
+        self.engine.start_at(state.step + 1)
+        self.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")
+        return state.step + 1
+
+
+def _clock_error(last: StepFigures) -> float | None:
+    return last.ops.clock_error_seconds if last.ops else None
+
+
+def equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """What each rank of a replica has to do, stage by stage; empty where it is not known."""
+    if size.kinds is None:
+        return {}
+    return {
+        rank: tuple(size.kinds[layers.start : layers.stop] for layers in map(plan.layers_of, plan.stages_of(rank)))
+        for rank in range(plan.num_ranks)
+    }

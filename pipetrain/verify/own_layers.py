@@ -1,0 +1,324 @@
+"""A user's own layers beside the plain loop, in every mode; and which of them the pipeline does not recompute, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.models.spec import ModelSpec, spec_of
+from pipetrain.monitor.draw.table import Table
+from pipetrain.runtime.cut import cut, num_rows
+from pipetrain.schedule.policy import Mode
+from pipetrain.stage.stage import LossFn
+from pipetrain.verify.apart import try_apart
+from pipetrain.verify.beside_loop import (
+    NUM_MICROBATCHES,
+    SEED,
+    Batch,
+    Found,
+    Subject,
+    Trace,
+    Verdict,
+    Way,
+    beside,
+    differences,
+    plain,
+    seed_everything,
+)
+
+NUM_STEPS = 2
+MOST_STAGES = 4
+_EXAMPLE = "as in pipetrain verify my_model:make_layers --batch my_model:make_batch"
+
+
+@dataclass(frozen=True)
+class OwnLayers:
+    """Where they come from: `module:function`, for the layers and, where those do not bring it, for the batch."""
+
+    layers: str
+    batch: str | None = None
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a user's functions gave."""
+
+    layers: Sequence[nn.Module]
+    loss_fn: LossFn
+    inputs: Any
+    targets: Any
+
+
+@dataclass(frozen=True)
+class OwnTrial:
+    """All layers in one way."""
+
+    subject: str
+    own: OwnLayers
+    mode: str
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class OwnReport:
+    """`names` of the layers, and what came of each way."""
+
+    names: tuple[str, ...]
+    ways: tuple[tuple[OwnTrial, Found], ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every way gave the numbers of the plain loop."""
+        return all(found.result in (Verdict.EQUAL, Verdict.KEPT) for _, found in self.ways)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        ways = [
+            {"mode": trial.mode, "stages": trial.num_stages, "result": found.result.value, "detail": found.detail}
+            for trial, found in self.ways
+        ]
+        layers = [
+            {"layer": number, "kind": kind, "result": found.result.value, "detail": found.detail}
+            for number, (kind, found) in enumerate(zip(self.names, self.layers))
+        ]
+        return {"layers": layers, "ways": ways}
+
+    @property
+    def layers(self) -> tuple[Found, ...]:
+        """What the pipeline said of each layer, in any of the ways: that it is kept, or refused; of others, nothing."""
+        told = [(Verdict.KEPT, text) for _, found in self.ways for text in found.kept]
+        told += [(found.result, found.detail) for _, found in self.ways if found.result is Verdict.REFUSED]
+        return tuple(
+            next((Found(*one) for one in told if f"layer {number} (" in one[1]), Found(Verdict.EQUAL))
+            for number in range(len(self.names))
+        )
+
+
+def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
+    """Every mode over one to four stages (`quick`: `overlap` over two).
+
+    Raises:
+        ValueError: there is no such function, it raises, what it gives is no model or no batch, or the plain loop fails itself.
+    """
+    names = _checked(own)
+    stages = range(1, min(MOST_STAGES, len(names)) + 1)
+    modes = [Mode.OVERLAP] if quick else list(Mode)
+    wanted = [min(2, len(names))] if quick else list(stages)
+    trials = [OwnTrial(own.layers, own, mode.value, number) for number in wanted for mode in modes]
+    return OwnReport(names, tuple(try_apart(attempt_own, trials)))
+
+
+def attempt_own(trial: OwnTrial) -> Found:
+    """One trial beside the plain loop, which runs once."""
+    subject, expected = _plain_of(trial.own)
+    saving = dataclasses.replace(subject, layers=lambda: _saving_outputs(subject.layers()))
+    return beside(saving, expected, Way(trial.mode, trial.num_stages))
+
+
+class _Saved(torch.autograd.Function):
+    """The identity, with its input saved: the pipeline then compares it in R with that of F, and names the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def _saving_outputs(layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """`layers`, each with its output saved: one whose output nobody saves could return anything in R."""
+
+    def saved(leaf: Any) -> Any:
+        wanted = isinstance(leaf, Tensor) and leaf.requires_grad
+        return _Saved.apply(leaf) if wanted else leaf  # type: ignore[no-untyped-call]
+
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, output: pytree.tree_map(saved, output))
+    return layers
+
+
+@functools.lru_cache(maxsize=1)
+def _plain_of(own: OwnLayers) -> tuple[Subject, Trace]:
+    subject = _subject(own)
+    return subject, plain(subject)
+
+
+# What the user gives --------------------------------------------------------------------------------------------------
+
+
+def _checked(own: OwnLayers) -> tuple[str, ...]:
+    """The kinds of the layers, once everything has been made and the plain loop has run.
+
+    Raises:
+        ValueError: see `verify_own`.
+    """
+    torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
+    with contextlib.redirect_stdout(sys.stderr):  # what a layer prints must not come between what the command does
+        subject = _subject(own)
+        traces = []
+        for _ in range(2):
+            try:
+                traces.append(plain(subject))
+            except Exception as error:
+                raise ValueError(f"{own.layers}: the plain loop fails itself: {_line(error)}") from error
+        names = tuple(type(layer).__name__ for layer in subject.layers())
+    for what, _ in differences(*traces):
+        raise ValueError(
+            f"{own.layers}: two plain loops from one seed differ in {what}: draw weights and batches from torch's, numpy's or "
+            "Python's own generators, which are seeded before each call, and let layers begin anew each time"
+        )
+    return names
+
+
+def _subject(own: OwnLayers) -> Subject:
+    make = _function(own.layers)
+    make_batch = None if own.batch is None else _function(own.batch)
+
+    def made(step: int) -> _Made:
+        seed_everything(SEED)
+        return _made(own, make, make_batch, step)
+
+    first = made(0)
+    rows = num_rows(first.inputs, "inputs")
+
+    def batch(step: int) -> Batch:
+        now = made(step)
+        return now.inputs, now.targets
+
+    # Two rows in each where there are as many: BatchNorm refuses one.
+    microbatches = NUM_MICROBATCHES if rows is None else max(1, min(NUM_MICROBATCHES, rows // 2))
+    cut(first.inputs, microbatches)
+    return Subject(
+        lambda: made(0).layers,
+        batch,
+        lambda: made(0).loss_fn,
+        clip=False,
+        num_microbatches=microbatches,
+        num_steps=NUM_STEPS,
+    )
+
+
+def _function(place: str) -> Callable[[], Any]:
+    """What `module:function` names.
+
+    Raises:
+        ValueError: no such module or function.
+    """
+    module_name, colon, name = place.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{place!r} is no MODULE:FUNCTION, {_EXAMPLE}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of the folder in which the command is typed
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"{place}: {module_name} cannot be imported: {_line(error)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        there = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_"))
+        raise ValueError(f"{place}: {module_name} has no {name!r}; there are {there or 'no functions'}")
+    if not callable(found):
+        raise ValueError(f"{place}: is a {type(found).__name__}, and no function")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _called(place: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise ValueError(f"{place}() raised {_line(error)}") from error
+
+
+def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any] | None, step: int) -> _Made:
+    """Raises:
+    ValueError: what a function gave is no model, or no batch.
+    """
+    model, loss_fn, *batch = _parts(own.layers, _called(own.layers, make))
+    if make_batch is not None:
+        seed_everything(step)
+        given = _called(own.batch or "", make_batch)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise ValueError(
+                f"{own.batch} returned a {type(given).__name__}: it must return the pair (inputs, targets)"
+            )
+        batch = list(given)
+    if not batch:
+        raise ValueError(
+            f"{own.layers} gives layers without a batch to train on: let it return (layers, loss_fn, inputs, targets), or "
+            f"add --batch MODULE:FUNCTION, whose function returns (inputs, targets)"
+        )
+    try:
+        spec = spec_of(model)
+    except TypeError as error:
+        raise ValueError(f"{own.layers}: {error}") from None
+    return _Made(spec.build(0, spec.num_layers, seed=SEED), loss_fn or spec.loss_fn or mean_of_squares, *batch)
+
+
+def _parts(place: str, given: Any) -> list[Any]:
+    """`[model, loss_fn]`, or with inputs and targets besides."""
+    if (
+        isinstance(given, ModelSpec)
+        or not isinstance(given, tuple)
+        or all(isinstance(part, nn.Module) for part in given)
+    ):
+        return [given, None]
+    if len(given) in (2, 4):
+        return list(given)
+    raise ValueError(
+        f"{place} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
+    )
+
+
+def mean_of_squares(output: Any, _: Any) -> Tensor:
+    """The loss where none is given: of every tensor of real or complex numbers in `output`, the mean of its squares."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    means = [leaf.abs().square().mean() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return torch.stack([mean.float() for mean in means]).sum()
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+# Said -----------------------------------------------------------------------------------------------------------------
+
+_TOLD = {Verdict.EQUAL: "recomputed", Verdict.KEPT: "kept", Verdict.REFUSED: "cannot be recomputed"}
+
+
+def own_table(report: OwnReport) -> str:
+    """A line per layer and one per way that is not equal."""
+    cells = [
+        (str(number), kind, f"{_TOLD[found.result]}{f': {found.detail}' if found.detail else ''}")
+        for number, (kind, found) in enumerate(zip(report.names, report.layers))
+    ]
+    lines = [Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text(), ""]
+    return "\n".join([*lines, *_verdict(report)])
+
+
+def _verdict(report: OwnReport) -> Iterator[str]:
+    same: dict[tuple[Verdict, str], list[str]] = {}
+    for trial, found in report.ways:
+        same.setdefault((found.result, found.detail), []).append(str(trial))
+    for (result, detail), ways in same.items():
+        if result not in (Verdict.EQUAL, Verdict.KEPT):
+            yield f"{'; '.join(ways)}: {result}: {detail}"
+    equal = sum(found.result in (Verdict.EQUAL, Verdict.KEPT) for _, found in report.ways)
+    yield f"{equal} of {len(report.ways)} ways to run it equal the plain loop bit for bit"

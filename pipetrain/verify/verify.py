@@ -1,0 +1,248 @@
+"""Whether pipelines on this machine compute what one process computes: every schedule and mode, bit for bit.
+
+Each case trains some steps as a pipeline over gloo ranks and with `reference_step`, and compares losses, gradients and
+weights. Dropout, microbatches of different sizes and clipping are part of every case. Several replicas add up their gradients in
+another order than one process does, so these are compared within rounding; the replicas hold the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+from pipetrain.comm.failure import PipelineError
+from pipetrain.config.records import ModelConfig
+from pipetrain.data.batch import Batch
+from pipetrain.models.spec import ModelSpec, make_spec, spec_of
+from pipetrain.monitor.draw.table import Table
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.pipeline import Pipeline
+from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.families import AUTO, FAMILIES
+from pipetrain.schedule.policy import Mode
+from pipetrain.verify.forked import START_METHOD, forking
+
+SEED = 3
+NUM_STEPS = 3
+NUM_MICROBATCHES = 3
+NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
+RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # of all replicas; replicas
+QUICK_RANKS = ((2, 1),)
+WITHIN, WITHIN_AFTER_STEPS = (
+    1e-6,
+    1e-5,
+)  # of several replicas: the norm of a difference over the norm of what it differs from
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline to compare."""
+
+    model: str
+    num_ranks: int
+    schedule: str
+    mode: str
+    num_replicas: int = 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.schedule == "zbv" else "loop"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what came out: the first tensor that differs, and the largest difference of any."""
+
+    case: Case
+    differs: str | None
+    largest_difference: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.differs is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, the case's own first."""
+        return {**asdict(self.case), "differs": self.differs, "largest_difference": self.largest_difference}
+
+
+def verify(*, quick: bool = False) -> list[Row]:
+    """Runs all cases, the ranks of a case as processes of this machine.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    return [row for ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(*ranks)]
+
+
+def parity_table(rows: list[Row]) -> str:
+    """A line per case and a verdict."""
+    cells = []
+    for row in rows:
+        case, replicas = row.case, row.case.num_replicas
+        ranks = str(case.num_ranks) if replicas == 1 else f"{replicas} x {case.num_ranks // replicas}"
+        cells.append((case.model, ranks, case.schedule, case.mode, _result(row)))
+    table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
+    wrong = sum(not row.is_equal for row in rows)
+    rounded = sum(row.case.num_replicas > 1 for row in rows)
+    of_replicas = f" but {rounded} of several replicas, which are equal within {WITHIN:g}" if rounded else ""
+    right = f"{len(rows)} cases, all equal bit for bit{of_replicas}"
+    return f"{table.as_text()}\n\n{f'{len(rows)} cases, {wrong} differ' if wrong else right}"
+
+
+def _result(row: Row) -> str:
+    if row.is_equal:
+        return "equal" if row.case.num_replicas == 1 else f"within {WITHIN:g}"
+    return f"{row.differs} differs by {row.largest_difference:.3g}"
+
+
+def cases(num_ranks: int, num_replicas: int = 1) -> Iterator[Case]:
+    """All models, trainable schedules and modes."""
+    for model in _MODELS:
+        for schedule in (*FAMILIES, AUTO):
+            if schedule != "inference":
+                for mode in Mode:
+                    yield Case(model, num_ranks, schedule, mode.value, num_replicas)
+
+
+def _on_ranks(num_ranks: int, num_replicas: int = 1) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="pipetrain-verify-") as folder:
+        forking()
+        start_processes(_rank, (num_ranks, num_replicas, folder), num_ranks, start_method=START_METHOD)  # type: ignore[no-untyped-call]
+        found = json.loads((Path(folder) / "rows.json").read_text())
+    return [Row(case, *result) for case, result in zip(cases(num_ranks, num_replicas), found)]
+
+
+def _rank(rank: int, num_ranks: int, num_replicas: int, folder: str) -> None:
+    torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    found = []
+    for case in cases(num_ranks, num_replicas):
+        everywhere: list[Any] = [None] * num_ranks
+        dist.all_gather_object(everywhere, list(_differences(case)))
+        differences = [difference for here in everywhere for difference in here]
+        largest = max((size for _, size in differences), default=0.0)
+        found.append((differences[0][0] if differences else None, largest))
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _differences(case: Case) -> Iterator[tuple[str, float]]:
+    """The tensors of this rank that differ, each with its largest difference."""
+    spec, batch_of = _MODELS[case.model]()
+    whole = nn.Sequential(*spec.build(0, spec.num_layers, seed=SEED))
+    assert spec.loss_fn is not None
+    by_name = dict(whole.named_parameters())
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    plan = make_plan(
+        spec.num_layers,
+        num_ranks=case.num_ranks // case.num_replicas,
+        stages_per_rank=case.stages_per_rank,
+        num_microbatches=NUM_MICROBATCHES,
+        num_replicas=case.num_replicas,
+        placement=case.placement,
+    )
+    within, within_after = (0.0, 0.0) if case.num_replicas == 1 else (WITHIN, WITHIN_AFTER_STEPS)
+    with Pipeline(
+        spec,
+        plan=plan,
+        num_microbatches=NUM_MICROBATCHES,
+        schedule=case.schedule,
+        recompute=case.mode,
+        seed=SEED,
+    ) as pipeline:
+        ours = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for step in range(NUM_STEPS):
+            batch = batch_of(step)
+            loss = pipeline.step(*pipeline.own_rows(batch))
+            expected = reference_step(
+                whole,
+                spec.loss_fn,
+                batch.inputs,
+                batch.targets,
+                num_microbatches=NUM_MICROBATCHES * case.num_replicas,
+                seed=SEED,
+                step=step,
+                count_fn=spec.count_fn,
+            )
+            # What was trained by the step before differs by rounding, and so does all that follows.
+            limit = within if step == 0 else within_after
+            yield from _compare(f"loss of step {step}", loss, expected, limit)
+            for name, parameter in pipeline.named_parameters():
+                yield from _compare(f"gradient of {name} in step {step}", parameter.grad, by_name[name].grad, limit)
+            pipeline.clip_grad_norm_(0.1)
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in pipeline.named_parameters():
+            yield from _compare(f"{name} after {NUM_STEPS} steps", parameter, by_name[name], within_after)
+        try:
+            pipeline.check_replicas()
+        except PipelineError as error:
+            yield str(error), float("inf")
+
+
+def _compare(what: str, ours: Tensor | None, theirs: Tensor | None, within: float = 0.0) -> Iterator[tuple[str, float]]:
+    """`within`: the norm of the difference over the norm of `theirs` may be so much; 0: not a bit may differ."""
+    if ours is None or theirs is None:
+        if ours is not theirs:
+            yield what, float("inf")
+    elif not torch.equal(ours, theirs):
+        difference = (ours - theirs).detach()
+        if not within or not difference.norm() <= within * theirs.detach().norm():
+            yield what, float(difference.abs().max())
+
+
+class _Dense(nn.Module):
+    """`[rows, features]` to the same."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dropout(self.linear(x)))
+
+
+BatchOf = Callable[[int], Batch]
+
+
+def _dense() -> tuple[ModelSpec, BatchOf]:
+    def batch(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        return Batch(torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator))
+
+    return replace(spec_of([lambda: _Dense(8)] * 7), loss_fn=nn.functional.mse_loss), batch
+
+
+def _transformer() -> tuple[ModelSpec, BatchOf]:
+    vocabulary_size = 32
+
+    def batch(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(vocabulary_size, (NUM_ROWS, 9), generator=generator)
+        return Batch(tokens[:, :-1], tokens[:, 1:])
+
+    return make_spec(ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1), vocabulary_size), batch
+
+
+_MODELS: dict[str, Callable[[], tuple[ModelSpec, BatchOf]]] = {
+    "dense": _dense,
+    "transformer": _transformer,
+}

@@ -1,0 +1,60 @@
+"""What a model config is refused for, and what the message says to type."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from pipetrain.config.records import ModelConfig
+from pipetrain.models.size import check_model
+from pipetrain.models.transformer import transformer_layers
+
+REFUSED = {
+    "unknown name": ({"name": "lama"}, r"model.name='lama': allowed are llama, gpt2, hf; did you mean 'llama'\?"),
+    "path": ({"path": "saved"}, "model.path=saved: .* type model.path=null"),
+    "no blocks": ({"num_blocks": 0}, "model.num_blocks=0 must be 1 or more"),
+    "no mlp": ({"mlp_size": 0}, "model.mlp_size=0 must be 1 or more"),
+    "heads": (
+        {"hidden_size": 128, "num_heads": 5},
+        "model.num_heads=5 does not divide model.hidden_size=128: set model.num_heads=4",
+    ),
+    "kv heads": (
+        {"num_heads": 4, "num_kv_heads": 3},
+        "model.num_kv_heads=3 does not divide model.num_heads=4: set model.num_kv_heads=2",
+    ),
+    "more kv heads": ({"num_heads": 4, "num_kv_heads": 8}, "model.num_kv_heads=8 does not divide model.num_heads=4"),
+    "gpt2 groups": ({"name": "gpt2", "num_kv_heads": 2}, "model.num_kv_heads=2: gpt2 blocks have no grouped queries"),
+    "odd heads": ({"hidden_size": 12, "num_heads": 4}, "need an even size; set model.hidden_size=8"),
+    "dropout": ({"dropout": 1.0}, "model.dropout=1.0 is a probability"),
+    "epsilon": ({"norm_epsilon": 0.0}, "model.norm_epsilon=0.0 must be greater than 0"),
+    "base": ({"rope_base": -1.0}, "model.rope_base=-1.0 must be greater than 0"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(fields: dict[str, object], message: str) -> None:
+    config = dataclasses.replace(ModelConfig(), **fields)
+    with pytest.raises(ValueError, match=message):
+        check_model(config)
+    with pytest.raises(ValueError, match=message):
+        transformer_layers(config, 256)
+
+
+def test_samples_longer_than_the_positions() -> None:
+    check_model(ModelConfig(max_sequence_length=64), sequence_length=64)
+    with pytest.raises(
+        ValueError, match=r"data.sequence_length=65 is longer than .*: set model.max_sequence_length=65"
+    ):
+        check_model(ModelConfig(max_sequence_length=64), sequence_length=65)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
+    check_model(ModelConfig(vocabulary_size=256), vocabulary_size=256)
+    with pytest.raises(ValueError, match=r"model.vocabulary_size=255 is smaller than the tokenizer's 256"):
+        check_model(ModelConfig(vocabulary_size=255), vocabulary_size=256)
+
+
+def test_the_check_needs_no_torch() -> None:
+    code = "import sys, pipetrain.models.size, pipetrain.models.arithmetic; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

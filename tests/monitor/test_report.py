@@ -1,0 +1,79 @@
+"""The report as a file, as a page and as text."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from pipetrain.monitor.draw.table import Table, size
+from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
+
+REPORT = RunReport(
+    experiment="quickstart",
+    schedule="gpipe",
+    recompute_mode="overlap",
+    balance=(3, 3),
+    steps=200,
+    loss=1.9,
+    heldout_loss=2.05,
+    tokens_per_second=12_345.6,
+    step_seconds_measured=0.5,
+    step_seconds_predicted=0.49,
+    bubble_fraction=0.125,
+    stopped_by=None,
+    recompute_hidden_seconds=(0.25, 0.0),
+    recompute_exposed_seconds=(0.125, 0.0),
+    peak_activation_bytes=(1_500_000, 900),
+    peak_activation_bytes_never=(2_000_000_000, 900),
+)
+
+
+def test_what_is_written_is_read_back(tmp_path: pathlib.Path) -> None:
+    write_report(tmp_path / "report.json", REPORT)
+    assert read_report(tmp_path / "report.json") == REPORT
+
+
+def test_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**dataclasses.asdict(REPORT), "format_version": 99}))
+    with pytest.raises(ValueError, match="format_version=99"):
+        read_report(path)
+    with pytest.raises(ValueError, match="there is no report"):
+        read_report(tmp_path / "missing.json")
+
+
+def test_the_page_says_what_was_predicted_and_by_how_much_it_was_off() -> None:
+    text = as_markdown(REPORT)
+    assert text.startswith("# quickstart: 200 steps\n")
+    assert "0.4900 s (-2.0%)" in text
+    assert "| peak activations      |   1.5 MB |    900 B |" in text
+    assert "2.0 GB" in text
+
+
+def test_what_was_deferred_stands_there_where_a_backward_was_split() -> None:
+    assert "deferred" not in as_markdown(dataclasses.replace(REPORT, deferred_share=(0.0, 0.0)))
+    text = as_markdown(dataclasses.replace(REPORT, deferred_share=(0.376, 0.0)))
+    assert "| backward deferred to W |      38% |       0% |" in text
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    stopped = dataclasses.replace(REPORT, heldout_loss=None, step_seconds_predicted=None, stopped_by="SIGINT")
+    text = as_markdown(stopped)
+    assert "stopped by SIGINT" in text
+    for line in text.splitlines():
+        if "held-out" in line or "predicted" in line:
+            assert line.rstrip(" |").endswith("-"), line
+
+
+def test_columns_line_up() -> None:
+    lines = Table(("", "a"), [("row", "1"), ("longer row", "1000000")]).as_markdown().splitlines()
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (2e12, "2,000.0 GB")],
+)
+def test_sizes(num_bytes: float | None, text: str) -> None:
+    assert size(num_bytes) == text
