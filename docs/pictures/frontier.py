@@ -29,7 +29,7 @@ from pipetrain.schedule.search.search import best_schedule
 from pipetrain.schedule.simulate import simulate
 
 HERE = Path(__file__).parent
-ORDERS = HERE.parents[1] / "tests" / "planner" / "orders.json"
+ORDERS = HERE.parents[1] / "tests" / "plan" / "orders.json"
 RANKS, MICROBATCHES = 8, 16
 SETS = (1, 2, 3, 4, 6, 8)
 COSTS = Costs.spread(RANKS)

@@ -110,7 +110,7 @@ def last_line(outcome: Outcome, kind: str) -> str:
 
 
 @pytest.mark.quick(
-    "1-when0-1F1-compute-overlap",
+    "1-when0-1F1-compute-never",
     "0-when1-0F0-compute-overlap",
     "3-when2-3F2-compute-overlap",
     "0-when6-0B1-compute-overlap",
@@ -120,7 +120,7 @@ def last_line(outcome: Outcome, kind: str) -> str:
 @pytest.mark.parametrize(
     ("at_rank", "when", "op", "lane", "mode"),
     [
-        (1, {"forward": 2}, "1F1", "compute", "overlap"),
+        (1, {"forward": 2}, "1F1", "compute", "never"),  # with R 1R0 may come before it
         pytest.param(0, {"forward": 1}, "0F0", "compute", "overlap", marks=pytest.mark.slow),
         pytest.param(3, {"forward": 3}, "3F2", "compute", "overlap", marks=pytest.mark.slow),
         (1, {"forward": 2 * M + 2}, r"1[FR]\d", r"\w+", "overlap"),
