@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from pipetrain.stage.slots import Slot
 
 _FACTOR, _MASK = 2654435761, 0x7FFFFFFF
-_LENGTH = 1 << 16  # of the weights; what is longer is summed in rows, and so are these
+_LENGTH = 1 << 16  # of the weights; what is longer is summed in pieces, and so are these
+_MOST_JOINED = (
+    1 << 20
+)  # numbers of tensors that are put together first, which is quicker and takes their memory once more
 
 
 class Witness:
@@ -57,7 +60,10 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
     """The sum of the bits of some tensors, weighted by position, 0-dim int64; None where they have no plain bits."""
     with torch.no_grad():
         found = [bits.reshape(-1) for tensor in tensors if (bits := _bits(tensor)) is not None]
-        return _weighted_sum(found[0] if len(found) == 1 else torch.cat(found)) if found else None
+        if len(found) > 1:
+            is_small = sum(one.numel() for one in found) <= _MOST_JOINED
+            found = [torch.cat(found) if is_small else torch.stack([_weighted_sum(one) for one in found])]
+        return _weighted_sum(found[0]) if found else None
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
@@ -67,12 +73,11 @@ def _bits(tensor: Tensor) -> Tensor | None:
 
 
 def _weighted_sum(flat: Tensor) -> Tensor:
-    weights, count, flat = _weights(flat.device), flat.numel(), flat.to(torch.int64)
-    if count <= _LENGTH:
-        return torch.dot(flat, weights[:count])
-    whole = count - count % _LENGTH
-    rows = (flat[:whole].view(-1, _LENGTH) * weights).sum(1)
-    return _weighted_sum(torch.cat([rows, flat[whole:]]))
+    weights = _weights(flat.device)
+    if flat.numel() <= _LENGTH:
+        return torch.dot(flat.to(torch.int64), weights[: flat.numel()])
+    # Piece by piece: as 64-bit numbers, all of it would take more than the tensors do.
+    return _weighted_sum(torch.stack([_weighted_sum(piece) for piece in torch.split(flat, _LENGTH)]))
 
 
 @functools.cache

@@ -1,9 +1,7 @@
 """Trackers by themselves: one that fails is left behind, and what is missing is said before anything starts."""
 
-import contextlib
 import dataclasses
 import importlib.util
-import io
 import json
 import os
 import pathlib
@@ -148,41 +146,70 @@ def end_cores() -> None:
         pass
 
 
-def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int], str]:
-    """Forty steps; after half of them wandb's process is ended. Its processes then, those at the end, and what stderr was told."""
+def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
+    """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
     os.environ["HOME"] = str(path)
+    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers.start({"steps": 40})
     lost: list[int] = []
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
-        trackers.start({"steps": 40})
-        for step in range(1, 41):
-            trackers.step(at_step(step))
-            if step == 20:
-                lost = cores()
-                end_cores()
-        trackers.close()
-    return lost, cores(), told.getvalue()
-
-
-def go_on_with_wandb(path: pathlib.Path) -> None:
-    """Step 41, in a run that goes on."""
-    os.environ["HOME"] = str(path)
-    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 41))
-    trackers.start({"steps": 41})
-    trackers.step(at_step(41))
+    for step in range(1, 41):
+        trackers.step(at_step(step))
+        if step == 20:
+            lost = cores()
+            end_cores()
     trackers.close()
+    return lost, cores()
 
 
-def test_a_wandb_whose_process_is_ended_is_said_and_a_run_that_goes_on_has_all_steps(
-    tmp_path: pathlib.Path,
+@pytest.mark.slow
+def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `scancel` does, which signals every process of a job. In a process of its own: wandb loses a socket there."""
-    ((lost, left, told),) = run_ranks(1, lose_wandb_half_way, tmp_path)
+    ((lost, left),) = run_ranks(1, lose_wandb_half_way, tmp_path)
     assert (len(lost), left) == (1, [])
-    assert told.count("wandb keeps nothing from here on") == 1
-    run_ranks(1, go_on_with_wandb, tmp_path)
+    assert "wandb keeps nothing" not in capfd.readouterr().err
     rows = wandb_log.rows(wandb_log.newest(tmp_path))
-    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 42)]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
+
+
+def lose_wandb_at_the_end(path: pathlib.Path, over_the_page: bool) -> None:
+    """Its process ends when it has begun with the page of the end and has not got it, or when it has been told all."""
+    import wandb
+
+    os.environ["HOME"] = str(path)
+    take = wandb.Html.bind_to_run
+    pages: list[wandb.Html] = []
+
+    def take_and_lose(page: wandb.Html, *arguments: Any, **options: Any) -> None:
+        take(page, *arguments, **options)
+        pages.append(page)
+        if over_the_page and len(pages) == 1:
+            end_cores()
+
+    wandb.Html.bind_to_run = take_and_lose
+    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers.start({})
+    for step in range(1, 4):
+        trackers.step(at_step(step))
+    trackers.finish(Ending(REPORT, [PICTURE], "<html></html>"))
+    if not over_the_page:
+        end_cores()
+    trackers.close()
+    assert len(pages) == 2
+
+
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("over_the_page", [True, False])
+def test_wandb_gets_the_page_of_the_end_again_where_its_process_is_ended(
+    over_the_page: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A page belongs to the wandb run that it was first given to, so it has to be made again, too."""
+    run_ranks(1, lose_wandb_at_the_end, tmp_path, over_the_page)
+    assert "wandb keeps nothing" not in capfd.readouterr().err
+    rows = wandb_log.rows(wandb_log.newest(tmp_path))
+    assert [row["loss"] for row in rows if "loss" in row] == [1, 1 / 2, 1 / 3]
+    assert {"timeline_page", "heldout_loss"} <= {key.partition("/")[0] for key in rows[-1]}
 
 
 def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:

@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "a checksum does not see the order",
         "pipetrain/stage/witness.py",
-        "        return torch.dot(flat, weights[:count])\n",
-        "        return flat.sum()\n",
+        "        return torch.dot(flat.to(torch.int64), weights[: flat.numel()])\n",
+        "        return flat.to(torch.int64).sum()\n",
         ("tests/runtime/test_kept_layers.py", "-k", "checksum"),
     ),
     Mutant(

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pipetrain.monitor.trackers.tracker import Ending, Tracker, figures, first_l
 _FLUSH_SECONDS = 1.0
 _INIT_SECONDS = 20.0  # for a server that does not answer
 _FINISH_SECONDS = 60.0
+_ATTEMPTS = 3  # to start its process again
 
 
 class WandbTracker(Tracker):
@@ -36,49 +37,82 @@ class WandbTracker(Tracker):
         self._folder = folder
         self._config = config
         self._first_step = first_step
+        self._values: dict[str, Any] = {}
         self._run: Any = None
+        self._began_again = False
+        self._ending: Ending | None = None  # once it has been told
         self._temporary = folder.wandb / "tmp"
         self._exit_code = 1  # until the run has come to its end
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self._run = self._begin(config)
-        known = self._run.starting_step  # the server has the steps before
-        heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
-        for line in read_lines(self._folder.metrics):
-            if known <= line["step"] < self._first_step:
-                self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
+        self._values = dict(config)
+        self._begin_at(self._first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._run.log(figures(asdict(metrics)), step=metrics.step)
+        self._call(lambda run: run.log(figures(asdict(metrics)), step=metrics.step))
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
-        self._run.log({"heldout_loss": heldout_loss}, step=step)
+        self._call(lambda run: run.log({"heldout_loss": heldout_loss}, step=step))
 
     def finish(self, ending: Ending) -> None:
-        import wandb
-
         self._exit_code = 0
-        report = ending.report
-        values: dict[str, Any] = {"timeline_page": wandb.Html(ending.page, inject=False)}
-        if report.heldout_loss is not None:
-            values["heldout_loss"] = report.heldout_loss
-        self._run.log(values, step=report.steps)
-        self._run.summary.update({"report": asdict(report)})
+        self._call(lambda run: _tell(run, ending))
+        self._ending = ending
 
     def close(self) -> None:
         if self._run is None:
             return
         import wandb
 
-        run, self._run = self._run, None
         try:
-            run.finish(exit_code=self._exit_code)
+            self._call(lambda run: run.finish(exit_code=self._exit_code))
         finally:
+            self._run = None
             with contextlib.suppress(SystemExit):  # it exits with the code of its process
                 wandb.teardown()  # its process ends now, and not when it notices that this one has
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _begin(self, config: Mapping[str, Any]) -> Any:
+    def _call(self, call: Callable[[Any], None]) -> None:
+        """Where wandb's process is gone, a new one gets all that metrics.jsonl has, and then this call: once in a run.
+
+        A SLURM that cancels a job sends SIGTERM to that process too, and it ends with what it has not written.
+        """
+        try:
+            call(self._run)
+        except _process_is_gone():
+            if self._began_again:
+                raise
+            self._began_again = True
+            self._begin_again()
+            call(self._run)
+
+    def _begin_again(self) -> None:
+        """Forget the process that is gone, and have a new one write all steps so far."""
+        import wandb
+
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            for forget in (self._run.finish, wandb.teardown):  # else a new run would try to end this one first
+                with contextlib.suppress(*_process_is_gone(), SystemExit):  # it exits with the code of its process
+                    forget()
+            try:
+                self._begin_at(sys.maxsize)
+                break
+            except _process_is_gone():  # what is left of the old connection
+                if not attempts_left:
+                    raise
+        if self._ending is not None:
+            _tell(self._run, self._ending)
+
+    def _begin_at(self, first_step: int) -> None:
+        """A wandb run that has the steps before `first_step`."""
+        self._run = self._begin()
+        known = self._run.starting_step  # the server has the steps before
+        heldout = {line["step"]: line for line in read_lines(self._folder.heldout)}
+        for line in read_lines(self._folder.metrics):
+            if known <= line["step"] < first_step:
+                self._run.log(figures(line | heldout.get(line["step"], {})), step=line["step"])
+
+    def _begin(self) -> Any:
         run_id = self._run_id()
         # Read when wandb is imported: nothing on the terminal, no question there, no reports of its own errors.
         os.environ["WANDB_SILENT"] = "true"
@@ -96,7 +130,7 @@ class WandbTracker(Tracker):
                 dir=str(self._folder.path),
                 mode=mode,  # type: ignore[arg-type]
                 resume="allow" if mode == "online" else None,  # offline there is nobody who could know the run
-                config=dict(config),
+                config=dict(self._values),
                 settings=wandb.Settings(
                     silent=True,
                     console="off",
@@ -135,6 +169,25 @@ class WandbTracker(Tracker):
             draft.write_text(secrets.token_hex(4))
             draft.replace(file)
         return file.read_text()
+
+
+def _process_is_gone() -> tuple[type[Exception], ...]:
+    """What wandb raises then: where it writes to the socket, and where it waits for an answer."""
+    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+    return OSError, HandleAbandonedError, MailboxClosedError
+
+
+def _tell(run: Any, ending: Ending) -> None:
+    """The page is made anew for each wandb run: it ties it to itself."""
+    import wandb
+
+    report = ending.report
+    values: dict[str, Any] = {"timeline_page": wandb.Html(ending.page, inject=False)}
+    if report.heldout_loss is not None:
+        values["heldout_loss"] = report.heldout_loss
+    run.log(values, step=report.steps)
+    run.summary.update({"report": asdict(report)})
 
 
 @contextlib.contextmanager
