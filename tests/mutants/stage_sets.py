@@ -281,7 +281,7 @@ MUTANTS = (
         "pipetrain/stage/split_function.py",
         "            self.start_again()\n",
         "            pass\n",
-        ("tests/runtime/test_deferred.py", "-k", "inside and forward"),
+        ("tests/runtime/test_deferred.py", "-k", "begins_later"),
     ),
     Mutant(
         "linear layers under a checkpoint are split",

@@ -42,8 +42,11 @@ from waiting_layers import (
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.transformer import transformer_layers
+from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.slots import LayerRefused
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.split_linear import SplitLinear
 
@@ -288,6 +291,24 @@ def test_equal_to_the_whole_backward(case: Case, keep: bool, waited: Waited) -> 
         assert waited.names(model) == names_of(case, model)
         if case.says != "*":
             assert said == (case.says.split("; ") if case.says else [])
+
+
+def test_a_gradient_inside_that_begins_later_is_refused_by_name() -> None:
+    """Torch's own nodes of that gradient's graph would make other sums than the halves."""
+
+    class Later(Penalty):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if begun else self.inner(x)
+
+    begun: list[bool] = []
+    plan = make_plan(3, num_ranks=1, num_microbatches=M, split_backward=True)
+    with Pipeline([linear(), Later(), linear()], mean_square, plan=plan, recompute="never") as pipeline:
+        pipeline.step(*rows())
+        begun.append(True)
+        with pytest.raises(
+            LayerRefused, match=r"layer 1 \(Later\) takes a gradient inside its forward, which it did not"
+        ):
+            pipeline.step(*rows())
 
 
 @given(
