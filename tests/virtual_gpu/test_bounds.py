@@ -17,6 +17,12 @@ TENSOR = ROWS * WIDTH * 4  # a message
 SCALAR = 8  # the loss of a microbatch, of which each is kept for the sum
 
 
+@pytest.fixture(autouse=True)
+def first_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of the first step that the loss check keeps have a bound of their own in bytes, which so few never reach."""
+    monkeypatch.setattr(loss_check, "_MOST_BYTES", 1)
+
+
 def reserved(recording: RankRecording) -> int:
     """All bytes but those of the caller's stream, on which the batch is made, and the losses."""
     return sum(size for stream, size in reserved_bytes(recording, SCALAR + 1).items() if stream != "caller")
@@ -31,10 +37,8 @@ def reserved(recording: RankRecording) -> int:
     [("overlap", 20), *(pytest.param(mode, 64, marks=pytest.mark.slow) for mode in ("overlap", "never", "inline"))],
 )
 def test_as_much_memory_for_any_number_of_microbatches(
-    schedule: str, ranks: int, stages_per_rank: int, mode: str, many: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, ranks: int, stages_per_rank: int, mode: str, many: int
 ) -> None:
-    """Outputs of the first step that the loss check keeps have a bound of their own in bytes, which so few never reach."""
-    monkeypatch.setattr(loss_check, "_MOST_BYTES", 1)
     found = []
     for m in (8, many):
         played = play(Case(schedule, mode, 1, ranks, stages_per_rank, microbatches=m))
