@@ -106,7 +106,7 @@ def _transformer(style: str, dropout: float) -> Build:
         from pipetrain.config.records import ModelConfig
         from pipetrain.models.transformer import transformer_layers
 
-        config = ModelConfig(name=style, num_blocks=6, hidden_size=256, num_heads=4, dropout=dropout)
+        config = ModelConfig(name=style, num_hidden_layers=6, hidden_size=256, num_attention_heads=4, dropout=dropout)
         layers = [make() for make in transformer_layers(config, 256)]
         return layers, torch.randint(256, (MICROBATCHES * 8, 256)), _mean_of_squares
 

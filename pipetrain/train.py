@@ -104,7 +104,7 @@ def _join(config: RunConfig) -> Group:
     return join_group(
         timeout_seconds=config.timeout_seconds,
         starts_alone=True,
-        shares_gpus=config.transport.edges == PINNED,
+        shares_gpus=config.transport.backend == PINNED,
         num_replicas=world.num_replicas,
         order=config.parallel.order,
     )
@@ -194,7 +194,7 @@ def _order_before(config: RunConfig, phase: Phase) -> str | None:
 def _sought_for(config: RunConfig) -> tuple[object, ...]:
     """What an order depends on."""
     pipeline = replace(config.pipeline, search_seconds=0.0, balance="auto")
-    return pipeline, replace(config.recompute, verify="off"), config.transport.ahead, config.plan, config.cost
+    return pipeline, replace(config.recompute, verify="off"), config.transport.prefetch, config.plan, config.cost
 
 
 def _mfu_of_a_token_per_second(config: RunConfig, vocabulary_size: int, num_devices: int) -> float | None:
@@ -233,7 +233,7 @@ def _steps(
     return Steps(
         experiment=config.experiment,
         num_steps=config.num_steps,
-        evaluate_every_steps=config.observe.evaluate_every_steps,
+        eval_every_steps=config.observe.eval_every_steps,
         seed=config.seed,
         phases=of_phases,
         batches=PhasedBatches([(phase.first_step - 1, own.train) for phase, own in zip(phases, data)]),

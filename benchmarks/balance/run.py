@@ -32,7 +32,7 @@ class Case:
     most: float
 
 
-GPT = TransformerWorkload(2, num_microbatches=16, rows=1, model=ModelConfig(num_blocks=12))
+GPT = TransformerWorkload(2, num_microbatches=16, rows=1, model=ModelConfig(num_hidden_layers=12))
 EMULATED = EmulatedWorkload(4, forward_seconds=0.12, backward_seconds=0.24, layers_per_stage=6)
 CASES = (
     Case("a GPT of 12 blocks, 2 stages, 16 microbatches", GPT, 0.95),

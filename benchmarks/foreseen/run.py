@@ -64,16 +64,16 @@ class Case:
 
     def tokens(self, num_microbatches: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        most = self.model.vocabulary_size or VOCABULARY
+        most = self.model.vocab_size or VOCABULARY
         return torch.randint(most, (num_microbatches * self.rows, self.sequence_length), generator=generator)
 
 
 CASES = (
-    Case("Llama", ModelConfig(num_blocks=6, hidden_size=256, num_heads=8), 2, 256, (4, 4)),
-    Case("GPT-2, dropout 0.1", ModelConfig(name="gpt2", num_blocks=6, hidden_size=256, num_heads=8, dropout=0.1), 2, 256, (4, 4)),
-    Case("Llama, 8192 tokens", ModelConfig(num_blocks=4, hidden_size=256, num_heads=8, vocabulary_size=8192), 2, 256, (4, 2)),
+    Case("Llama", ModelConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=8), 2, 256, (4, 4)),
+    Case("GPT-2, dropout 0.1", ModelConfig(name="gpt2", num_hidden_layers=6, hidden_size=256, num_attention_heads=8, dropout=0.1), 2, 256, (4, 4)),
+    Case("Llama, 8192 tokens", ModelConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=8192), 2, 256, (4, 2)),
 )  # fmt: skip
-QUICK = Case("Llama", ModelConfig(num_blocks=2, hidden_size=32, num_heads=2), 1, 32, (2, 2))
+QUICK = Case("Llama", ModelConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2), 1, 32, (2, 2))
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _Twice(nn.Module):
 def _block(hidden: int, length: int, turns: int) -> tuple[Recomputed, Recomputed, float, bool]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    block = Block(ModelConfig(hidden_size=hidden, num_heads=16))
+    block = Block(ModelConfig(hidden_size=hidden, num_attention_heads=16))
     given = torch.randn(1, length, hidden)
     selective = RecomputePolicy(selective="matmul").selective  # type: ignore[arg-type]
     stages = []

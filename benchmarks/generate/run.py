@@ -29,8 +29,8 @@ VOCABULARY = 8192
 PROMPT = list(range(1, 33))
 # 30 and 210 million parameters: what a token costs besides the layers is the same, and shows more in the smaller one.
 SIZES = (
-    ModelConfig(num_blocks=8, hidden_size=512, num_heads=8),
-    ModelConfig(num_blocks=16, hidden_size=1024, num_heads=16),
+    ModelConfig(num_hidden_layers=8, hidden_size=512, num_attention_heads=8),
+    ModelConfig(num_hidden_layers=16, hidden_size=1024, num_attention_heads=16),
 )
 SEVERAL = 4  # prompts for the table of groups
 _HOPS_PER_TOKEN = 2  # the hidden state there, the token back
@@ -53,7 +53,9 @@ class Measured:
 
 def run(options: Options) -> Result:
     num_tokens = 8 if options.quick else 100
-    config, *larger = SIZES if not options.quick else (ModelConfig(num_blocks=2, hidden_size=64, num_heads=8),)
+    config, *larger = (
+        SIZES if not options.quick else (ModelConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=8),)
+    )
     sizes = [asdict(one) for one in (config, *larger)]
     settings = {"rounds": options.rounds, "models": sizes, "tokens": num_tokens, "prompt": len(PROMPT)}
     result = Result("generate", CLAIM, settings=settings)
@@ -61,7 +63,7 @@ def run(options: Options) -> Result:
     preload("pipetrain.models.transformer", *(["transformers"] if has_transformers else []))
     measured = []
     for size in (config, *larger):
-        name = f"{size.num_blocks} blocks of {size.hidden_size}"
+        name = f"{size.num_hidden_layers} blocks of {size.hidden_size}"
         measured.append(_measure(f"built-in llama, {name}", _built_in, size, num_tokens, options.rounds, _alone))
         if has_transformers:
             theirs = f"transformers' Llama, {name}"
@@ -157,8 +159,8 @@ def _llama(config: ModelConfig) -> Any:
         vocab_size=VOCABULARY,
         hidden_size=config.hidden_size,
         intermediate_size=8 * config.hidden_size // 3,
-        num_hidden_layers=config.num_blocks,
-        num_attention_heads=config.num_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
         eos_token_id=None,
         pad_token_id=0,
     )
@@ -167,7 +169,7 @@ def _llama(config: ModelConfig) -> Any:
 
 def _of_transformers(config: ModelConfig) -> list[nn.Module]:
     adapter = importlib.import_module("pipetrain.models.hf.adapter")
-    layers: list[nn.Module] = adapter.layers_of(_llama(config), 0, config.num_blocks + 2)
+    layers: list[nn.Module] = adapter.layers_of(_llama(config), 0, config.num_hidden_layers + 2)
     return layers
 
 

@@ -89,11 +89,11 @@ def _blocks() -> nn.Sequential:
     config = ModelConfig(
         name="gpt2",
         hidden_size=WIDTH,
-        num_heads=4,
-        num_blocks=NUM_BLOCKS,
+        num_attention_heads=4,
+        num_hidden_layers=NUM_BLOCKS,
         dropout=0.1,
-        max_sequence_length=SEQUENCE,
-        mlp_size=4 * WIDTH,
+        max_position_embeddings=SEQUENCE,
+        intermediate_size=4 * WIDTH,
     )
     return nn.Sequential(*(Block(config) for _ in range(NUM_BLOCKS)))
 

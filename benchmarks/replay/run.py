@@ -88,11 +88,11 @@ class Replay:
 
     def __init__(self, size: Size, device: torch.device) -> None:
         config = ModelConfig(
-            num_blocks=size.layers,
+            num_hidden_layers=size.layers,
             hidden_size=size.hidden,
-            num_heads=size.heads,
-            mlp_size=size.mlp,
-            max_sequence_length=size.sequence,
+            num_attention_heads=size.heads,
+            intermediate_size=size.mlp,
+            max_position_embeddings=size.sequence,
         )
         torch.manual_seed(0)
         blocks = [build() for build in transformer_layers(config, 256)[1:-1]]

@@ -30,12 +30,12 @@ MODEL = (
     "pipeline.schedule=1f1b",
     "pipeline.num_microbatches=4",
     "recompute.mode=inline",
-    "model.num_blocks=6",
+    "model.num_hidden_layers=6",
     "model.hidden_size=64",
-    "model.num_heads=4",
-    f"model.vocabulary_size={VOCABULARY}",
+    "model.num_attention_heads=4",
+    f"model.vocab_size={VOCABULARY}",
     f"data.sequence_length={LENGTH}",
-    f"data.batch_size={SAMPLES}",
+    f"data.global_batch_size={SAMPLES}",
     "cluster.num_nodes=2",
 )
 CASES = {
@@ -44,9 +44,9 @@ CASES = {
     "2 x 2": ("parallel.num_replicas=2", "pipeline.num_stages=2"),
     "2 x 2, order=stage-replica": ("parallel.num_replicas=2", "pipeline.num_stages=2", "parallel.order=stage-replica"),
     "2 x 2, segments=4": ("parallel.num_replicas=2", "pipeline.num_stages=2", "recompute.segments=4"),
-    "2 x 2, zero=1": ("parallel.num_replicas=2", "pipeline.num_stages=2", "parallel.zero=1"),
+    "2 x 2, zero=1": ("parallel.num_replicas=2", "pipeline.num_stages=2", "parallel.zero_stage=1"),
     "4 x 1": ("parallel.num_replicas=4", "pipeline.num_stages=1"),
-    "4 x 1, zero=1": ("parallel.num_replicas=4", "pipeline.num_stages=1", "parallel.zero=1"),
+    "4 x 1, zero=1": ("parallel.num_replicas=4", "pipeline.num_stages=1", "parallel.zero_stage=1"),
 }
 HELD = ("weights", "their gradients", "optimizer")
 SENT = (ACTIVATIONS, GRADIENTS, REDUCE, UPDATES)

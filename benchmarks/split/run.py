@@ -48,7 +48,7 @@ class Halves:
 
 
 def run(options: Options) -> Result:
-    config = ModelConfig(hidden_size=64 if options.quick else 512, num_heads=8, dropout=0.1)
+    config = ModelConfig(hidden_size=64 if options.quick else 512, num_attention_heads=8, dropout=0.1)
     settings = {"rounds": options.rounds, "model": asdict(config), "rows": ROWS, "sequence_length": SEQUENCE_LENGTH}
     result = Result("split", CLAIM, settings=settings)
     torch.set_num_threads(1)

@@ -70,7 +70,7 @@ def _point(
 
 def run(options: Options) -> Result:
     preload()
-    model = ModelConfig(num_blocks=10, hidden_size=256, num_heads=8)
+    model = ModelConfig(num_hidden_layers=10, hidden_size=256, num_attention_heads=8)
     load = TransformerWorkload(2, num_microbatches=6, rows=2, sequence_length=128, model=model)
     if options.quick:
         load = TransformerWorkload(2, num_microbatches=4, sequence_length=32)
@@ -99,7 +99,7 @@ def _table(load: TransformerWorkload, wanted: Sequence[Point], rows: Sequence[Ro
         for point, row in zip(wanted, rows)
     )
     title = (
-        f"{load.model.num_blocks} Llama blocks, hidden {load.model.hidden_size}, embedding and head, 2 stages, {FAMILY}, {load.num_microbatches} "
+        f"{load.model.num_hidden_layers} Llama blocks, hidden {load.model.hidden_size}, embedding and head, 2 stages, {FAMILY}, {load.num_microbatches} "
         f"microbatches of {load.rows} x {load.sequence_length} tokens, {VOCABULARY} tokens in all, one thread a rank"
     )
     return Table(title, ("keys", "MB, fullest rank", "x all sets", "step ms", "spread", "x all sets' time"), lines)

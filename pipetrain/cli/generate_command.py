@@ -31,7 +31,9 @@ def _add_arguments(parser: Parser) -> None:
         metavar="TEXT",
         help=f"the text to go on from (default: {_PROMPT!r}); may be given again",
     )
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to make at most (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", "--tokens", type=int, default=200, help="tokens to make at most (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time (default: 0.8)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest alone")
     parser.add_argument(
@@ -109,14 +111,14 @@ def _asked(arguments: Arguments) -> Asked:
     from pipetrain.trainer.generate import Asked
 
     same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}
-    asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.tokens, **same)
+    asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.max_new_tokens, **same)
     if not all(asked.prompts):
         raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
     for option, texts in (("--prompt", asked.prompts), ("--system", (asked.system or "",))):
         if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
             raise ValueError(f"{option} has bytes that are no UTF-8: set a UTF-8 locale, or write it in one")
     if asked.num_tokens < 1:
-        raise ValueError(f"--tokens={asked.num_tokens}: at least 1 is needed")
+        raise ValueError(f"--max-new-tokens={asked.num_tokens}: at least 1 is needed")
     Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
     return asked
 

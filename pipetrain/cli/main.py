@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.cli.command import STDOUT, Command, Parser, refuse
+from pipetrain.cli.command import STDOUT, Command, Parser, refuse, say
+from pipetrain.config.renamed import current_overrides
 from pipetrain.launcher.outcome import Exit
 
 COMMANDS = {
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_arguments(parser)
     # `--json` alone must not take the override behind it for its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
+    if given := getattr(arguments, "overrides", None):
+        arguments.overrides = current_overrides(given, say)
     try:
         return command.run(arguments)
     except ValueError as error:

@@ -339,12 +339,12 @@ def carrier_of(edges: str, device: torch.device) -> str:
     if device.type == "cpu":
         if edges == NCCL:
             raise ValueError(
-                "transport.edges=nccl: NCCL carries messages between GPUs, and the ranks compute on the CPU; use transport.edges=auto"
+                "transport.backend=nccl: NCCL carries messages between GPUs, and the ranks compute on the CPU; use transport.backend=auto"
             )
         return GLOO
     if not dist.is_nccl_available():
         raise ValueError(
-            f"transport.edges={edges}: this build of torch has no NCCL, which carries messages between GPUs; install one that has, "
-            "or use transport.edges=pinned (make_plan(..., edges='pinned')), which takes them through memory of the host"
+            f"transport.backend={edges}: this build of torch has no NCCL, which carries messages between GPUs; install one that has, "
+            "or use transport.backend=pinned (make_plan(..., edges='pinned')), which takes them through memory of the host"
         )
     return NCCL

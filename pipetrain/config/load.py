@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from yaml import YAMLError
 
 from pipetrain.config.problem import ConfigError, nearest, not_a_choice
 from pipetrain.config.records import RunConfig
+from pipetrain.config.renamed import current_overrides, current_values
 from pipetrain.config.schema import build, check_key
 from pipetrain.config.secrets import check_override, check_values
 
@@ -53,6 +55,7 @@ def load(overrides: Sequence[str] = ()) -> RunConfig:
     """
     for text in overrides:
         check_override(text)
+    overrides = current_overrides(overrides, lambda line: warnings.warn(line, stacklevel=3))
     groups = choices()
     chosen: list[Override] = []
     given: list[Override] = []
@@ -100,7 +103,7 @@ def _from_values(values: Any) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"a configuration is a mapping from keys to values, this is {type(values).__name__}")
     check_values(values)
-    return build(RunConfig, values)
+    return build(RunConfig, current_values(values))
 
 
 def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:

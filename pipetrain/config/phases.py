@@ -23,7 +23,7 @@ from pipetrain.config.schema import check_key, keys, phase_keys, with_value
 FROM = "from"
 _LIKE = "as in {from: 5000, recompute: {sets: 3}}"
 _MAY = (
-    "a phase may change recompute.*, data.batch_size, data.sequence_length and pipeline.num_microbatches; "
+    "a phase may change recompute.*, data.global_batch_size, data.sequence_length and pipeline.num_microbatches; "
     "what else there is holds for the whole run"
 )
 
@@ -92,7 +92,7 @@ def batches_before(config: Mapping[str, Any], step: int) -> list[tuple[int, Any,
     data, found = config.get("data", {}), list[tuple[int, Any, Any]]()
     for phase in config.get("phases") or [{FROM: 0}]:
         given = dict(leaves(phase))
-        size, length = (given.get(f"data.{key}", data.get(key)) for key in ("batch_size", "sequence_length"))
+        size, length = (given.get(f"data.{key}", data.get(key)) for key in ("global_batch_size", "sequence_length"))
         if phase[FROM] < step and (not found or found[-1][1:] != (size, length)):
             found.append((phase[FROM], size, length))
     return found

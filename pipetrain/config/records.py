@@ -34,11 +34,11 @@ ORDERS = ("replica-stage", "stage-replica")
 AUTO_REPLICAS = "auto"
 ADAMW, CPU_ADAM = OPTIMIZERS = ("adamw", "deepspeed_cpu_adam")
 # Of `precision`: the dtype of the weights.
-WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "float32"}
+WEIGHTS_IN = {"auto": "float32", "fp32": "float32", "bf16-true": "bfloat16", "bf16-mixed": "float32"}
 DEFAULT_STEPS = 200
 
 LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
-COUNTED = ANSWERS, LAST, ALL = ("answers", "last", "all")
+ANSWERS, LAST, ALL = ("answers", "last", "all")
 ITEM_TYPES = ("uint16", "uint32", "int32")
 
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
@@ -92,15 +92,15 @@ class ModelConfig:
 
     # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
     name: str = "llama"
-    num_blocks: Annotated[int, _size(10_000)] = 4  # transformer blocks; embedding and head are two more layers
+    num_hidden_layers: Annotated[int, _size(10_000)] = 4  # transformer blocks; embedding and head are two more layers
     hidden_size: Annotated[int, _size(2**20)] = 128  # width of the residual stream
-    num_heads: Size = 4  # query heads per block
-    num_kv_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
+    num_attention_heads: Size = 4  # query heads per block
+    num_key_value_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
     # Width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8).
-    mlp_size: Size | None = None
-    vocabulary_size: Size | None = None  # number of tokens; None: what the tokenizer has
-    max_sequence_length: Size = 1024  # the longest sequence that positions are made for
-    rope_base: _Positive = 10_000.0  # base of the rotary frequencies
+    intermediate_size: Size | None = None
+    vocab_size: Size | None = None  # number of tokens; None: what the tokenizer has
+    max_position_embeddings: Size = 1024  # the longest sequence that positions are made for
+    rope_theta: _Positive = 10_000.0  # base of the rotary frequencies
     dropout: _Probability = 0.0  # in attention output, MLP output and embedding
     norm_epsilon: _Positive = 1e-5  # added under the root of a norm
     # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
@@ -126,6 +126,11 @@ _HeldOut = Annotated[
 _Date = Annotated[str, Limit(_is_date, ": allowed is a date, as in 2026-01-31")]
 
 
+_AssistantOnly = Annotated[
+    bool | str, Limit(lambda value: isinstance(value, bool) or value == LAST, f": allowed is true, false or {LAST}")
+]
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is trained on, and how it becomes samples."""
@@ -142,18 +147,24 @@ class DataConfig:
     # What a sample is: `stream` (a piece of one long row of tokens), `packed` (whole documents, side by side) or `padded` (one
     # document); null: packed for chats, stream for all else.
     layout: Annotated[str | None, choice_of(*LAYOUTS)] = None
-    counted: Annotated[str, choice_of(*COUNTED)] = "answers"  # of a chat, in the loss: `answers`, `last` or `all`
+    # Of a chat, in the loss: the answers (true), the last answer (`last`) or every token (false).
+    assistant_only_loss: _AssistantOnly = True
     template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
     on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
     # Where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
     cache_dir: MayChange[str | None] = None
-    batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
+    global_batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
     sequence_length: PerPhase[Size] = 256  # tokens per sample that are predicted
-    heldout_path: MayChange[str | None] = None  # what is held out, if apart; null: heldout_fraction of data.path
-    heldout_split: str | None = None  # hf: the split that is held out; null: heldout_fraction of data.split
-    heldout_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
-    heldout_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
+    eval_path: MayChange[str | None] = None  # what is held out, if apart; null: eval_fraction of data.path
+    eval_split: str | None = None  # hf: the split that is held out; null: eval_fraction of data.split
+    eval_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
+    eval_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
+
+    @property
+    def counted(self) -> str:
+        """What counts in the loss of a chat: `answers`, `last` or `all`."""
+        return LAST if self.assistant_only_loss == LAST else ANSWERS if self.assistant_only_loss else ALL
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ class ParallelConfig:
     # Steps between two comparisons of the replicas' weights, which are compared before each snapshot, too; None: they never are.
     check_every_steps: Count | None = 100
     # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
-    zero: Annotated[int, within(0, 3)] = 0
+    zero_stage: Annotated[int, within(0, 3)] = 0
     fsdp: _NotSharded = False  # whether parameters are sharded over replicas
     tensor: _NotSplit = 1  # ranks that share one layer
 
@@ -235,12 +246,12 @@ class ParallelConfig:
 class TransportConfig:
     """How messages go from stage to stage."""
 
-    ahead: Amount = 2  # tensors of an edge received before they are used; 0: just in time
+    prefetch: Amount = 2  # tensors of an edge received before they are used; 0: just in time
     # NCCL's communicators: one for each `edge` of stages and direction, or one for each `pair` of ranks and direction.
     communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
     # What carries them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (memory of the host and gloo, on GPUs without NCCL
     # between them and for several ranks on one).
-    edges: Annotated[str, one_of(*EDGES)] = "auto"
+    backend: Annotated[str, one_of(*EDGES)] = "auto"
 
 
 @dataclass(frozen=True)
@@ -268,7 +279,7 @@ class OptimConfig:
     betas: _Betas = (0.9, 0.95)  # decay of the two moments
     warmup_steps: Amount = 20  # steps of linear warm-up
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
-    clip_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
+    max_grad_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
     # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
     masters: Annotated[str, one_of("auto", "off")] = "auto"
 
@@ -316,7 +327,7 @@ class ObserveConfig:
     """What is shown and written while training."""
 
     progress: bool = True  # a progress bar on rank 0 (lines where stderr is no terminal)
-    evaluate_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
+    eval_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
     # Floating-point operations that one device can do in a second, at the run's precision; None: `mfu` is null.
     peak_flops_per_second: Annotated[float | None, more_than(0)] = None
@@ -352,7 +363,7 @@ class ClusterConfig:
     # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own.
     name: Annotated[str, one_of("local", "slurm")] = "local"
     num_nodes: Stages = 1  # machines
-    gpus_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
+    ranks_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
     # HOST:PORT of the first machine, where several meet; in a job its script sets it.
     rendezvous: _Address | None = None
     # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
@@ -407,8 +418,8 @@ class RunConfig:
     steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
     # Steps as times through the training data.
     epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = None
-    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16`, see optim.masters), or float32 weights and layers under autocast
-    # (`bf16_autocast`); `auto`: fp32 on the CPU, bf16_autocast on a GPU.
+    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16-true`, see optim.masters), or float32 weights and layers under autocast
+    # (`bf16-mixed`); `auto`: fp32 on the CPU, bf16-mixed on a GPU.
     precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
     # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.

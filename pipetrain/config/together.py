@@ -69,14 +69,14 @@ def check_run(config: RunConfig) -> None:
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
         raise ConfigError(
             f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "
-            "model.dtype out, and set precision=bf16 for bfloat16 weights"
+            "model.dtype out, and set precision=bf16-true for bfloat16 weights"
         )
     _check_snapshots(config)
-    if config.pipeline.num_microbatches > config.data.batch_size:
+    if config.pipeline.num_microbatches > config.data.global_batch_size:
         raise ConfigError(
             f"pipeline.num_microbatches={config.pipeline.num_microbatches} is more than "
-            f"data.batch_size={config.data.batch_size}: each microbatch needs a sample; use "
-            f"pipeline.num_microbatches={config.data.batch_size} or less, or a larger data.batch_size"
+            f"data.global_batch_size={config.data.global_batch_size}: each microbatch needs a sample; use "
+            f"pipeline.num_microbatches={config.data.global_batch_size} or less, or a larger data.global_batch_size"
         )
 
 
@@ -86,14 +86,14 @@ def check_samples(config: RunConfig, num_replicas: int) -> None:
     Raises:
         ConfigError: it does not.
     """
-    batch_size, num_microbatches = config.data.batch_size, config.pipeline.num_microbatches
+    batch_size, num_microbatches = config.data.global_batch_size, config.pipeline.num_microbatches
     if batch_size < num_replicas * num_microbatches:
         fitting = batch_size // num_replicas
         fewer = f"pipeline.num_microbatches={fitting} or less" if fitting else f"{batch_size} replicas or less"
         raise ConfigError(
-            f"data.batch_size={batch_size} is less than parallel.num_replicas={num_replicas} x "
+            f"data.global_batch_size={batch_size} is less than parallel.num_replicas={num_replicas} x "
             f"pipeline.num_microbatches={num_microbatches} = {num_replicas * num_microbatches}: each microbatch of each replica needs "
-            f"a sample; use {fewer}, or data.batch_size={num_replicas * num_microbatches} or more"
+            f"a sample; use {fewer}, or data.global_batch_size={num_replicas * num_microbatches} or more"
         )
 
 
@@ -109,7 +109,7 @@ def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
         return replace(config, steps=config.num_steps)
     left, phases = config.epochs, phases_of(config)
     for (phase, num_steps), samples in zip(steps_of_phases(phases, phases[-1].first_step - 1), samples_per_epoch):
-        batch_size = phase.config.data.batch_size
+        batch_size = phase.config.data.global_batch_size
         if phase is phases[-1] or left * samples <= num_steps * batch_size:
             steps = phase.first_step - 1 + max(math.ceil(left * samples / batch_size), 1)
             break

@@ -121,10 +121,10 @@ class ChatTemplate:
         return whole, spans
 
     def _refusal(self, why: str) -> ValueError:
-        last = "data.counted=last (the last answer alone), " if self._counted != LAST else ""
+        last = "data.assistant_only_loss=last (the last answer alone), " if self._counted != LAST else ""
         return ValueError(
             f"data.tokenizer={self._called}: the chat template of {self._called} does not tell what an answer is: it has no "
-            f"{{% generation %}} marks, and {why}; use {last}data.counted=all, or a template with these marks"
+            f"{{% generation %}} marks, and {why}; use {last}data.assistant_only_loss=false, or a template with these marks"
         )
 
     def _rendered(

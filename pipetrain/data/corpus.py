@@ -215,15 +215,15 @@ class Split:
     heldout: tuple[Piece, ...]
 
 
-def split_files(files: Sequence[Scanned], heldout_fraction: float) -> Split:
-    """Holds out `heldout_fraction` of the bytes of `files` (0: nothing), file by file.
+def split_files(files: Sequence[Scanned], eval_fraction: float) -> Split:
+    """Holds out `eval_fraction` of the bytes of `files` (0: nothing), file by file.
 
     Files are taken in the order of the SHA-256 of their content: it depends on nothing but the content, scatters neighbours, and makes
     copies of a file one (a copy is read once). A file is held out where the wanted bytes are not passed by it; if every
     file would pass them, the smallest is. A single file is cut: its last bytes are held out.
     """
     pieces = in_order(files)
-    wanted = int(heldout_fraction * sum(piece.last for piece in pieces))
+    wanted = int(eval_fraction * sum(piece.last for piece in pieces))
     if wanted == 0:
         return Split(pieces, ())
     if len(pieces) == 1:

@@ -92,8 +92,8 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
         check_datasets_installed(config)
     else:
         size = sum(file.stat().st_size for file in find_files(config))
-        if config.heldout_path is not None:
-            files_at("data.heldout_path", config.heldout_path, config.pattern)
+        if config.eval_path is not None:
+            files_at("data.eval_path", config.eval_path, config.pattern)
         if size == 0 or (is_bytes(config, tokenizer) and size <= config.sequence_length):
             raise too_short("the text", size, config, "bytes")
     if isinstance(tokenizer, HfTokenizer):
@@ -115,7 +115,7 @@ class OpenData:
         self._sets: dict[int, SampleSets] = {}
 
     def cut(self, config: DataConfig) -> Data:
-        """The data of `config`, of which data.sequence_length and data.batch_size may be others than at the opening.
+        """The data of `config`, of which data.sequence_length and data.global_batch_size may be others than at the opening.
 
         Raises:
             ValueError: it does not make a sample of that length.
@@ -126,8 +126,8 @@ class OpenData:
             self._sets[config.sequence_length] = self._lay_out(config)
         sets = self._sets[config.sequence_length]
         return Data(
-            train=Batches(sets.train, config.batch_size, self._seed),
-            heldout=HeldoutBatches(sets.heldout, config.batch_size, config.heldout_bytes),
+            train=Batches(sets.train, config.global_batch_size, self._seed),
+            heldout=HeldoutBatches(sets.heldout, config.global_batch_size, config.eval_bytes),
             vocabulary_size=sets.vocabulary_size,
             tokenizer=self._tokenizer,
             fingerprint=sets.fingerprint,
@@ -162,10 +162,10 @@ def open_data(
 
 
 def _check_length(config: DataConfig) -> None:
-    if config.heldout_fraction and config.heldout_bytes < config.sequence_length:
+    if config.eval_fraction and config.eval_bytes < config.sequence_length:
         raise ValueError(
-            f"data.heldout_bytes={config.heldout_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
-            f"set data.heldout_bytes={config.sequence_length} or more"
+            f"data.eval_bytes={config.eval_bytes} is less than one sample of data.sequence_length={config.sequence_length}: "
+            f"set data.eval_bytes={config.sequence_length} or more"
         )
 
 
@@ -200,16 +200,16 @@ def _check_memmap(config: DataConfig) -> None:
                 f"data.layout={config.layout}: a .bin file does not say where a document ends; use data.layout=stream"
             )
         check_id_file("data.path", path, config.item_type)
-        if config.heldout_path is not None:
-            check_id_file("data.heldout_path", Path(config.heldout_path).expanduser(), config.item_type)
+        if config.eval_path is not None:
+            check_id_file("data.eval_path", Path(config.eval_path).expanduser(), config.item_type)
     elif not (path / TOKENS_JSON).is_file():
         raise ValueError(
             f"data.path={config.path}: there is no {TOKENS_JSON} in this folder; give a .bin file of token ids, or make a folder of "
             f"tokens: pipetrain tokenize {config.path} --out=FOLDER"
         )
-    elif config.heldout_path is not None:
+    elif config.eval_path is not None:
         raise ValueError(
-            f"data.heldout_path={config.heldout_path}: a folder of tokens has a held-out part of its own; leave it out"
+            f"data.eval_path={config.eval_path}: a folder of tokens has a held-out part of its own; leave it out"
         )
 
 
@@ -231,13 +231,13 @@ def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) ->
     """The ids of one file or two, with the largest of them as the vocabulary where there is no tokenizer."""
     found = read_id_file("data.path", path, config.item_type, memory_of(config))
     largest, held_digest = found.largest, None
-    if config.heldout_path is not None:
-        held_path = Path(config.heldout_path).expanduser()
-        held = read_id_file("data.heldout_path", held_path, config.item_type, memory_of(config))
+    if config.eval_path is not None:
+        held_path = Path(config.eval_path).expanduser()
+        held = read_id_file("data.eval_path", held_path, config.item_type, memory_of(config))
         largest, held_digest = max(largest, held.largest), held.digest
         parts = found.ids, held.ids
     else:
-        cut = len(found.ids) - int(config.heldout_fraction * len(found.ids))
+        cut = len(found.ids) - int(config.eval_fraction * len(found.ids))
         parts = found.ids[:cut], found.ids[cut:]
     if tokenizer is not None and largest >= tokenizer.vocabulary_size:
         raise ValueError(

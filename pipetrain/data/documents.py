@@ -227,15 +227,15 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     assert config.path is not None, "it was checked"
     train = _load("data.path", config.path, config.subset, "data.split", config.split)
     heldout = None
-    if config.heldout_path is not None:
-        split = config.heldout_split or config.split
-        heldout = _load("data.heldout_path", config.heldout_path, config.subset, "data.heldout_split", split)
-    elif config.heldout_split is not None:
-        heldout = _load("data.path", config.path, config.subset, "data.heldout_split", config.heldout_split)
+    if config.eval_path is not None:
+        split = config.eval_split or config.split
+        heldout = _load("data.eval_path", config.eval_path, config.subset, "data.eval_split", split)
+    elif config.eval_split is not None:
+        heldout = _load("data.path", config.path, config.subset, "data.eval_split", config.eval_split)
     parts = [part for part in (train, heldout) if part is not None]
     names = [
         f"{config.path}[{config.split}]",
-        f"{config.heldout_path or config.path}[{config.heldout_split or config.split}]",
+        f"{config.eval_path or config.path}[{config.eval_split or config.split}]",
     ]
     digests = []  # of its files, where it has some, for its rows follow from them; what was made in memory has the library's
     for part in parts:
@@ -251,7 +251,7 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
         names,
         json.dumps(digests),
         sum(map(len, parts)),
-        lambda: _documents_of_rows(rows, config.heldout_fraction if heldout is None else 0.0, config.text_field),
+        lambda: _documents_of_rows(rows, config.eval_fraction if heldout is None else 0.0, config.text_field),
     )
 
 

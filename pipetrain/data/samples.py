@@ -253,14 +253,14 @@ def too_short(what: str, size: int, config: DataConfig, unit: str) -> ValueError
     where = key_of_text(config)
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
     if size < 2:
-        return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or data.heldout_fraction=0")
+        return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or data.eval_fraction=0")
     return ValueError(
         f"{where}: {what} has {size} {unit} and {need}; give more text, or data.sequence_length={size - 1}"
     )
 
 
 def _holds_out(config: DataConfig) -> bool:
-    return bool(config.heldout_fraction or config.heldout_path or config.heldout_split)
+    return bool(config.eval_fraction or config.eval_path or config.eval_split)
 
 
 def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, TokenPart], layout: str) -> SampleSets:
@@ -273,7 +273,7 @@ def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, Tok
     for name in PARTS if _holds_out(config) else [TRAIN]:
         if not len(samples[name]):
             raise ValueError(
-                f"{key_of_text(config)}: the part {name} has no document that is a sample; give more, or data.heldout_fraction=0"
+                f"{key_of_text(config)}: the part {name} has no document that is a sample; give more, or data.eval_fraction=0"
             )
     digest = hashlib.sha256(f"{sheet.fingerprint} {layout}".encode())
     for one in chosen.values():

@@ -144,7 +144,7 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         return hf_corpus(config, memory)
     if config.name == "jsonl":
         train, heldout = _files_of(config)
-        return json_corpus(train, heldout, config.heldout_fraction, config.text_field)
+        return json_corpus(train, heldout, config.eval_fraction, config.text_field)
     split = split_of(config)
     if not isinstance(tokenizer, ByteTokenizer):
         split = cut_at_a_line(split)
@@ -159,7 +159,7 @@ def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
 
 def _name_of(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> str:
     """Of a folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
-    held = (config.heldout_path is not None, config.heldout_split is not None, config.heldout_fraction)
+    held = (config.eval_path is not None, config.eval_split is not None, config.eval_fraction)
     chat = (config.text_field, config.counted, config.template_date)
     depends = (FORMAT, config.name, corpus.digest, tokenizer.digest, held, chat)
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:32]
@@ -178,16 +178,16 @@ def memory_of(config: DataConfig) -> Path:
 def _files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
     """The files that are read, and those that are held out as a whole; of these no copy is trained on."""
     train = scan(find_files(config), memory_of(config))
-    if config.heldout_path is None:
+    if config.eval_path is None:
         return train, []
-    heldout = scan(files_at("data.heldout_path", config.heldout_path, config.pattern), memory_of(config))
+    heldout = scan(files_at("data.eval_path", config.eval_path, config.pattern), memory_of(config))
     held = {file.digest for file in heldout}
     return [file for file in train if file.digest not in held], heldout
 
 
 def split_of(config: DataConfig) -> Split:
     train, heldout = _files_of(config)
-    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.heldout_fraction)
+    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
 
 
 _BATCH_BYTES = 2**22

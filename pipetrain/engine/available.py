@@ -26,19 +26,19 @@ def check_engine(config: RunConfig, num_replicas: int | None = None, tied: Seque
 
 def _refused_by_native(config: RunConfig) -> Iterator[str]:
     optim, parallel = config.optim, config.parallel
-    if config.precision == "bf16" and optim.masters == "off" and optim.name != ADAMW:
+    if config.precision == "bf16-true" and optim.masters == "off" and optim.name != ADAMW:
         yield (
             f"optim.masters=off: optim={optim.name} updates float32 alone; use optim.masters=auto, or optim=adamw, which updates bfloat16 "
             "weights in place"
         )
-    if parallel.zero > 1:
+    if parallel.zero_stage > 1:
         yield (
-            f"parallel.zero={parallel.zero}: not supported by engine=native, which shards optimizer state alone; use parallel.zero=1"
+            f"parallel.zero_stage={parallel.zero_stage}: not supported by engine=native, which shards optimizer state alone; use parallel.zero_stage=1"
         )
-    if parallel.zero and parallel.num_replicas == 1:
+    if parallel.zero_stage and parallel.num_replicas == 1:
         yield (
-            f"parallel.zero={parallel.zero} with parallel.num_replicas=1: there is no other replica to hold a share of the optimizer "
-            "state; use parallel.zero=0, or more replicas, as in parallel.num_replicas=2"
+            f"parallel.zero_stage={parallel.zero_stage} with parallel.num_replicas=1: there is no other replica to hold a share of the optimizer "
+            "state; use parallel.zero_stage=0, or more replicas, as in parallel.num_replicas=2"
         )
 
 

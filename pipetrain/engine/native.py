@@ -57,7 +57,7 @@ class NativeEngine:
             on_event=on_event,
         )
         inject(self._pipeline, faults_of_environment())
-        replicas = self._pipeline.replica_process_group() if config.parallel.zero else None
+        replicas = self._pipeline.replica_process_group() if config.parallel.zero_stage else None
         self._optimizer = make_optimizer(
             config.optim, self._pipeline.parameters(), replicas, _adamw_of(config.optim, device)
         )
@@ -89,7 +89,7 @@ class NativeEngine:
 
     def _backward(self, batch: Batch) -> tuple[float, float | None]:
         """Loss and gradient norm; clips. The norm is taken where nothing is clipped, too: it shows whether a gradient is finite."""
-        clip_norm = self._config.optim.clip_norm
+        clip_norm = self._config.optim.max_grad_norm
         try:
             with self._precision.context(self._device):
                 loss = self._pipeline.step(batch.inputs, batch.targets)

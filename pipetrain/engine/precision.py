@@ -26,5 +26,5 @@ class Precision:
 def precision_of(word: str, device: torch.device) -> Precision:
     """That of the key `precision` on `device`; `auto` is bfloat16 by autocast on a GPU, and float32 on the CPU."""
     if word == "auto":
-        word = "bf16_autocast" if device.type == _CUDA else "fp32"
-    return Precision(getattr(torch, WEIGHTS_IN[word]), autocast=word == "bf16_autocast")
+        word = "bf16-mixed" if device.type == _CUDA else "fp32"
+    return Precision(getattr(torch, WEIGHTS_IN[word]), autocast=word == "bf16-mixed")

@@ -69,7 +69,7 @@ def choose_ranks_per_node(
     """
     num_ranks = num_replicas * ranks_per_replica
     needed = _needed(pipeline, num_ranks, num_replicas)
-    if cluster.gpus_per_node is None:
+    if cluster.ranks_per_node is None:
         per_node, rest = divmod(num_ranks, cluster.num_nodes)
         if rest or per_node == 0:
             raise ValueError(
@@ -77,17 +77,17 @@ def choose_ranks_per_node(
                 "the number of ranks must be a multiple of the number of nodes"
             )
         return per_node
-    there_are = cluster.num_nodes * cluster.gpus_per_node
+    there_are = cluster.num_nodes * cluster.ranks_per_node
     if there_are != num_ranks:
         stages, rest = divmod(there_are * pipeline.stages_per_rank, num_replicas)
         fitting = [] if rest else [f"pipeline.num_stages={stages}"]
         if there_are % ranks_per_replica == 0:
             fitting.append(f"parallel.num_replicas={there_are // ranks_per_replica}")
         raise ValueError(
-            f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node} make {there_are} ranks, "
+            f"cluster.num_nodes={cluster.num_nodes} x cluster.ranks_per_node={cluster.ranks_per_node} make {there_are} ranks, "
             f"but {needed}; set {', or '.join([*fitting, 'other nodes and ranks per node'])}"
         )
-    return cluster.gpus_per_node
+    return cluster.ranks_per_node
 
 
 def _needed(pipeline: PipelineConfig, num_ranks: int, num_replicas: int) -> str:

@@ -18,19 +18,19 @@ class Style(StrEnum):
     GPT2 = "gpt2"
 
 
-def num_kv_heads(config: ModelConfig) -> int:
+def num_key_value_heads(config: ModelConfig) -> int:
     """Key and value heads per block."""
-    return config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+    return config.num_attention_heads if config.num_key_value_heads is None else config.num_key_value_heads
 
 
-def mlp_size(config: ModelConfig) -> int:
+def intermediate_size(config: ModelConfig) -> int:
     """Width inside the MLP.
 
     SwiGLU has three matrices where GELU has two, so 8/3 instead of 4 keeps the parameters equal (Shazeer, "GLU
     Variants Improve Transformer", 2020, section 2).
     """
-    if config.mlp_size is not None:
-        return config.mlp_size
+    if config.intermediate_size is not None:
+        return config.intermediate_size
     if config.name == Style.GPT2:
         return 4 * config.hidden_size
     return -(-8 * config.hidden_size // 24) * 8  # 8/3 of hidden_size, rounded up to a multiple of 8
@@ -38,7 +38,7 @@ def mlp_size(config: ModelConfig) -> int:
 
 def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:
     """The layers of `transformer.py` in numbers; operations and parameters where the vocabulary is known."""
-    kinds = ("embedding", *["block"] * config.num_blocks, "head")
+    kinds = ("embedding", *["block"] * config.num_hidden_layers, "head")
     if vocabulary_size is None:
         return ModelSize(len(kinds), kinds, width=config.hidden_size)
     return ModelSize(
@@ -52,23 +52,23 @@ def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_
 
 
 def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
-    """Parameters of each of the num_blocks + 2 layers, in order."""
+    """Parameters of each of the num_hidden_layers + 2 layers, in order."""
     return [sum(map(math.prod, shapes)) for shapes in shapes_per_layer(config, vocabulary_size)]
 
 
 def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:
-    """The shapes of the parameters of each of the num_blocks + 2 layers, in order."""
-    hidden, inner, is_gpt2 = config.hidden_size, mlp_size(config), config.name == Style.GPT2
-    kv_size = hidden // config.num_heads * num_kv_heads(config)
+    """The shapes of the parameters of each of the num_hidden_layers + 2 layers, in order."""
+    hidden, inner, is_gpt2 = config.hidden_size, intermediate_size(config), config.name == Style.GPT2
+    kv_size = hidden // config.num_attention_heads * num_key_value_heads(config)
     norm: Shapes = ((hidden,), (hidden,)) if is_gpt2 else ((hidden,),)
     words: Shapes = ((vocabulary_size, hidden),)
-    positions: Shapes = ((config.max_sequence_length, hidden),) if is_gpt2 else ()
+    positions: Shapes = ((config.max_position_embeddings, hidden),) if is_gpt2 else ()
     into_attention = ((hidden, hidden), (kv_size, hidden), (kv_size, hidden), (hidden, hidden))
     into_mlp = ((inner, hidden), (hidden, inner)) if is_gpt2 else ((inner, hidden), (inner, hidden), (hidden, inner))
     matrices: Shapes = (*into_attention, *into_mlp)
     biases: Shapes = tuple((rows,) for rows, _ in matrices) if is_gpt2 else ()
     block = (*norm, *matrices, *biases, *norm)
-    return [words + positions, *[block] * config.num_blocks, norm + words]
+    return [words + positions, *[block] * config.num_hidden_layers, norm + words]
 
 
 def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
@@ -78,16 +78,16 @@ def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_
     products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
     """
     hidden = config.hidden_size
-    kv_size = hidden // config.num_heads * num_kv_heads(config)
+    kv_size = hidden // config.num_attention_heads * num_key_value_heads(config)
     attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    mlp = (2 if config.name == Style.GPT2 else 3) * hidden * mlp_size(config)
+    mlp = (2 if config.name == Style.GPT2 else 3) * hidden * intermediate_size(config)
     block = 2.0 * (attention + mlp) + 4.0 * hidden * sequence_length
-    return [0.0, *[block] * config.num_blocks, 2.0 * vocabulary_size * hidden]
+    return [0.0, *[block] * config.num_hidden_layers, 2.0 * vocabulary_size * hidden]
 
 
 def longest_sample(config: ModelConfig) -> int:
     """Tokens of the longest sample that a model of these keys takes."""
-    return config.max_sequence_length
+    return config.max_position_embeddings
 
 
 def check_heads(config: ModelConfig) -> None:
@@ -106,24 +106,24 @@ def check_heads(config: ModelConfig) -> None:
                 f"model.{key}={value}: is of model=hf, and model.name={config.name} is built from the keys of `model` (model=llama, "
                 f"model=gpt2): type model.{key}=null, or model=hf"
             )
-    hidden, heads = config.hidden_size, config.num_heads
+    hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads:
         raise ValueError(
-            f"model.num_heads={heads} does not divide model.hidden_size={hidden}: "
-            f"set model.num_heads={_nearest_divisor(hidden, heads)}, or hidden_size to a multiple of {heads}"
+            f"model.num_attention_heads={heads} does not divide model.hidden_size={hidden}: "
+            f"set model.num_attention_heads={_nearest_divisor(hidden, heads)}, or hidden_size to a multiple of {heads}"
         )
-    if config.num_kv_heads is not None and heads % config.num_kv_heads:
+    if config.num_key_value_heads is not None and heads % config.num_key_value_heads:
         raise ValueError(
-            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={heads}: "
-            f"set model.num_kv_heads={_nearest_divisor(heads, config.num_kv_heads)}, or leave it out"
+            f"model.num_key_value_heads={config.num_key_value_heads} does not divide model.num_attention_heads={heads}: "
+            f"set model.num_key_value_heads={_nearest_divisor(heads, config.num_key_value_heads)}, or leave it out"
         )
-    if config.name == Style.GPT2 and config.num_kv_heads not in (None, heads):
+    if config.name == Style.GPT2 and config.num_key_value_heads not in (None, heads):
         raise ValueError(
-            f"model.num_kv_heads={config.num_kv_heads}: gpt2 blocks have no grouped queries; leave it out, or set model.name=llama"
+            f"model.num_key_value_heads={config.num_key_value_heads}: gpt2 blocks have no grouped queries; leave it out, or set model.name=llama"
         )
     if config.name == Style.LLAMA and (hidden // heads) % 2:
         raise ValueError(
-            f"model.hidden_size={hidden} over model.num_heads={heads} makes heads of {hidden // heads}: rotary positions "
+            f"model.hidden_size={hidden} over model.num_attention_heads={heads} makes heads of {hidden // heads}: rotary positions "
             f"turn pairs and need an even size; set model.hidden_size={2 * heads * max(1, hidden // heads // 2)}"
         )
 

@@ -71,11 +71,11 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     longest: int | None = load_function(family.longest)(config)
     if sequence_length is not None and longest is not None and sequence_length > longest:
         raise ValueError(_too_long(config, sequence_length, longest))
-    size = config.vocabulary_size
+    size = config.vocab_size
     if size is not None and vocabulary_size is not None and size < vocabulary_size:
         raise ValueError(
-            f"model.vocabulary_size={size} is smaller than the tokenizer's {vocabulary_size}: "
-            f"leave it out, or set model.vocabulary_size={vocabulary_size} or more"
+            f"model.vocab_size={size} is smaller than the tokenizer's {vocabulary_size}: "
+            f"leave it out, or set model.vocab_size={vocabulary_size} or more"
         )
 
 
@@ -86,8 +86,8 @@ def _too_long(config: ModelConfig, sequence_length: int, longest: int) -> str:
             f"data.sequence_length={longest} or less"
         )
     return (
-        f"data.sequence_length={sequence_length} is longer than model.max_sequence_length="
-        f"{longest}: set model.max_sequence_length={sequence_length}, or shorter samples"
+        f"data.sequence_length={sequence_length} is longer than model.max_position_embeddings="
+        f"{longest}: set model.max_position_embeddings={sequence_length}, or shorter samples"
     )
 
 
@@ -130,7 +130,7 @@ def size_of(
 ) -> ModelSize:
     """The size of the model that `config` describes.
 
-    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set, and where neither is, operations and parameters
+    `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set, and where neither is, operations and parameters
     are not known. `sequence_length`: tokens of a sample, on which attention depends; None: the longest that the model takes.
 
     Raises:
@@ -138,6 +138,6 @@ def size_of(
     """
     check_model(config, sequence_length=sequence_length)
     family = family_of(config)
-    length = sequence_length or load_function(family.longest)(config) or config.max_sequence_length
-    size: ModelSize = load_function(family.size)(config, config.vocabulary_size or vocabulary_size, length)
+    length = sequence_length or load_function(family.longest)(config) or config.max_position_embeddings
+    size: ModelSize = load_function(family.size)(config, config.vocab_size or vocabulary_size, length)
     return size

@@ -111,7 +111,7 @@ def _then(build_layers: BuildLayers, change: Callable[[nn.Module], object]) -> B
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
-    """The model of the family that `model.name` names. `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set.
+    """The model of the family that `model.name` names. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set.
 
     Raises:
         ValueError: `config` describes no model.

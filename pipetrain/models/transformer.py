@@ -2,8 +2,8 @@
 
     token ids [batch, sequence]
       layer 0                 Embedding          -> [batch, sequence, hidden]
-      layers 1 .. num_blocks  Block              -> [batch, sequence, hidden]
-      layer num_blocks + 1    Head               -> logits [batch, sequence, vocabulary]
+      layers 1 .. num_hidden_layers  Block              -> [batch, sequence, hidden]
+      layer num_hidden_layers + 1    Head               -> logits [batch, sequence, vocabulary]
 
 Each layer takes what the one before returned and nothing else, so any of the gaps can be the cut between two stages.
 """
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import Style, mlp_size, num_kv_heads
+from pipetrain.models.arithmetic import Style, intermediate_size, num_key_value_heads
 from pipetrain.models.loss import count_tokens, next_token_loss
 from pipetrain.models.size import check_model, size_of
 from pipetrain.models.spec import ModelSpec, one_by_one
@@ -58,7 +58,7 @@ NOT_OF_THE_MODEL = {"path", "revision", "weights", "dtype", "attention", "lora",
 def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     """The decoder-only transformer that `config` describes, trained to tell the next token.
 
-    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set. Raises ValueError for a config of no model.
     """
     layers = transformer_layers(config, vocabulary_size)
     return ModelSpec(
@@ -69,21 +69,21 @@ def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
         take_batch=plain_batch,
         fingerprint={
             **{key: value for key, value in asdict(config).items() if key not in NOT_OF_THE_MODEL},
-            "vocabulary_size": config.vocabulary_size or vocabulary_size,
-            "num_kv_heads": num_kv_heads(config),
-            "mlp_size": mlp_size(config),
+            "vocab_size": config.vocab_size or vocabulary_size,
+            "num_key_value_heads": num_key_value_heads(config),
+            "intermediate_size": intermediate_size(config),
         },
     )
 
 
 def transformer_layers(config: ModelConfig, vocabulary_size: int) -> list[Callable[[], nn.Module]]:
-    """The num_blocks + 2 layers, each as a function that builds it: a rank calls those of its own stage.
+    """The num_hidden_layers + 2 layers, each as a function that builds it: a rank calls those of its own stage.
 
-    `vocabulary_size` is the tokenizer's; `model.vocabulary_size` wins where it is set. Raises ValueError for a config of no model.
+    `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set. Raises ValueError for a config of no model.
     """
     check_model(config, vocabulary_size=vocabulary_size)
-    size = config.vocabulary_size or vocabulary_size
-    blocks = [partial(Block, config)] * config.num_blocks
+    size = config.vocab_size or vocabulary_size
+    blocks = [partial(Block, config)] * config.num_hidden_layers
     return [partial(Embedding, config, size), *blocks, partial(Head, config, size)]
 
 
@@ -94,9 +94,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = embedding(vocabulary_size, config.hidden_size)
         learned = config.name == Style.GPT2
-        self.positions = embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        self.positions = embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.dropout)
-        self.max_sequence_length = config.max_sequence_length
+        self.max_position_embeddings = config.max_position_embeddings
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_length(ids.shape[1])
@@ -113,10 +113,10 @@ class Embedding(nn.Module):
         return hidden if self.positions is None else hidden + self.positions(past.positions)
 
     def _check_length(self, length: int) -> None:
-        if length > self.max_sequence_length:
+        if length > self.max_position_embeddings:
             raise ValueError(
-                f"a sample has {length} tokens, more than model.max_sequence_length={self.max_sequence_length}: "
-                f"set model.max_sequence_length={length}, or cut the samples"
+                f"a sample has {length} tokens, more than model.max_position_embeddings={self.max_position_embeddings}: "
+                f"set model.max_position_embeddings={length}, or cut the samples"
             )
 
 
@@ -179,19 +179,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, biased = config.hidden_size, config.name == Style.GPT2
-        self.head_size = hidden // config.num_heads
-        self.grouped = num_kv_heads(config) != config.num_heads
-        self.rope_base = None if config.name == Style.GPT2 else config.rope_base
-        kv_size = self.head_size * num_kv_heads(config)
+        self.head_size = hidden // config.num_attention_heads
+        self.grouped = num_key_value_heads(config) != config.num_attention_heads
+        self.rope_theta = None if config.name == Style.GPT2 else config.rope_theta
+        kv_size = self.head_size * num_key_value_heads(config)
         self.query = linear(hidden, hidden, bias=biased)
         self.key = linear(hidden, kv_size, bias=biased)
         self.value = linear(hidden, kv_size, bias=biased)
-        self.output = linear(hidden, hidden, bias=biased, std=residual_std(config.num_blocks))
+        self.output = linear(hidden, hidden, bias=biased, std=residual_std(config.num_hidden_layers))
 
     def forward(self, hidden: Tensor) -> Tensor:
         query, key, value = self._heads(hidden)
-        if self.rope_base is not None:
-            tables = rotary_tables(hidden.shape[1], self.head_size, self.rope_base, hidden.device)
+        if self.rope_theta is not None:
+            tables = rotary_tables(hidden.shape[1], self.head_size, self.rope_theta, hidden.device)
             query, key = rotate(query, *tables), rotate(key, *tables)
         return self._mixed(query, key, value, None, is_causal=True)
 
@@ -207,7 +207,7 @@ class Attention(nn.Module):
     def prepare_cached(self, past: Past) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
         """The rotary tables of the new positions, and which keys they see; None: no tables, all keys or those before."""
         tables = None
-        if (base := self.rope_base) is not None:  # for all heads: `[rows, 1, new, head_size / 2]`
+        if (base := self.rope_theta) is not None:  # for all heads: `[rows, 1, new, head_size / 2]`
             key = (rotary_tables_at, self.head_size, base)
             tables = past.once(key, lambda: rotary_tables_at(past.positions[:, None], self.head_size, base))
         return tables, None if _is_causal(past) else past.once(_visible, lambda: _visible(past))
@@ -284,10 +284,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, mlp_size(config)
+        hidden, inner = config.hidden_size, intermediate_size(config)
         self.gate = linear(hidden, inner, bias=False)
         self.up = linear(hidden, inner, bias=False)
-        self.down = linear(inner, hidden, bias=False, std=residual_std(config.num_blocks))
+        self.down = linear(inner, hidden, bias=False, std=residual_std(config.num_hidden_layers))
 
     def forward(self, hidden: Tensor) -> Tensor:
         projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
@@ -299,9 +299,9 @@ class GeluMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, mlp_size(config)
+        hidden, inner = config.hidden_size, intermediate_size(config)
         self.up = linear(hidden, inner, bias=True)
-        self.down = linear(inner, hidden, bias=True, std=residual_std(config.num_blocks))
+        self.down = linear(inner, hidden, bias=True, std=residual_std(config.num_hidden_layers))
 
     def forward(self, hidden: Tensor) -> Tensor:
         projected: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
@@ -311,12 +311,12 @@ class GeluMLP(nn.Module):
 WEIGHT_STD = 0.02  # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, and their code
 
 
-def residual_std(num_blocks: int) -> float:
+def residual_std(num_hidden_layers: int) -> float:
     """Standard deviation for weights whose output is added to the residual stream (two per block).
 
-    The stream sums 2 x num_blocks of them; dividing by the root keeps its variance the same at any depth (the same, section 2.3).
+    The stream sums 2 x num_hidden_layers of them; dividing by the root keeps its variance the same at any depth (the same, section 2.3).
     """
-    return WEIGHT_STD / math.sqrt(2 * num_blocks)
+    return WEIGHT_STD / math.sqrt(2 * num_hidden_layers)
 
 
 def linear(num_in: int, num_out: int, *, bias: bool, std: float = WEIGHT_STD) -> nn.Linear:

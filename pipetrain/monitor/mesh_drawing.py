@@ -33,7 +33,7 @@ class MeshShown:
         """For example `2 replicas x 4 ranks = 8 ranks on 2 nodes (parallel.order=replica-stage)`."""
         grid, nodes = self.mesh.grid, self.mesh.num_nodes
         ranks = f"{_count(grid.replica, 'replica')} x {_count(grid.stage, 'rank')} = {_count(grid.size, 'rank')}"
-        zero = f", parallel.zero={self.mesh.zero}" if self.mesh.zero else ""
+        zero = f", parallel.zero_stage={self.mesh.zero}" if self.mesh.zero else ""
         return f"{ranks} on {_count(nodes, 'node')} (parallel.order={grid.order}{zero})"
 
     def as_json(self) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class ShardedOptimizer:
         dtypes = sorted({str(weight.dtype).removeprefix("torch.") for group in groups for weight in group["params"]})
         if len(dtypes) > 1:
             raise ValueError(
-                f"parallel.zero=1: a stage has weights of {' and '.join(dtypes)}, and shares are divided among weights of one dtype; use "
-                "parallel.zero=0"
+                f"parallel.zero_stage=1: a stage has weights of {' and '.join(dtypes)}, and shares are divided among weights of one dtype; use "
+                "parallel.zero_stage=0"
             )
         self._replicas = replicas
         self._zero = ZeroRedundancyOptimizer(
@@ -108,11 +108,11 @@ class ShardedOptimizer:
         peers = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
         if "timed out" in reason.lower() or "timeout" in reason.lower():
             return (
-                f"rank {rank} waits for the weights that {peers} updates (parallel.zero=1), and they did not come within timeout_seconds: "
+                f"rank {rank} waits for the weights that {peers} updates (parallel.zero_stage=1), and they did not come within timeout_seconds: "
                 "that rank hangs, is stopped, or needs longer for a step than that"
             )
         line = (reason.strip().splitlines() or [""])[0].rsplit("] ", 1)[-1].split(". This is typically")[0][:160]
         return (
-            f"{peers} is gone: rank {rank} lost its connection in the exchange of updated weights (parallel.zero=1; {line}). It failed, was "
+            f"{peers} is gone: rank {rank} lost its connection in the exchange of updated weights (parallel.zero_stage=1; {line}). It failed, was "
             "killed, ran out of memory, or its machine is down: see its own output"
         )

@@ -32,7 +32,7 @@ MESSAGES = {
     GRADIENTS: "sent to the stage before",
     REDUCE: "gradients added up over the replicas",
     SHARED: "gradients of parameters that two stages share, added up over both and the replicas",
-    UPDATES: "weights from the replica that updates them (parallel.zero=1)",
+    UPDATES: "weights from the replica that updates them (parallel.zero_stage=1)",
 }
 
 
@@ -97,7 +97,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class MeshRank:
-    """One rank. Bytes are those of its stages; None: not known. `optimizer_bytes` with parallel.zero=1 are its share."""
+    """One rank. Bytes are those of its stages; None: not known. `optimizer_bytes` with parallel.zero_stage=1 are its share."""
 
     rank: int
     node: int

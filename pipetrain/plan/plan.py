@@ -165,9 +165,9 @@ def make_plan(
         num_replicas=whole_number("parallel.num_replicas", num_replicas),
         split_backward=split_backward,
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
-        transport_ahead=whole_number("transport.ahead", transport_ahead, least=0),
+        transport_ahead=whole_number("transport.prefetch", transport_ahead, least=0),
         communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
-        edges=_one_of("transport.edges", edges, EDGES),
+        edges=_one_of("transport.backend", edges, EDGES),
         order=order,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.renamed import current_key
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs
 
@@ -242,7 +243,9 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     if found["costs"] is None:
         if not layers:
             raise ValueError("it has neither costs nor layers")
-        return Profile(conditions=dict(found["conditions"]), layers=layers)
+        return Profile(
+            conditions={current_key(key): value for key, value in found["conditions"].items()}, layers=layers
+        )
     names = {field.name for field in fields(Costs)}
     costs = Costs(**{name: tuple(map(float, times)) for name, times in found["costs"].items() if name in names})
     return Profile(costs, int(found["num_microbatches"]))

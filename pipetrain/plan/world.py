@@ -35,8 +35,8 @@ def world_of(
     """
     replicas, wanted = parallel.num_replicas, ranks_wanted(pipeline)
     there_are = num_ranks
-    if there_are is None and cluster.gpus_per_node is not None:
-        there_are = cluster.num_nodes * cluster.gpus_per_node
+    if there_are is None and cluster.ranks_per_node is not None:
+        there_are = cluster.num_nodes * cluster.ranks_per_node
     if not isinstance(replicas, int):
         return World(_as_many_as_fit(pipeline, there_are, wanted), wanted or 1)
     if replicas == 1:  # what does not fit then, the stages say
@@ -65,7 +65,7 @@ def _as_many_as_fit(pipeline: PipelineConfig, there_are: int | None, wanted: int
         )
     if there_are is None:
         raise ValueError(
-            f"{said}: how many ranks there are is not said; set cluster.gpus_per_node to those of each machine, or "
+            f"{said}: how many ranks there are is not said; set cluster.ranks_per_node to those of each machine, or "
             "parallel.num_replicas to a number"
         )
     if there_are < wanted or there_are % wanted:

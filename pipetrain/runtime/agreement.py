@@ -111,5 +111,5 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
 def _shared(gpu: str, one: int, other: int) -> str:
     return (
         f"ranks {one} and {other} are both on {gpu}, and NCCL connects no two ranks of one GPU: start no more ranks on a machine than "
-        "it has GPUs, or use transport.edges=pinned (make_plan(..., edges='pinned'))"
+        "it has GPUs, or use transport.backend=pinned (make_plan(..., edges='pinned'))"
     )

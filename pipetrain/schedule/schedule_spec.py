@@ -124,5 +124,5 @@ class ScheduleSpec:
         if not 0 <= self.first_backward <= stages:
             raise ValueError(f"first_backward={self.first_backward}: a stage, or num_stages={stages} for forwards only")
         if self.transport_ahead < 0:
-            raise ValueError(f"transport.ahead={self.transport_ahead}: tensors received ahead of use are 0 or more")
+            raise ValueError(f"transport.prefetch={self.transport_ahead}: tensors received ahead of use are 0 or more")
         self.policy.check_stages(stages)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.config.renamed import current_values
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.models.weights import tensors_in
 from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
@@ -77,7 +78,7 @@ def _read_state(path: Path) -> RunState:
         return RunState(
             step=int(value["step"]),
             num_ranks=int(value["num_ranks"]),
-            config=dict(value["config"]),
+            config=current_values(value["config"]),
             plan=dict(value["plan"]),
             data=value.get("data"),
             guard=dict(value.get("guard", {})),

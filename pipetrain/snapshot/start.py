@@ -78,7 +78,8 @@ def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> Non
 
 def _told(batches: Sequence[tuple[int, Any, Any]]) -> str:
     return ", ".join(
-        f"data.batch_size={size} data.sequence_length={length} after {done} steps" for done, size, length in batches
+        f"data.global_batch_size={size} data.sequence_length={length} after {done} steps"
+        for done, size, length in batches
     )
 
 
@@ -89,7 +90,7 @@ def told_of_replicas(state: RunState, num_replicas: int, now: Mapping[str, Any])
         return
     text = f"{num_replicas} replica{'s' * (num_replicas > 1)}, the run had {was}: the batches stay as they are"
     step = state.step + 1
-    size = value_in_step(now, "data.batch_size", step)
+    size = value_in_step(now, "data.global_batch_size", step)
     slices = num_replicas * value_in_step(now, _MICROBATCHES, step)
     before = was * value_in_step(state.config, _MICROBATCHES, step)
     if slices < before:

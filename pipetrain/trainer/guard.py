@@ -203,7 +203,7 @@ def advice_on_stop(incident: Incident, folder: Path) -> str:
     key = "guard.spike" if incident.is_spike else "guard.not_finite"
     return (
         f"no weight was changed; the batch is in {folder}. The next run will meet it again: resume=auto with {key}=skip "
-        f"(or rollback), a smaller optim.learning_rate or optim.clip_norm, or an older snapshot"
+        f"(or rollback), a smaller optim.learning_rate or optim.max_grad_norm, or an older snapshot"
     )
 
 

@@ -90,9 +90,9 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         placement=pipeline.placement,
         split_backward=pipeline.split_backward,
         warmup=pipeline.warmup,
-        transport_ahead=config.transport.ahead,
+        transport_ahead=config.transport.prefetch,
         communicators=config.transport.communicators,
-        edges=config.transport.edges,
+        edges=config.transport.backend,
     )
     plan, note = _balanced(config, plan, size)
     tied, found = plan.tied_stages(size.tied), None
@@ -204,9 +204,9 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
         plan,
         with_reduces(schedule, plan.tied_stages(model.tied), world.num_replicas),
         grid,
-        ranks_per_node=config.cluster.gpus_per_node or -(-grid.size // config.cluster.num_nodes),
+        ranks_per_node=config.cluster.ranks_per_node or -(-grid.size // config.cluster.num_nodes),
         model=model,
-        zero=config.parallel.zero if world.num_replicas > 1 else 0,
+        zero=config.parallel.zero_stage if world.num_replicas > 1 else 0,
     )
     return mesh, unknown
 
@@ -227,7 +227,7 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     vocabulary = _BYTES if config.data.tokenizer == "byte" else None
     size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
     slices = num_replicas * schedule.num_microbatches
-    fewest, longer = divmod(config.data.batch_size, slices)
+    fewest, longer = divmod(config.data.global_batch_size, slices)
     held = Holds(
         parameters=size.parameters_per_layer,
         shapes=size.shapes_per_layer if config.engine.name == NATIVE else None,  # DeepSpeed cuts parameters
@@ -240,7 +240,7 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     if config.model.lora.rank is not None:
         held, unknown = replace(held, number_bytes=None), "adapters alone are trained (model.lora)"
     if size.parameters_per_layer is None:
-        unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocabulary_size to its size"
+        unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocab_size to its size"
     return plan, held, unknown
 
 
@@ -327,12 +327,12 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
     replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
     assert isinstance(replicas, int)
-    samples = -(-config.data.batch_size // (replicas * microbatches))
+    samples = -(-config.data.global_batch_size // (replicas * microbatches))
     return {
         **model,
         "precision": config.precision,
         "data.sequence_length": config.data.sequence_length,
-        "data.batch_size / (parallel.num_replicas * pipeline.num_microbatches)": samples,
+        "data.global_batch_size / (parallel.num_replicas * pipeline.num_microbatches)": samples,
         "threads_per_rank": config.threads_per_rank,
         **installed,
     }
@@ -375,7 +375,7 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
         policy=policy,
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
-        transport_ahead=config.transport.ahead,
+        transport_ahead=config.transport.prefetch,
     )
 
 

@@ -70,7 +70,7 @@ class Steps:
 
     experiment: str
     num_steps: int
-    evaluate_every_steps: int | None  # None: nothing is evaluated on the way
+    eval_every_steps: int | None  # None: nothing is evaluated on the way
     seed: int
     phases: tuple[PhaseSteps, ...]
     batches: PhasedBatches
@@ -160,7 +160,7 @@ class Steps:
             rollbacks=self.guard.num_rollbacks,
             stragglers=phase.watch.stragglers(),
             ranks=self.ranks,
-            batch_size=phase.config.data.batch_size,
+            batch_size=phase.config.data.global_batch_size,
             sequence_length=phase.config.data.sequence_length,
             num_microbatches=phase.plan.num_microbatches,
             first_step=first,
@@ -225,7 +225,7 @@ class Steps:
             self.recorder.end_step(step, metrics, timelines)
             if timelines:
                 phase.watch.add(step, *timelines)
-        every = self.evaluate_every_steps
+        every = self.eval_every_steps
         if every is not None and step % every == 0 and step < self.num_steps:
             self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
         if step == phase.last_step and step < self.num_steps:

@@ -239,7 +239,9 @@ def _transformer() -> tuple[ModelSpec, BatchOf]:
         tokens = torch.randint(vocabulary_size, (NUM_ROWS, 9), generator=generator)
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
-    return make_spec(ModelConfig(num_blocks=4, hidden_size=16, num_heads=2, dropout=0.1), vocabulary_size), batch
+    return make_spec(
+        ModelConfig(num_hidden_layers=4, hidden_size=16, num_attention_heads=2, dropout=0.1), vocabulary_size
+    ), batch
 
 
 _MODELS: dict[str, Callable[[], tuple[ModelSpec, BatchOf]]] = {

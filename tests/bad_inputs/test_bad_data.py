@@ -32,8 +32,8 @@ DATA = [
     train("data=stdlib data.path={}/text", "data=text data.path={}/text", prepare=ENOUGH),
     train("data=text data.path='{}/t*/*.md'", "data.path={}/t*/*.md matches no file", prepare=ENOUGH),
     train(
-        "data=text data.path={}/text data.heldout_path={}/held",
-        "data.heldout_path={}/held is not there",
+        "data=text data.path={}/text data.eval_path={}/held",
+        "data.eval_path={}/held is not there",
         prepare=ENOUGH,
     ),
     train("data=text data.path={}/text data.tokenizer={}/text", "no tokenizer in this folder", prepare=ENOUGH),

@@ -55,8 +55,8 @@ SNAPSHOTS = [
     as_rank("init_from={}/other.safetensors", "weights are of another model", prepare=weights_of_another_model),
     as_rank("resume={}/old seed=5", "seed=5", "had 0", "set seed=0", "init_from="),
     as_rank("resume={}/old model.hidden_size=64", "model.hidden_size=64", "had 32", "init_from="),
-    as_rank("resume={}/old model.num_blocks=3", "model.num_blocks=3", "had 2"),
-    as_rank("resume={}/old data.batch_size=4", "data.batch_size=4", "had 8"),
+    as_rank("resume={}/old model.num_hidden_layers=3", "model.num_hidden_layers=3", "had 2"),
+    as_rank("resume={}/old data.global_batch_size=4", "data.global_batch_size=4", "had 8"),
     as_rank("resume={}/old steps=1", "steps=1", "has 2 steps behind it", "set steps to 2 or more"),
     as_rank("resume={}/old/snapshots/step-00000009", "step-00000009: there is nothing"),
 ]

@@ -166,9 +166,9 @@ def test_the_carriers_are_those_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("edges", "device", "says"),
     [
-        ("nccl", CPU, "transport.edges=nccl: NCCL carries messages between GPUs, .* use transport.edges=auto"),
-        ("auto", GPU, "transport.edges=auto: this build of torch has no NCCL, .* or use transport.edges=pinned"),
-        ("nccl", GPU, "transport.edges=nccl: this build of torch has no NCCL, .* or use transport.edges=pinned"),
+        ("nccl", CPU, "transport.backend=nccl: NCCL carries messages between GPUs, .* use transport.backend=auto"),
+        ("auto", GPU, "transport.backend=auto: this build of torch has no NCCL, .* or use transport.backend=pinned"),
+        ("nccl", GPU, "transport.backend=nccl: this build of torch has no NCCL, .* or use transport.backend=pinned"),
     ],
 )
 def test_what_cannot_carry_them(edges: str, device: torch.device, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,9 @@ def test_what_cannot_carry_them(edges: str, device: torch.device, says: str, mon
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"edges": "ncll"}, "transport.edges='ncll': allowed is auto, nccl or pinned"),
+        ({"edges": "ncll"}, "transport.backend='ncll': allowed is auto, nccl or pinned"),
         ({"communicators": "rank"}, "transport.communicators='rank': allowed is edge or pair"),
-        ({"transport_ahead": -1}, "transport.ahead=-1: at least 0"),
+        ({"transport_ahead": -1}, "transport.prefetch=-1: at least 0"),
     ],
 )
 def test_words_of_a_plan(given: dict[str, Any], says: str) -> None:
@@ -216,7 +216,7 @@ def test_two_ranks_on_one_gpu_under_nccl() -> None:
     said = run_ranks(3, on_one_gpu, ["GPU a", "GPU b", "GPU a"])
     assert said == [said[0]] * 3
     assert said[0].startswith("ranks 0 and 2 are both on GPU a, and NCCL connects no two ranks of one GPU")
-    assert "transport.edges=pinned" in said[0]
+    assert "transport.backend=pinned" in said[0]
     assert "\n" not in said[0]
 
 

@@ -16,14 +16,14 @@ from pipetrain.config.together import check_run
 
 GROUPS = "model data pipeline recompute parallel engine optim guard snapshot observe cluster transport"
 PROMISED = (
-    "seed steps run_dir resume init_from timeout_seconds data.path data.batch_size data.sequence_length "
+    "seed steps run_dir resume init_from timeout_seconds data.path data.global_batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
     "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup pipeline.search_seconds plan.profile "
     "recompute.mode recompute.sets recompute.keep recompute.stash recompute.last_stage recompute.segments recompute.selective "
-    "transport.ahead transport.communicators "
-    "transport.edges parallel.num_replicas parallel.order parallel.check_every_steps parallel.zero "
-    "parallel.fsdp parallel.tensor optim.learning_rate optim.clip_norm optim.warmup_steps "
-    "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.gpus_per_node "
+    "transport.prefetch transport.communicators "
+    "transport.backend parallel.num_replicas parallel.order parallel.check_every_steps parallel.zero_stage "
+    "parallel.fsdp parallel.tensor optim.learning_rate optim.max_grad_norm optim.warmup_steps "
+    "snapshot.every_steps snapshot.keep_last observe.wandb.mode cluster.num_nodes cluster.ranks_per_node "
     "phases cost.forward_seconds cost.backward_seconds cost.recompute_seconds cost.hop_seconds "
     "cost.input_gradient_seconds cost.weight_gradient_seconds cost.input_share cost.kept_share "
 )
@@ -41,7 +41,9 @@ def test_files_and_records_have_the_same_defaults() -> None:
     composed, written = load(), RunConfig()
     assert composed.data.pattern == "**/*.py"  # stdlib's own
     data = dataclasses.replace(composed.data, pattern=written.data.pattern)
-    model = dataclasses.replace(composed.model, num_blocks=4, hidden_size=128)  # the sizes of quickstart are its own
+    model = dataclasses.replace(
+        composed.model, num_hidden_layers=4, hidden_size=128
+    )  # the sizes of quickstart are its own
     assert dataclasses.replace(composed, data=data, model=model) == written
 
 
@@ -89,7 +91,7 @@ def test_overrides_win_over_groups_and_groups_over_defaults() -> None:
     config = load(["experiment=smoke", "model=gpt2", "steps=7", "recompute=inline", "recompute.sets=[2,1]"])
     assert (config.experiment, config.steps, config.model.name) == ("smoke", 7, "gpt2")
     assert (config.recompute.mode, config.recompute.sets) == ("inline", (2, 1))
-    assert config.model.num_blocks == 2  # of the experiment, over the group's 4
+    assert config.model.num_hidden_layers == 2  # of the experiment, over the group's 4
 
 
 def test_a_value_of_one_configuration_is_none_of_the_next() -> None:
@@ -100,11 +102,13 @@ def test_a_value_of_one_configuration_is_none_of_the_next() -> None:
 
 
 def test_types_are_those_of_the_records() -> None:
-    config = load(["timeout_seconds=30", "pipeline.balance=[2,4]", "cost.hop_seconds=[1,0.5]", "optim.clip_norm=null"])
+    config = load(
+        ["timeout_seconds=30", "pipeline.balance=[2,4]", "cost.hop_seconds=[1,0.5]", "optim.max_grad_norm=null"]
+    )
     assert isinstance(config.timeout_seconds, float)
     assert config.pipeline.balance == (2, 4)
     assert config.cost.hop_seconds == (1.0, 0.5)
-    assert config.optim.clip_norm is None
+    assert config.optim.max_grad_norm is None
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:

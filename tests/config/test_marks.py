@@ -87,12 +87,13 @@ def test_a_key_is_guarded_unless_it_or_its_group_may_change() -> None:
 def test_what_a_run_that_goes_on_must_keep() -> None:
     """What it computes: everything else may change, and a key that is new is guarded until it is marked."""
     data = (
-        "name subset split text_field tokenizer layout counted template_date item_type batch_size sequence_length "
-        "heldout_split heldout_fraction"
+        "name subset split text_field tokenizer layout assistant_only_loss template_date item_type "
+        "global_batch_size sequence_length "
+        "eval_split eval_fraction"
     )
     model = (
-        "name num_blocks hidden_size num_heads num_kv_heads mlp_size vocabulary_size max_sequence_length rope_base "
-        "dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
+        "name num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size "
+        "vocab_size max_position_embeddings rope_theta dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
     )
     expected = {
         "seed",

@@ -20,7 +20,7 @@ UNREADABLE = {
 }
 OUT_OF_RANGE = {
     "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
-    "parallel.zero=2": ["parallel.zero=2", "not supported by engine=native", "parallel.zero=1"],
+    "parallel.zero_stage=2": ["parallel.zero_stage=2", "not supported by engine=native", "parallel.zero_stage=1"],
     "parallel.num_replicas=all": ["parallel.num_replicas=all", "1 or more, or auto"],
     "cluster.rendezvous=node1:70000": ["cluster.rendezvous=node1:70000", "HOST:PORT"],
     "cluster.partition='a b'": ["cluster.partition=a b", "without spaces"],
@@ -44,9 +44,9 @@ UNSUPPORTED = {
     "parallel.tensor=2": "pipeline.num_stages",
 }
 
-DEEPSPEED = ["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "parallel.zero=1"]
+DEEPSPEED = ["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "parallel.zero_stage=1"]
 REFUSED_BY_DEEPSPEED = {
-    "transport.edges=pinned": ["transport.edges=pinned", "transport=auto"],
+    "transport.backend=pinned": ["transport.backend=pinned", "transport=auto"],
     "pipeline=gpipe": ["pipeline.schedule=gpipe", "pipeline=1f1b"],
     "recompute=overlap": ["recompute.mode=overlap", "recompute=inline"],
     "recompute=early": ["recompute.mode=early", "recompute=inline"],
@@ -60,10 +60,10 @@ REFUSED_BY_DEEPSPEED = {
     "pipeline.placement=v": ["pipeline.placement=v", "pipeline.placement=loop"],
     "pipeline.warmup=3": ["pipeline.warmup=3", "pipeline.warmup=null"],
     "pipeline.split_backward=true": ["pipeline.split_backward=true", "pipeline.split_backward=false"],
-    "parallel.zero=2": ["parallel.zero=2", "parallel.zero=1"],
-    "parallel.zero=3": ["parallel.zero=3", "parallel.zero=1"],
+    "parallel.zero_stage=2": ["parallel.zero_stage=2", "parallel.zero_stage=1"],
+    "parallel.zero_stage=3": ["parallel.zero_stage=3", "parallel.zero_stage=1"],
     "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],
-    "data.batch_size=20": ["data.batch_size=20", "pipeline.num_microbatches=8"],
+    "data.global_batch_size=20": ["data.global_batch_size=20", "pipeline.num_microbatches=8"],
     "parallel.num_replicas=3": ["parallel.num_replicas=3 x pipeline.num_microbatches=8", "equal size"],
 }
 
@@ -146,4 +146,6 @@ def test_stages_that_do_not_fit_the_ranks() -> None:
 
 
 def test_show_does_not_look_at_data_or_model() -> None:
-    check_schedule(load(["data.batch_size=1", "model.num_blocks=0", "parallel.num_replicas=5", "steps=0"]))
+    check_schedule(
+        load(["data.global_batch_size=1", "model.num_hidden_layers=0", "parallel.num_replicas=5", "steps=0"])
+    )

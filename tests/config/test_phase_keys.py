@@ -17,7 +17,7 @@ from pipetrain.engine.available import check_engine
 from pipetrain.trainer.prepare import prepare_phases
 
 THREE = (
-    "phases=[{from:0,recompute:{sets:1}},{from:50,recompute:{mode:inline,segments:sqrt},data:{batch_size:32},"
+    "phases=[{from:0,recompute:{sets:1}},{from:50,recompute:{mode:inline,segments:sqrt},data:{global_batch_size:32},"
     "pipeline:{num_microbatches:4}},{from:120,data:{sequence_length:512}}]"
 )
 
@@ -34,7 +34,7 @@ def test_each_phase_is_the_run_with_its_own_keys() -> None:
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
     assert first.config == load(["recompute.sets=1"])
     assert second.config == load(
-        ["recompute.mode=inline", "recompute.segments=sqrt", "data.batch_size=32", "pipeline.num_microbatches=4"]
+        ["recompute.mode=inline", "recompute.segments=sqrt", "data.global_batch_size=32", "pipeline.num_microbatches=4"]
     )
     assert third.config == load(["data.sequence_length=512"])  # and not what the phase before it had
     assert [count for _, count in steps_of_phases((first, second, third), 200)] == [50, 70, 80]
@@ -42,8 +42,8 @@ def test_each_phase_is_the_run_with_its_own_keys() -> None:
 
 
 def test_keys_may_be_written_with_dots() -> None:
-    config = load(["phases=[{from:0},{from:7,recompute.sets:2,data.batch_size:8}]"])
-    assert phases_of(config)[1].config == load(["recompute.sets=2", "data.batch_size=8"])
+    config = load(["phases=[{from:0},{from:7,recompute.sets:2,data.global_batch_size:8}]"])
+    assert phases_of(config)[1].config == load(["recompute.sets=2", "data.global_batch_size=8"])
 
 
 def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
@@ -53,7 +53,7 @@ def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
 
 def test_what_a_phase_may_change() -> None:
     assert set(phase_keys()) == {
-        "data.batch_size",
+        "data.global_batch_size",
         "data.sequence_length",
         "pipeline.num_microbatches",
         *(f"recompute.{key}" for key in vars(RunConfig().recompute)),
@@ -71,11 +71,11 @@ MISTAKES = {
     "[{from:0},{from:1.5}]": ["phases[1].from=1.5", "a number of steps"],
     "[{from:0},{from:true}]": ["phases[1].from=True", "a number of steps"],
     "[{from:0},{from:200}]": ["phases[1].from=200", "steps=200"],
-    "[{from:0,optim:{learning_rate:1}}]": ["phases[0].optim.learning_rate", "recompute.*, data.batch_size"],
+    "[{from:0,optim:{learning_rate:1}}]": ["phases[0].optim.learning_rate", "recompute.*, data.global_batch_size"],
     "[{from:0,pipeline:{balance:[3,3]}}]": ["phases[0].pipeline.balance", "layers stay where they are"],
     "[{from:0,recompute:inline}]": ["phases[0].recompute", "a group"],
     "[{from:0,recompute:{mod:inline}}]": ["phases[0].recompute.mod", "did you mean 'recompute.mode'"],
-    "[{from:0,data:{batch_size:x}}]": ["phases[0].data.batch_size=x", "an integer"],
+    "[{from:0,data:{global_batch_size:x}}]": ["phases[0].data.global_batch_size=x", "an integer"],
     "[{from:0,hub_token:abc}]": ["hub_token", "a secret"],
 }
 
@@ -99,9 +99,9 @@ def test_a_secret_in_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNFIT = {
-    "{from:9,pipeline:{num_microbatches:40}}": "phases[1]: pipeline.num_microbatches=40 is more than data.batch_size=16",
-    "{from:9,data:{batch_size:4}}": "phases[1]: pipeline.num_microbatches=8 is more than data.batch_size=4",
-    "{from:9,data:{sequence_length:4096}}": "phases[1]: data.sequence_length=4096 is longer than model.max_sequence_length=1024",
+    "{from:9,pipeline:{num_microbatches:40}}": "phases[1]: pipeline.num_microbatches=40 is more than data.global_batch_size=16",
+    "{from:9,data:{global_batch_size:4}}": "phases[1]: pipeline.num_microbatches=8 is more than data.global_batch_size=4",
+    "{from:9,data:{sequence_length:4096}}": "phases[1]: data.sequence_length=4096 is longer than model.max_position_embeddings=1024",
     "{from:9,recompute:{segments:9}}": "phases[1]: recompute.segments=9: stage 0 has 4 layers",
     "{from:9,recompute:{sets:0}}": "phases[1]: recompute.sets=0",
     "{from:9,recompute:{mode:later}}": "phases[1]: recompute.mode=",
@@ -118,7 +118,7 @@ def test_a_phase_that_does_not_fit_is_told_before_anything_starts(given: str) ->
 
 def test_layers_stay_where_they_are() -> None:
     """By their FLOPs, which attention makes depend on the length, the layers of the second phase would be cut otherwise."""
-    options = ["model.num_blocks=9", "model.vocabulary_size=8192", "model.max_sequence_length=100000"]
+    options = ["model.num_hidden_layers=9", "model.vocab_size=8192", "model.max_position_embeddings=100000"]
     long = "data.sequence_length=100000"
     alone = prepare_phases(load([*options, long]))[0].run.plan.balance
     first, second = prepare_phases(load([*options, "phases=[{from:0},{from:5,data:{sequence_length:100000}}]"]))
@@ -160,7 +160,9 @@ def test_only_a_run_with_phases_names_them() -> None:
 )
 def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
     config = replace(
-        load(["data.batch_size=4", "phases=[{from:0},{from:10,data:{batch_size:10,sequence_length:512}}]"]),
+        load(
+            ["data.global_batch_size=4", "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"]
+        ),
         epochs=epochs,
     )
     known = with_steps(config, 100, 50)
@@ -168,7 +170,7 @@ def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
 
 
 def test_epochs_that_end_before_a_phase_begins() -> None:
-    config = replace(load(["data.batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0)
+    config = replace(load(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0)
     with pytest.raises(ConfigError, match=r"^phases\[1\]\.from=50: the run ends after steps=10"):
         with_steps(config, 100, 100)
 
@@ -177,15 +179,15 @@ def test_epochs_that_end_before_a_phase_begins() -> None:
 
 
 def plain(**values: Any) -> dict[str, Any]:
-    return {"data": {"batch_size": 16, "sequence_length": 256}, **values}
+    return {"data": {"global_batch_size": 16, "sequence_length": 256}, **values}
 
 
 def test_the_batches_of_a_run_that_is_behind() -> None:
-    phases = [{"from": 0}, {"from": 5, "recompute": {"sets": 2}}, {"from": 9, "data": {"batch_size": 4}}]
+    phases = [{"from": 0}, {"from": 5, "recompute": {"sets": 2}}, {"from": 9, "data": {"global_batch_size": 4}}]
     assert batches_before(plain(), 100) == [(0, 16, 256)]
     assert batches_before(plain(phases=phases), 9) == [(0, 16, 256)]  # another policy is no other batch
     assert batches_before(plain(phases=phases), 10) == [(0, 16, 256), (9, 4, 256)]
-    assert batches_before(plain(phases=[{"from": 0}, {"from": 9, "data.batch_size": 4}]), 10) == [
+    assert batches_before(plain(phases=[{"from": 0}, {"from": 9, "data.global_batch_size": 4}]), 10) == [
         (0, 16, 256),
         (9, 4, 256),
     ]
@@ -194,10 +196,21 @@ def test_the_batches_of_a_run_that_is_behind() -> None:
 def test_a_value_in_a_step() -> None:
     """Each phase has what the run has but for its own keys, not what the phase before it had."""
     phases = [
-        {"from": 0, "data.batch_size": 8},
+        {"from": 0, "data.global_batch_size": 8},
         {"from": 5, "recompute": {"sets": 2}},
-        {"from": 9, "data": {"batch_size": 4}},
+        {"from": 9, "data": {"global_batch_size": 4}},
     ]
     config = plain(phases=phases)
-    assert [value_in_step(config, "data.batch_size", step) for step in (1, 5, 6, 9, 10, 999)] == [8, 8, 16, 16, 4, 4]
-    assert value_in_step(plain(), "data.batch_size", 7) == 16 == value_in_step(plain(phases=()), "data.batch_size", 1)
+    assert [value_in_step(config, "data.global_batch_size", step) for step in (1, 5, 6, 9, 10, 999)] == [
+        8,
+        8,
+        16,
+        16,
+        4,
+        4,
+    ]
+    assert (
+        value_in_step(plain(), "data.global_batch_size", 7)
+        == 16
+        == value_in_step(plain(phases=()), "data.global_batch_size", 1)
+    )

@@ -34,7 +34,11 @@ TABLE = {
 
 
 def tokenizer_of(folder: pathlib.Path, template: str | None, counted: str = "answers") -> HfTokenizer:
-    config = DataConfig(tokenizer=str(save_tokenizer(folder, template)), counted=counted, template_date="2024-05-31")
+    config = DataConfig(
+        tokenizer=str(save_tokenizer(folder, template)),
+        assistant_only_loss={"answers": True, "all": False}.get(counted, counted),
+        template_date="2024-05-31",
+    )
     made = make_tokenizer(config)
     assert isinstance(made, HfTokenizer)
     return made
@@ -67,7 +71,7 @@ def test_reasoning_that_is_dropped_is_refused_by_the_template_s_name(tmp_path: p
     """A prompt is another one then, in training and in use. Where nothing is dropped the same template is taken: sample by sample."""
     tokenizer = tokenizer_of(tmp_path / "dropping", DROPS)
     with pytest.raises(
-        ValueError, match=r"chat template of .*dropping .* reasoning is dropped; use data\.counted=last"
+        ValueError, match=r"chat template of .*dropping .* reasoning is dropped; use data\.assistant_only_loss=last"
     ):
         tokenizer.encode_documents([chat()])
     without = [{"role": it["role"], "content": it["content"]} for it in MESSAGES]
@@ -120,7 +124,7 @@ def test_a_chat_without_an_answer_is_told(tmp_path: pathlib.Path) -> None:
         tokenizer=str(tmp_path / "tokenizer"),
         cache_dir=str(tmp_path / "cache"),
         sequence_length=64,
-        heldout_fraction=0.0,
+        eval_fraction=0.0,
     )
     with pytest.raises(ValueError, match=r"chat\.jsonl:2: it has no token that counts .*data\.on_error=skip"):
         make_data(config, 0)
@@ -143,9 +147,9 @@ def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -
         tokenizer=str(tmp_path / "tokenizer"),
         cache_dir=str(tmp_path / "cache"),
         layout="padded",
-        batch_size=1,
+        global_batch_size=1,
         sequence_length=32,
-        heldout_fraction=0.0,
+        eval_fraction=0.0,
     )
     data = make_data(config, 0)
     assert data.tokenizer is not None

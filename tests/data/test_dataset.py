@@ -15,7 +15,7 @@ from pipetrain.data.dataset import check_data, make_data
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.data.tokenizing import split_of
 
-TEXT = DataConfig(name="text", batch_size=2, sequence_length=8)
+TEXT = DataConfig(name="text", global_batch_size=2, sequence_length=8)
 
 
 def write(folder: pathlib.Path, **contents: bytes) -> pathlib.Path:
@@ -30,8 +30,8 @@ def text(path: pathlib.Path, **fields: object) -> DataConfig:
     return dataclasses.replace(TEXT, path=str(path), **fields)
 
 
-def split(files: Iterable[pathlib.Path], heldout_fraction: float) -> Split:
-    return split_files(scan(sorted(files), pathlib.Path("nowhere")), heldout_fraction)
+def split(files: Iterable[pathlib.Path], eval_fraction: float) -> Split:
+    return split_files(scan(sorted(files), pathlib.Path("nowhere")), eval_fraction)
 
 
 def paths(pieces: Sequence[Piece]) -> set[pathlib.Path]:
@@ -105,14 +105,14 @@ def test_few_files_hold_out_the_smallest(tmp_path: pathlib.Path) -> None:
 
 
 def test_nothing_held_out(tmp_path: pathlib.Path) -> None:
-    config = text(write(tmp_path, **numbered(3)), heldout_fraction=0.0)
+    config = text(write(tmp_path, **numbered(3)), eval_fraction=0.0)
     assert make_data(config, seed=0).heldout.num_tokens == 0
     assert len(split_of(config).train) == 3
 
 
 def test_binary_and_broken_text_are_bytes_like_any_other(tmp_path: pathlib.Path) -> None:
     broken = bytes(range(256)) + "ü".encode()[:1]
-    data = make_data(text(write(tmp_path, broken=broken), heldout_fraction=0.0), seed=0)
+    data = make_data(text(write(tmp_path, broken=broken), eval_fraction=0.0), seed=0)
     seen = torch.cat([data.train.batch(step)[0].flatten() for step in range(16)])
     assert sorted(set(seen.tolist())) == list(range(256))
 
@@ -137,10 +137,10 @@ def test_bytes_survive_the_tokenizer() -> None:
 
 
 REFUSED = {
-    "batch size": ({"batch_size": 0}, "data.batch_size=0 must be 1 or more"),
+    "batch size": ({"global_batch_size": 0}, "data.global_batch_size=0 must be 1 or more"),
     "length": ({"sequence_length": -1}, "data.sequence_length=-1 must be 1 or more"),
-    "fraction": ({"heldout_fraction": 1.5}, "data.heldout_fraction=1.5 is a share of the bytes: at least 0"),
-    "heldout bytes": ({"heldout_bytes": 7}, "data.heldout_bytes=7 .*: set data.heldout_bytes=8 or more"),
+    "fraction": ({"eval_fraction": 1.5}, "data.eval_fraction=1.5 is a share of the bytes: at least 0"),
+    "heldout bytes": ({"eval_bytes": 7}, "data.eval_bytes=7 .*: set data.eval_bytes=8 or more"),
     "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer=bite: this is no folder here, .* did you mean 'byte'\?"),
     "name": (
         {"name": "stdlb"},
@@ -219,4 +219,4 @@ def test_parts_that_are_shorter_than_a_sample(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"the held-out part of the text has 6 bytes .* or data.sequence_length=5"):
         make_data(text(path), seed=0)
     with pytest.raises(ValueError, match=r"the training part of the text has 6 bytes"):
-        make_data(text(path, heldout_fraction=0.9), seed=0)
+        make_data(text(path, eval_fraction=0.9), seed=0)

@@ -18,9 +18,9 @@ from pipetrain.train import train
 SMOKE = [
     "experiment=smoke",
     "observe.progress=false",
-    "data.batch_size=4",
+    "data.global_batch_size=4",
     "data.sequence_length=48",
-    "data.heldout_bytes=192",
+    "data.eval_bytes=192",
     "snapshot.every_steps=2",
     "snapshot.keep_last=9",
     "steps=4",

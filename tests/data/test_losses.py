@@ -48,16 +48,16 @@ def config_of(folder: pathlib.Path, **fields: Any) -> DataConfig:
         path=str(folder / "chat.jsonl"),
         tokenizer=str(folder / "tokenizer"),
         cache_dir=str(folder / "cache"),
-        batch_size=NUM_ROWS,
+        global_batch_size=NUM_ROWS,
         sequence_length=LENGTH,
-        heldout_fraction=0.0,
+        eval_fraction=0.0,
         **fields,
     )
 
 
 def documents_of(folder: pathlib.Path, counted: str) -> list[tuple[list[int], list[bool]]]:
     """Each chat, tokenized by itself, with what counts."""
-    tokenizer = make_tokenizer(config_of(folder, counted=counted))
+    tokenizer = make_tokenizer(config_of(folder, assistant_only_loss=counted == "answers"))
     assert tokenizer is not None
     lines = (folder / "chat.jsonl").read_text().splitlines()
     found = []
@@ -86,7 +86,7 @@ def loss_alone(model: Any, documents: list[tuple[list[int], list[bool]]]) -> tor
 @pytest.mark.parametrize("counted", ["answers", "all"])
 def test_the_loss_of_each_document_alone(layout: str, counted: str, chats: pathlib.Path) -> None:
     """Of the documents that are in the first batch, over three stages; and their gradients."""
-    data = make_data(config_of(chats, layout=layout, counted=counted), 0)
+    data = make_data(config_of(chats, layout=layout, assistant_only_loss=counted == "answers"), 0)
     batch = data.train.batch(0)
     everything = documents_of(chats, counted)
     inside = [one for one in everything if is_in(one[0], batch)]

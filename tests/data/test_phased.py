@@ -82,12 +82,16 @@ def test_what_was_passed_over_does_not_come_again(went_back: list[tuple[int, int
 
 def test_lengths_are_cut_of_what_was_read_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 400)
-    config = DataConfig(name="text", path=str(tmp_path), batch_size=4, sequence_length=16, heldout_fraction=0.1)
+    config = DataConfig(name="text", path=str(tmp_path), global_batch_size=4, sequence_length=16, eval_fraction=0.1)
     opened = open_data(config, 0)
     (tmp_path / "a.txt").write_text("what is written later")
     short, other, long = (
         opened.cut(own)
-        for own in (config, replace(config, batch_size=2), replace(config, batch_size=2, sequence_length=64))
+        for own in (
+            config,
+            replace(config, global_batch_size=2),
+            replace(config, global_batch_size=2, sequence_length=64),
+        )
     )
     assert [data.train.batch(0).inputs.shape for data in (short, other, long)] == [(4, 16), (2, 16), (2, 64)]
     assert next(iter(long.heldout)).inputs.shape == (2, 64)
@@ -100,7 +104,7 @@ def test_lengths_are_cut_of_what_was_read_once(tmp_path: pathlib.Path) -> None:
 
 def test_opening_and_cutting_is_what_make_data_does(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 400)
-    config = DataConfig(name="text", path=str(tmp_path), batch_size=4, sequence_length=16)
+    config = DataConfig(name="text", path=str(tmp_path), global_batch_size=4, sequence_length=16)
     one, other = make_data(config, 3), open_data(config, 3).cut(config)
     assert torch.equal(one.train.batch(5).inputs, other.train.batch(5).inputs)
     assert one.fingerprint == other.fingerprint

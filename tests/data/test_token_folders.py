@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_of(folder: pathlib.Path, **fields: Any) -> DataConfig:
-    common = {"cache_dir": str(folder / "cache"), "batch_size": 3, "sequence_length": 16}
+    common = {"cache_dir": str(folder / "cache"), "global_batch_size": 3, "sequence_length": 16}
     return DataConfig(**{**common, **fields})
 
 
@@ -64,7 +64,7 @@ def batches(data: Data, steps: Sequence[int] = range(12)) -> list[list[Any]]:
 
 def test_a_text_begins_and_ends(tokenizer: str, tmp_path: pathlib.Path) -> None:
     config = config_of(
-        tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer, heldout_fraction=0.0
+        tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer, eval_fraction=0.0
     )
     part, made = train_part(config), make_tokenizer(config)
     assert made is not None
@@ -78,7 +78,7 @@ def test_a_long_text_is_read_in_pieces(tokenizer: str, tmp_path: pathlib.Path, m
     """They end with a line, so tokens are those of the whole, and it is one document that begins and ends once."""
     text = TEXT.replace(". ", ".\n\n  ") * 3 + "für"
     (tmp_path / "a.txt").write_text(text)
-    config = config_of(tmp_path, name="text", path=str(tmp_path / "a.txt"), tokenizer=tokenizer, heldout_fraction=0.0)
+    config = config_of(tmp_path, name="text", path=str(tmp_path / "a.txt"), tokenizer=tokenizer, eval_fraction=0.0)
     monkeypatch.setattr(documents, "PIECE_BYTES", 100)
     made = make_tokenizer(config)
     assert made is not None
@@ -137,9 +137,7 @@ def test_bytes_of_files_may_be_more_than_memory_takes(tmp_path: pathlib.Path, mo
 def test_text_that_is_not_utf8(tokenizer: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"Hello\xff there")
     (tmp_path / "b.txt").write_bytes(b"Hello there. " * 20)
-    config = config_of(
-        tmp_path, name="text", path=str(tmp_path), tokenizer=tokenizer, heldout_fraction=0.0, heldout_bytes=16
-    )
+    config = config_of(tmp_path, name="text", path=str(tmp_path), tokenizer=tokenizer, eval_fraction=0.0, eval_bytes=16)
     with pytest.raises(ValueError, match=r"a\.txt: it is not UTF-8 \(invalid start byte: b'\\xff'\)"):
         make_data(config, 0)
     assert make_data(dataclasses.replace(config, on_error="skip"), 0).num_skipped == 1
@@ -163,9 +161,9 @@ def held_texts(config: DataConfig) -> tuple[list[str], list[str]]:
 
 
 def test_documents_are_held_out_by_what_they_hold(tmp_path: pathlib.Path) -> None:
-    one = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), heldout_fraction=0.25)
+    one = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), eval_fraction=0.25)
     other = config_of(
-        tmp_path, name="jsonl", path=write_lines(tmp_path / "b.jsonl", LINES[::-1] + LINES[:5]), heldout_fraction=0.25
+        tmp_path, name="jsonl", path=write_lines(tmp_path / "b.jsonl", LINES[::-1] + LINES[:5]), eval_fraction=0.25
     )
     train, heldout = held_texts(one)
     assert (len(train), len(heldout)) == (30, 10)
@@ -187,19 +185,19 @@ def test_a_heldout_part_of_its_own(name: str, tokenizer: str, tmp_path: pathlib.
         paths = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
         for path, text in zip(paths, (LINES[0] * 30, LINES[1] * 30), strict=True):
             pathlib.Path(path).write_text(text)
-    config = config_of(tmp_path, name=name, path=paths[0], heldout_path=paths[1], tokenizer=tokenizer)
+    config = config_of(tmp_path, name=name, path=paths[0], eval_path=paths[1], tokenizer=tokenizer)
     data = make_data(config, 0)
     made = make_tokenizer(config)
     assert made is not None
     held = made.decode(torch.cat([batch.inputs.flatten() for batch in data.heldout]).tolist())
     assert held[:9] in pathlib.Path(paths[1]).read_text()
-    assert data.fingerprint != make_data(dataclasses.replace(config, heldout_path=None), 0).fingerprint
+    assert data.fingerprint != make_data(dataclasses.replace(config, eval_path=None), 0).fingerprint
 
 
 def test_a_file_that_is_held_out_is_not_trained_on(tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100)
-    config = config_of(tmp_path, name="text", path=str(tmp_path), heldout_path=str(tmp_path / "a.txt"))
+    config = config_of(tmp_path, name="text", path=str(tmp_path), eval_path=str(tmp_path / "a.txt"))
     inputs, _ = make_data(config, 0).train.batch(0)
     assert set(inputs.flatten().tolist()) == {ord("b")}
 
@@ -239,7 +237,7 @@ def sources(folder: pathlib.Path, tokenizer: str) -> dict[str, DataConfig]:
             folder, name="jsonl", path=str(folder / "chat.jsonl"), tokenizer=tokenizer, sequence_length=64
         ),
         "hf": config_of(folder, **hf),
-        "hf, a split held out": config_of(folder, heldout_split="test", **hf),
+        "hf, a split held out": config_of(folder, eval_split="test", **hf),
         "memmap": config_of(folder, name="memmap", path=str(folder / "train.bin"), tokenizer=None),
     }
 
@@ -274,7 +272,7 @@ def test_ids_of_a_bin_file(tmp_path: pathlib.Path) -> None:
         name="memmap",
         path=str(tmp_path / "train.bin"),
         item_type="uint32",
-        heldout_path=str(tmp_path / "val.bin"),
+        eval_path=str(tmp_path / "val.bin"),
     )
     data = make_data(dataclasses.replace(config, tokenizer=None), 0)
     assert data.vocabulary_size == 400

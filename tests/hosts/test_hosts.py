@@ -33,7 +33,7 @@ SLOW_MEGABITS = 4.0
 # 1 MB per boundary and step: two seconds at SLOW_MEGABITS, so that a step is mostly transfer. It is four times what the link's bucket
 # lets through at once, which a busy machine, whose link often rests, has full at each step's begin.
 SEQUENCE_LENGTH = 256
-WIDE = ["data.batch_size=16", f"data.sequence_length={SEQUENCE_LENGTH}", "model.hidden_size=64"]
+WIDE = ["data.global_batch_size=16", f"data.sequence_length={SEQUENCE_LENGTH}", "model.hidden_size=64"]
 
 
 @contextmanager

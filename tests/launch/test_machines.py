@@ -80,7 +80,7 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
     text = make_text(tmp_path / "text")
 
     def on_both(run: str, *options: str) -> list[Process[str]]:
-        where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
+        where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
         command = [
             sys.executable,
             "-m",
@@ -116,7 +116,7 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 @pytest.mark.slow
 def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None:
     port = free_port()
-    where = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
+    where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
     command = [
         sys.executable,
         "-m",

@@ -12,7 +12,7 @@ from pipetrain.cli.main import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JOB = [
-    "train", "cluster=slurm", "cluster.num_nodes=2", "cluster.gpus_per_node=2", "pipeline.num_stages=4",
+    "train", "cluster=slurm", "cluster.num_nodes=2", "cluster.ranks_per_node=2", "pipeline.num_stages=4",
 ]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_replicas_fill_the_machines_that_the_job_gets(capsys: pytest.CaptureFixt
         'cluster.options=["--nodes=1-2"]',
     ]
     body = (ROOT / "launch" / "slurm.sbatch").read_text()
-    assert 'train "$@" \\\n  cluster.num_nodes="$SLURM_NNODES" cluster.gpus_per_node="$RANKS_PER_NODE"' in body
+    assert 'train "$@" \\\n  cluster.num_nodes="$SLURM_NNODES" cluster.ranks_per_node="$RANKS_PER_NODE"' in body
 
 
 def test_a_job_that_is_not_requeued_does_not_do_it_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_the_script_is_bash_and_passes_each_override_as_it_was_typed(
 
 
 REFUSED = {
-    "too many stages": (["pipeline.num_stages=6"], ["num_nodes=2", "gpus_per_node=2", "need 6 ranks", "num_stages=4"]),
+    "too many stages": (["pipeline.num_stages=6"], ["num_nodes=2", "ranks_per_node=2", "need 6 ranks", "num_stages=4"]),
     "too few stages": (["pipeline.num_stages=3"], ["make 4 ranks", "need 3 ranks", "num_stages=4"]),
     "interleaved": (["pipeline.stages_per_rank=2"], ["stages_per_rank=2", "need 2 ranks", "num_stages=8"]),
     "replicas": (
@@ -104,7 +104,7 @@ REFUSED = {
         ["make 4 ranks", "parallel.num_replicas=3", "need 6 ranks", "parallel.num_replicas=2"],
     ),
     "replicas left over": (["parallel=replicas", "pipeline.num_stages=3"], ["4 ranks are not a multiple of the 3", "start 3 or 6"]),
-    "uneven": (["cluster.gpus_per_node=null", "cluster.num_nodes=3"], ["num_nodes=3", "a multiple"]),
+    "uneven": (["cluster.ranks_per_node=null", "cluster.num_nodes=3"], ["num_nodes=3", "a multiple"]),
     "other snapshot": (["resume=somewhere"], ["resume=somewhere", "resume=auto", "init_from"]),
     "no rendezvous": (["cluster=local"], ["cluster.num_nodes=2", "cluster.rendezvous", "cluster=slurm"]),
     "no job": (["cluster=local", "cluster.num_nodes=1", "pipeline.num_stages=2", "--dry-run"], ["--dry-run", "cluster=slurm"]),

@@ -19,7 +19,7 @@ def test_filling_at_the_end_changes_nothing_that_counts() -> None:
     inputs, targets = plain_batch({"input_ids": IDS, "attention_mask": mask}, TARGETS)
     assert inputs is IDS
     assert targets is TARGETS
-    spec = make_spec(ModelConfig(num_blocks=1, hidden_size=8, num_heads=2), 9)
+    spec = make_spec(ModelConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2), 9)
     model = torch.nn.Sequential(*spec.build(0, 3))
     assert spec.loss_fn is not None
     other = IDS.clone()

@@ -28,8 +28,8 @@ from pipetrain.models.weights import load_weights, save_weights
 from pipetrain.stage.seeding import weight_seed
 
 VOCABULARY = 29
-SMALL = {"num_blocks": 2, "hidden_size": 32, "num_heads": 4, "max_sequence_length": 24}
-LLAMA = ModelConfig(name="llama", num_kv_heads=2, **SMALL)
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+LLAMA = ModelConfig(name="llama", num_key_value_heads=2, **SMALL)
 GPT2 = ModelConfig(name="gpt2", **SMALL)
 both_styles = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 
@@ -84,7 +84,7 @@ def test_operations_and_parameters_are_those_of_each_layer(config: ModelConfig) 
 
 def test_without_a_vocabulary_the_layers_are_known_and_no_more() -> None:
     assert size_of(LLAMA) == ModelSize(4, ("embedding", "block", "block", "head"), width=LLAMA.hidden_size)
-    assert size_of(dataclasses.replace(LLAMA, vocabulary_size=VOCABULARY)) == make_spec(LLAMA, VOCABULARY).size
+    assert size_of(dataclasses.replace(LLAMA, vocab_size=VOCABULARY)) == make_spec(LLAMA, VOCABULARY).size
 
 
 def test_a_size_has_an_entry_per_layer() -> None:
@@ -94,14 +94,14 @@ def test_a_size_has_an_entry_per_layer() -> None:
 
 CHANGED = {
     "name": "gpt2",
-    "num_blocks": 3,
+    "num_hidden_layers": 3,
     "hidden_size": 64,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "mlp_size": 48,
-    "vocabulary_size": 30,
-    "max_sequence_length": 25,
-    "rope_base": 500.0,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "vocab_size": 30,
+    "max_position_embeddings": 25,
+    "rope_theta": 500.0,
     "dropout": 0.1,
     "norm_epsilon": 1e-6,
 }
@@ -122,7 +122,7 @@ def test_the_fingerprint_changes_with_the_model(field: str) -> None:
 
 def test_the_fingerprint_is_of_the_model_and_not_of_how_it_is_written() -> None:
     config = ModelConfig(**SMALL)
-    written_out = dataclasses.replace(config, num_kv_heads=4, mlp_size=88, vocabulary_size=VOCABULARY)
+    written_out = dataclasses.replace(config, num_key_value_heads=4, intermediate_size=88, vocab_size=VOCABULARY)
     assert make_spec(config, VOCABULARY).fingerprint == make_spec(written_out, VOCABULARY).fingerprint
 
 
@@ -185,14 +185,14 @@ def check_mlp(config: ModelConfig) -> None:
 
 
 def mlp_size_of(config: ModelConfig, vocabulary_size: int | None, sequence_length: int) -> ModelSize:
-    return ModelSize(config.num_blocks + 2, ("tokens", *["mixer"] * config.num_blocks, "logits"))
+    return ModelSize(config.num_hidden_layers + 2, ("tokens", *["mixer"] * config.num_hidden_layers, "logits"))
 
 
 def mlp_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     width = config.hidden_size
     layers = [
         partial(Tokens, vocabulary_size, width),
-        *[partial(Mixer, width)] * config.num_blocks,
+        *[partial(Mixer, width)] * config.num_hidden_layers,
         partial(nn.Linear, width, vocabulary_size),
     ]
     return ModelSpec(size=size_of(config), build_layers=one_by_one(layers), loss_fn=next_token_loss)
@@ -204,8 +204,8 @@ def mlp(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setitem(MODEL_FAMILIES, "mlp", row)
     return RunConfig(
         steps=12,
-        model=ModelConfig(name="mlp", num_blocks=3, hidden_size=16),
-        data=DataConfig(batch_size=8, sequence_length=8),
+        model=ModelConfig(name="mlp", num_hidden_layers=3, hidden_size=16),
+        data=DataConfig(global_batch_size=8, sequence_length=8),
         optim=OptimConfig(learning_rate=0.02, warmup_steps=1),
     )
 

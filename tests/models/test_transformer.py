@@ -10,13 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import mlp_size, parameters_per_layer, transformer_size
+from pipetrain.models.arithmetic import intermediate_size, parameters_per_layer, transformer_size
 from pipetrain.models.loss import next_token_loss
 from pipetrain.models.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
 VOCABULARY = 31
-SMALL = {"num_blocks": 2, "hidden_size": 32, "num_heads": 4, "max_sequence_length": 24}
-LLAMA = ModelConfig(name="llama", num_kv_heads=2, **SMALL)
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+LLAMA = ModelConfig(name="llama", num_key_value_heads=2, **SMALL)
 GPT2 = ModelConfig(name="gpt2", **SMALL)
 both_styles = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 
@@ -100,15 +100,15 @@ def test_a_layer_is_built_from_the_generator_alone(config: ModelConfig) -> None:
 
 
 def test_residual_projections_start_smaller_with_depth() -> None:
-    shallow = Attention(ModelConfig(num_blocks=1, hidden_size=128)).output.weight.std()
-    deep = Attention(ModelConfig(num_blocks=16, hidden_size=128)).output.weight.std()
+    shallow = Attention(ModelConfig(num_hidden_layers=1, hidden_size=128)).output.weight.std()
+    deep = Attention(ModelConfig(num_hidden_layers=16, hidden_size=128)).output.weight.std()
     assert 3.8 < (shallow / deep).item() < 4.2
 
 
 def test_grouped_queries_equal_repeated_heads() -> None:
     torch.manual_seed(0)
     grouped = Attention(LLAMA)
-    full = Attention(ModelConfig(name="llama", num_kv_heads=4, **SMALL))
+    full = Attention(ModelConfig(name="llama", num_key_value_heads=4, **SMALL))
     full.load_state_dict(
         {
             name: weight.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
@@ -131,7 +131,7 @@ def test_attention_is_softmax_of_scaled_products(config: ModelConfig) -> None:
         for layer in (attention.query, attention.key, attention.value)
     )
     if config is LLAMA:
-        tables = rotary_tables(10, 8, config.rope_base, hidden.device)
+        tables = rotary_tables(10, 8, config.rope_theta, hidden.device)
         query, key = rotate(query, *tables), rotate(key, *tables)
         key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
     scores = query @ key.mT / math.sqrt(8)
@@ -178,14 +178,16 @@ def test_bfloat16_autocast_keeps_the_loss_near_and_in_float32() -> None:
 
 
 def test_the_embedding_names_a_sample_that_is_too_long() -> None:
-    with pytest.raises(ValueError, match=r"has 25 tokens, more than model.max_sequence_length=24"):
+    with pytest.raises(ValueError, match=r"has 25 tokens, more than model.max_position_embeddings=24"):
         build(LLAMA)(some_ids(sequence=25))
 
 
 @both_styles
 @pytest.mark.parametrize("mlp", [None, 40])
 def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int | None) -> None:
-    sized = ModelConfig(name=config.name, num_kv_heads=config.num_kv_heads, mlp_size=mlp, **SMALL)
+    sized = ModelConfig(
+        name=config.name, num_key_value_heads=config.num_key_value_heads, intermediate_size=mlp, **SMALL
+    )
     layers = build(sized)
     assert parameters_per_layer(sized, VOCABULARY) == [
         sum(weight.numel() for weight in layer.parameters()) for layer in layers
@@ -194,9 +196,9 @@ def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int |
 
 
 def test_mlp_sizes() -> None:
-    assert mlp_size(ModelConfig(name="gpt2", hidden_size=128)) == 512
-    assert mlp_size(ModelConfig(name="llama", hidden_size=96)) == 256
-    assert mlp_size(ModelConfig(name="llama", hidden_size=128)) == 344  # 341.3, rounded up to a multiple of 8
+    assert intermediate_size(ModelConfig(name="gpt2", hidden_size=128)) == 512
+    assert intermediate_size(ModelConfig(name="llama", hidden_size=96)) == 256
+    assert intermediate_size(ModelConfig(name="llama", hidden_size=128)) == 344  # 341.3, rounded up to a multiple of 8
 
 
 @both_styles
@@ -212,5 +214,5 @@ def test_flops_are_those_of_the_counter(config: ModelConfig) -> None:
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_built() -> None:
-    layers = transformer_layers(ModelConfig(vocabulary_size=40, **SMALL), VOCABULARY)
+    layers = transformer_layers(ModelConfig(vocab_size=40, **SMALL), VOCABULARY)
     assert layers[0]().tokens.num_embeddings == layers[-1]().logits.out_features == 40

@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "a run's receives ahead are not obeyed",
         "pipetrain/trainer/prepare.py",
-        "        transport_ahead=config.transport.ahead,\n    )",
+        "        transport_ahead=config.transport.prefetch,\n    )",
         "    )",
         ("tests/comm/test_pinned.py", "-k", "ahead_reaches"),
     ),

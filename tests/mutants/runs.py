@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "the native engine does not share out its optimizer state",
         "pipetrain/engine/native.py",
-        "self._pipeline.replica_process_group() if config.parallel.zero else None",
+        "self._pipeline.replica_process_group() if config.parallel.zero_stage else None",
         "None",
         ("tests/train/test_zero.py", "-k", "share"),
     ),

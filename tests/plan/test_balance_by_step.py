@@ -135,7 +135,7 @@ def test_it_is_told_in_one_line() -> None:
 
 # A run ----------------------------------------------------------------------------------------------------------------
 
-TWELVE = ["model.num_blocks=10", "pipeline.num_stages=2", "pipeline.num_microbatches=8"]
+TWELVE = ["model.num_hidden_layers=10", "pipeline.num_stages=2", "pipeline.num_microbatches=8"]
 
 
 def test_a_run_counts_r_and_keeps_what_is_said() -> None:

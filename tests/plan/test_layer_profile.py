@@ -152,9 +152,9 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
         "data=stdlib",
         "pipeline.num_stages=2",
         "pipeline.balance=[3,3]",
-        "model.num_blocks=4",
+        "model.num_hidden_layers=4",
         "recompute.segments=2",
-        "model.vocabulary_size=256",
+        "model.vocab_size=256",
     ]
     blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
     heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
@@ -167,9 +167,9 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     assert policy.parts == ((2, 1), (2, 1))
     assert policy.share_of(1, 0) == (1 + 3) / (1 + 3 + 1 + 1)
     assert predict(load(given)).schedule.policy == policy
-    with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16_autocast"):
-        prepare(load([*given, "precision=bf16_autocast"]))
-    with pytest.raises(ValueError, match=r"measured with data.batch_size / .*=2, and this has 1; measure again"):
+    with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16-mixed"):
+        prepare(load([*given, "precision=bf16-mixed"]))
+    with pytest.raises(ValueError, match=r"measured with data.global_batch_size / .*=2, and this has 1; measure again"):
         prepare(load([*given, "parallel.num_replicas=2"]))
     file.write_text(Profile(Costs.spread(2), 8).as_json())
     with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):

@@ -115,17 +115,33 @@ def test_the_largest_parameter_bounds_the_balance() -> None:
     assert shares_of([(4,), (2, 3)], 3) == [[6], [4], []]
 
 
-SMALL = ModelConfig(num_blocks=2, hidden_size=16, num_heads=2, vocabulary_size=24, max_sequence_length=12)
+SMALL = ModelConfig(
+    num_hidden_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=24, max_position_embeddings=12
+)
 MODELS = [
     SMALL,
-    ModelConfig(name="gpt2", num_blocks=1, hidden_size=16, num_heads=2, vocabulary_size=24, max_sequence_length=12),
-    ModelConfig(num_blocks=1, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=40, vocabulary_size=24),
+    ModelConfig(
+        name="gpt2",
+        num_hidden_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=24,
+        max_position_embeddings=12,
+    ),
+    ModelConfig(
+        num_hidden_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        vocab_size=24,
+    ),
 ]
 
 
 @pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "grouped"])
 def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
-    layers = make_spec(config, 24).build(0, config.num_blocks + 2)
+    layers = make_spec(config, 24).build(0, config.num_hidden_layers + 2)
     found = [sorted(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
     assert found == [sorted(shapes) for shapes in shapes_per_layer(config, 24)]
     assert [sum(weight.numel() for weight in layer.parameters()) for layer in layers] == parameters_per_layer(
@@ -153,9 +169,14 @@ def bytes_of_state(zero: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_optimizer_bytes_are_those_that_an_optimizer_has(zero: int) -> None:
-    overrides = ["pipeline.num_stages=1", "parallel.num_replicas=3", f"parallel.zero={zero}", "model.num_blocks=2"]
-    sizes = ["model.hidden_size=16", "model.num_heads=2", "model.vocabulary_size=24"]
-    config = load([*overrides, *sizes, "data.batch_size=24"])
+    overrides = [
+        "pipeline.num_stages=1",
+        "parallel.num_replicas=3",
+        f"parallel.zero_stage={zero}",
+        "model.num_hidden_layers=2",
+    ]
+    sizes = ["model.hidden_size=16", "model.num_attention_heads=2", "model.vocab_size=24"]
+    config = load([*overrides, *sizes, "data.global_batch_size=24"])
     mesh, unknown = predict_mesh(config, predict(config).schedule)
     assert unknown == ""
     assert [rank.optimizer_bytes for rank in mesh.ranks] == run_ranks(3, bytes_of_state, bool(zero))
@@ -203,12 +224,12 @@ def test_many_replicas_are_not_all_drawn() -> None:
     assert len(mesh.ranks) == 80
 
 
-QUICK = ("pipeline.num_stages=2", "parallel.num_replicas=2", "pipeline.num_microbatches=4", "data.batch_size=10")
+QUICK = ("pipeline.num_stages=2", "parallel.num_replicas=2", "pipeline.num_microbatches=4", "data.global_batch_size=10")
 
 
 def test_the_command_draws_it(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mesh.html"
-    assert main(["show", "--mesh", *QUICK, "cluster.gpus_per_node=2", f"--out={out}", f"--json={tmp_path / 'x'}"]) == 0
+    assert main(["show", "--mesh", *QUICK, "cluster.ranks_per_node=2", f"--out={out}", f"--json={tmp_path / 'x'}"]) == 0
     text = capsys.readouterr().out
     assert "replica 1  rank 2 (node 1) --> rank 3 (node 1)" in text
     assert "rank 0 F0" in text, "the schedule, too"
@@ -250,7 +271,7 @@ def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[
     train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
     config = load(train[2:])
     check_run(config)
-    assert (config.parallel.num_replicas, config.parallel.zero) == (2, 1)
+    assert (config.parallel.num_replicas, config.parallel.zero_stage) == (2, 1)
     assert main(show[1:]) == 0
     said = capsys.readouterr().out
     assert all(f"replica {number}" in said for number in range(4)), said

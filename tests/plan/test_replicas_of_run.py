@@ -12,7 +12,7 @@ from pipetrain.trainer.prepare import prepare
 
 STAGES_2, STAGES_4 = "pipeline.num_stages=2", "pipeline.num_stages=4"
 AUTO, TWO, THREE = (f"parallel.num_replicas={number}" for number in ("auto", 2, 3))
-EIGHT_GPUS = ("cluster.num_nodes=2", "cluster.gpus_per_node=4")
+EIGHT_GPUS = ("cluster.num_nodes=2", "cluster.ranks_per_node=4")
 
 
 def world(words: str, num_ranks: int | None = None) -> World:
@@ -29,15 +29,15 @@ def world(words: str, num_ranks: int | None = None) -> World:
         (TWO, None, (2, 2)),
         (TWO, 6, (2, 3)),
         (f"{TWO} {STAGES_2}", None, (2, 2)),
-        (f"{TWO} cluster.num_nodes=2 cluster.gpus_per_node=4", None, (2, 4)),
+        (f"{TWO} cluster.num_nodes=2 cluster.ranks_per_node=4", None, (2, 4)),
         (f"{THREE} {STAGES_4} pipeline.stages_per_rank=2", None, (3, 2)),
         (f"{THREE} {STAGES_4} pipeline.stages_per_rank=2", 6, (3, 2)),
         (f"{TWO} pipeline.placement=[0,1,1,0]", None, (2, 2)),
         (f"{AUTO} {STAGES_2}", 8, (4, 2)),
         (f"{AUTO} {STAGES_2}", 2, (1, 2)),
-        (f"{AUTO} {STAGES_4} cluster.num_nodes=2 cluster.gpus_per_node=4", None, (2, 4)),
+        (f"{AUTO} {STAGES_4} cluster.num_nodes=2 cluster.ranks_per_node=4", None, (2, 4)),
         # the ranks that torchrun has started count, whatever the machines should have had
-        (f"{AUTO} {STAGES_4} cluster.num_nodes=2 cluster.gpus_per_node=4", 4, (1, 4)),
+        (f"{AUTO} {STAGES_4} cluster.num_nodes=2 cluster.ranks_per_node=4", 4, (1, 4)),
     ],
 )
 def test_replicas_and_ranks_of_each(words: str, num_ranks: int | None, expected: tuple[int, int]) -> None:
@@ -71,13 +71,14 @@ def test_the_plan_knows_all_ranks() -> None:
 
 def test_each_microbatch_of_each_replica_needs_a_sample() -> None:
     words = ["experiment=smoke", STAGES_2, "pipeline.num_microbatches=4"]
-    prepare(load([*words, TWO, "data.batch_size=8"]))
+    prepare(load([*words, TWO, "data.global_batch_size=8"]))
     with pytest.raises(
-        ValueError, match=r"data.batch_size=7 is less than parallel.num_replicas=2 x .*=4 = 8.*num_microbatches=3"
+        ValueError,
+        match=r"data.global_batch_size=7 is less than parallel.num_replicas=2 x .*=4 = 8.*num_microbatches=3",
     ):
-        prepare(load([*words, TWO, "data.batch_size=7"]))
-    with pytest.raises(ValueError, match=r"data.batch_size=8 is less than parallel.num_replicas=3"):
-        prepare(load([*words, AUTO, "data.batch_size=8"]), 6)
+        prepare(load([*words, TWO, "data.global_batch_size=7"]))
+    with pytest.raises(ValueError, match=r"data.global_batch_size=8 is less than parallel.num_replicas=3"):
+        prepare(load([*words, AUTO, "data.global_batch_size=8"]), 6)
 
 
 def test_machines_start_the_ranks_of_all_replicas() -> None:
@@ -91,10 +92,10 @@ def test_machines_start_the_ranks_of_all_replicas() -> None:
 
 def test_zero_waits_for_replicas_that_auto_may_not_find() -> None:
     # A run whose machines are gone but one goes on with one replica: then there is nothing to share.
-    words = ["experiment=smoke", STAGES_2, AUTO, "parallel.zero=1"]
+    words = ["experiment=smoke", STAGES_2, AUTO, "parallel.zero_stage=1"]
     assert prepare(load(words), 2).plan.num_replicas == 1
-    with pytest.raises(ValueError, match=r"parallel.zero=1 with parallel.num_replicas=1"):
-        prepare(load(["experiment=smoke", STAGES_2, "parallel.zero=1"]))
+    with pytest.raises(ValueError, match=r"parallel.zero_stage=1 with parallel.num_replicas=1"):
+        prepare(load(["experiment=smoke", STAGES_2, "parallel.zero_stage=1"]))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_zero_waits_for_replicas_that_auto_may_not_find() -> None:
 )
 def test_what_is_not_recomputed_has_parts_for_replicas(replicas: str, num_ranks: int, parts: set[int]) -> None:
     """What a run trains, however its replicas are counted."""
-    words = f"{replicas} {STAGES_2} recompute.mode=never recompute.segments=2 data.batch_size=32"
+    words = f"{replicas} {STAGES_2} recompute.mode=never recompute.segments=2 data.global_batch_size=32"
     run = prepare(load(words.split()), num_ranks=num_ranks)
     found = {op.part for _, _, op in run.schedule.ops() if op.kind is Kind.B and op.part is not None}
     assert found == parts

@@ -137,7 +137,7 @@ def make_with_own_arguments() -> list[str]:
 
 def makes_with_own(name: str) -> str:
     own = dist.get_rank()
-    model = make_spec(ModelConfig(hidden_size=32, rope_base=100.0 + own), 7) if name == "model" else linears()
+    model = make_spec(ModelConfig(hidden_size=32, rope_theta=100.0 + own), 7) if name == "model" else linears()
     options: dict[str, Any] = {
         "model": {},
         "seed": {"seed": own},

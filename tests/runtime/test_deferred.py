@@ -143,7 +143,9 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def transformer(name: str) -> list[nn.Module]:
-    config = ModelConfig(name=name, num_blocks=1, hidden_size=8, num_heads=2, dropout=0.1, max_sequence_length=8)
+    config = ModelConfig(
+        name=name, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, dropout=0.1, max_position_embeddings=8
+    )
     return [build() for build in transformer_layers(config, 7)]
 
 

@@ -30,7 +30,12 @@ VOCABULARY = 1000
 def model_of(name: str) -> nn.Sequential:
     """Four blocks whose next token depends on more than the last one: of small weights it would soon be always the same."""
     config = ModelConfig(
-        name=name, num_blocks=4, hidden_size=32, num_heads=4, num_kv_heads=2 if name == "llama" else None, dropout=0.3
+        name=name,
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2 if name == "llama" else None,
+        dropout=0.3,
     )
     spec = transformer_spec(config, VOCABULARY)
     layers = spec.build(0, spec.num_layers, seed=1)
@@ -198,7 +203,7 @@ def test_training_does_not_notice() -> None:
 
     def losses(*, generating: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = transformer_spec(ModelConfig(num_blocks=2, hidden_size=16, dropout=0.4), 50).build(0, 4)
+        layers = transformer_spec(ModelConfig(num_hidden_layers=2, hidden_size=16, dropout=0.4), 50).build(0, 4)
         drawn = []
         with Pipeline(layers, _loss, num_microbatches=2, stages_per_rank=2) as pipeline:
             for _ in range(2):

@@ -21,7 +21,7 @@ from pipetrain.stage.meter import ActivationMeter, SetSize
 from pipetrain.stage.seeding import layer_seed
 from pipetrain.stage.stage import Stage, StageInput
 
-QUICKSTART = ModelConfig(num_blocks=4, hidden_size=128, num_heads=4, num_kv_heads=2)
+QUICKSTART = ModelConfig(num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
 SEQUENCE = 128
 BATCH = 16
 BOUNDARY_BYTES = BATCH // 8 * SEQUENCE * QUICKSTART.hidden_size * 4  # one tensor between stages

@@ -205,8 +205,8 @@ def transformers(num_ranks: int) -> list[Case]:
     cases = []
     for style in ("llama", "gpt2"):
         config = ModelConfig(
-            name=style, num_blocks=2, hidden_size=16, num_heads=4, num_kv_heads=2 if style == "llama" else None,
-            max_sequence_length=8, dropout=0.1,
+            name=style, num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2 if style == "llama" else None,
+            max_position_embeddings=8, dropout=0.1,
         )  # fmt: skip
         for mode in Mode:
             cases.append(

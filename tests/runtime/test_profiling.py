@@ -24,7 +24,7 @@ from pipetrain.stage.stage import Stage, StageInput
 
 
 def transformer(**keys: object) -> ModelSpec:
-    config = ModelConfig(**{"num_blocks": 3, "hidden_size": 32, "num_heads": 2, **keys})  # type: ignore[arg-type]
+    config = ModelConfig(**{"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, **keys})  # type: ignore[arg-type]
     return transformer_spec(config, 256)
 
 
@@ -106,11 +106,16 @@ def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.Captu
     keys = [
         "data=text",
         f"data.path={tmp_path}",
-        "data.heldout_fraction=0",
+        "data.eval_fraction=0",
         "data.sequence_length=16",
-        "data.batch_size=4",
+        "data.global_batch_size=4",
     ]
-    keys += ["model.num_blocks=2", "model.hidden_size=32", "model.num_heads=2", "pipeline.num_microbatches=4"]
+    keys += [
+        "model.num_hidden_layers=2",
+        "model.hidden_size=32",
+        "model.num_attention_heads=2",
+        "pipeline.num_microbatches=4",
+    ]
     file = tmp_path / "mine.json"
     assert main(["profile", *keys, f"--out={file}", "--rounds=1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -135,7 +140,7 @@ def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.Captu
     )
     assert main(["show", *keys, f"plan.profile={file}", "model.hidden_size=64"]) == 2
     assert "measured with model.hidden_size=32, and this has 64" in capsys.readouterr().err
-    assert main(["show", *keys, f"plan.profile={file}", "precision=bf16_autocast"]) == 2
-    assert "measured with precision=auto, and this has bf16_autocast; measure again" in capsys.readouterr().err
+    assert main(["show", *keys, f"plan.profile={file}", "precision=bf16-mixed"]) == 2
+    assert "measured with precision=auto, and this has bf16-mixed; measure again" in capsys.readouterr().err
     assert main(["profile", *keys, "--rounds=0"]) == 2
     assert "--rounds=0: allowed is 1 or more" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_equals_the_reference(name: str) -> None:
 
 def block(**keys: Any) -> Block:
     torch.manual_seed(0)
-    return Block(ModelConfig(hidden_size=32, num_heads=4, num_kv_heads=2, **keys))
+    return Block(ModelConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, **keys))
 
 
 def hidden() -> Tensor:
@@ -121,14 +121,16 @@ def hidden() -> Tensor:
 
 
 @pytest.mark.quick(
-    "fp32-{'dropout': 0.2}", "fp32-{'name': 'gpt2', 'num_kv_heads': 4}", "bf16-{'name': 'gpt2', 'num_kv_heads': 4}"
+    "fp32-{'dropout': 0.2}",
+    "fp32-{'name': 'gpt2', 'num_key_value_heads': 4}",
+    "bf16-{'name': 'gpt2', 'num_key_value_heads': 4}",
 )
-@pytest.mark.parametrize("keys", [{}, {"dropout": 0.2}, {"name": "gpt2", "num_kv_heads": 4}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"dropout": 0.2}, {"name": "gpt2", "num_key_value_heads": 4}], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_a_block_equals_the_reference_and_r_multiplies_nothing(keys: dict[str, Any], autocast: bool) -> None:
-    keys = {"num_kv_heads": 2, **keys}
+    keys = {"num_key_value_heads": 2, **keys}
     torch.manual_seed(0)
-    layers = [Block(ModelConfig(hidden_size=32, num_heads=4, **keys)) for _ in range(2)]
+    layers = [Block(ModelConfig(hidden_size=32, num_attention_heads=4, **keys)) for _ in range(2)]
     ran = check_equal(layers, ["matmul", "attention"], inputs=hidden(), autocast=autocast)
     assert ran["mm"] + ran["addmm"] == 0
     assert not any("attention" in op for op in ran)
@@ -456,7 +458,7 @@ def test_a_module_that_only_other_stages_have() -> None:
 @pytest.mark.parametrize(("mode", "schedule"), [("inline", "gpipe"), ("overlap", "interleaved")])
 def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments: int) -> None:
     torch.manual_seed(0)
-    reference, ours = twins([Block(ModelConfig(hidden_size=32, num_heads=4, dropout=0.1)) for _ in range(4)])
+    reference, ours = twins([Block(ModelConfig(hidden_size=32, num_attention_heads=4, dropout=0.1)) for _ in range(4)])
     given, kept = hidden(), []
     for selective in (None, "matmul"):
         policy = RecomputePolicy(mode, selective=selective, segments=segments, last_stage="always")  # type: ignore[arg-type]

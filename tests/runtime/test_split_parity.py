@@ -69,7 +69,9 @@ def test_every_mode(num_ranks: int) -> None:
 
 
 def transformer() -> list[nn.Module]:
-    config = ModelConfig(name="gpt2", num_blocks=6, hidden_size=16, num_heads=2, dropout=0.1, max_sequence_length=16)
+    config = ModelConfig(
+        name="gpt2", num_hidden_layers=6, hidden_size=16, num_attention_heads=2, dropout=0.1, max_position_embeddings=16
+    )
     return [build() for build in transformer_layers(config, VOCABULARY)]
 
 

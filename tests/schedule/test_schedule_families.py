@@ -195,7 +195,7 @@ BAD = [
     ({"num_stages": 0}, "pipeline.num_stages=0"),
     ({"num_ranks": 5}, "5 ranks for pipeline.num_stages=4"),
     ({"first_backward": 5}, "first_backward=5"),
-    ({"transport_ahead": -1}, "transport.ahead=-1"),
+    ({"transport_ahead": -1}, "transport.prefetch=-1"),
     ({"warmup": 3}, "pipeline.warmup=3 is for pipeline.schedule=1f1b"),
     ({"family": "1f1b", "warmup": 23}, "pipeline.warmup=23: allowed are 1 to 22"),
     ({"family": "1f1b", "warmup": [4, 3]}, "has 2 numbers for 4 stages"),

@@ -23,7 +23,7 @@ RUN = [
     "experiment=smoke", "model.dropout=0.1", "pipeline.num_stages=4", f"steps={STEPS}", "snapshot.every_steps=5",
     "timeout_seconds=60",
 ]  # fmt: skip
-JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.gpus_per_node=2"]
+JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.ranks_per_node=2"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 # Two replicas of two stages, a replica on each node, or as many as there are nodes for.
-REPLICAS = ["pipeline.num_stages=2", "parallel.num_replicas=auto", "parallel.zero=1", "model.dropout=0"]
+REPLICAS = ["pipeline.num_stages=2", "parallel.num_replicas=auto", "parallel.zero_stage=1", "model.dropout=0"]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_scancel_leaves_nothing_behind(cluster: Cluster, text: list[str], tmp_pa
 def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     """A run that fails before its first snapshot does so again at each start."""
     run = tmp_path / "run"
-    job = submit(cluster, run, *text, "optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
+    job = submit(cluster, run, *text, "optim.learning_rate=1e30", "optim.max_grad_norm=null", "optim.warmup_steps=0", "snapshot.every_steps=1000", "cluster.max_restarts=1")  # fmt: skip
     again = f"job {job} waits in the queue again"
     wait_for(lambda: again in log(run), 60, "the job has not put itself back")
     start_at_once(cluster, job)

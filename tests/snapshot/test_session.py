@@ -156,7 +156,7 @@ def test_auto_goes_on_and_other_learning_rates_are_allowed(
     ("change", "message"),
     [
         ({"seed": 1}, r"seed=1: the run of .* had 0, .*; set seed=0, or start a new run with init_from="),
-        ({"data": DataConfig(batch_size=8)}, r"data\.batch_size=8: .* had 16"),
+        ({"data": DataConfig(global_batch_size=8)}, r"data\.global_batch_size=8: .* had 16"),
         ({"steps": 3}, r"steps=3: .* has 4 steps behind it; set steps to 4 or more"),
     ],
 )
@@ -175,15 +175,15 @@ SHORT = {"from": 2, "data": {"sequence_length": 128}}
     [
         (
             (),
-            r"phases: the first 4 steps of the run of .* had batches of data\.batch_size=16 data\.sequence_length=256 after 0 steps, ",
+            r"phases: the first 4 steps of the run of .* had batches of data\.global_batch_size=16 data\.sequence_length=256 after 0 steps, ",
         ),
         (
             ({"from": 0}, {"from": 3, "data": {"sequence_length": 128}}),
             r"let what is new begin with from=4 or later, or start",
         ),
         (
-            ({"from": 0}, {"from": 2, "data": {"batch_size": 8}}),
-            r"here it is .*data\.batch_size=8 data\.sequence_length=256 after 2",
+            ({"from": 0}, {"from": 2, "data": {"global_batch_size": 8}}),
+            r"here it is .*data\.global_batch_size=8 data\.sequence_length=256 after 2",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, messa
     "phases",
     [
         ({"from": 0, "recompute": {"mode": "inline"}}, SHORT),  # the policy may change
-        ({"from": 0}, SHORT, {"from": 4, "data": {"batch_size": 8}}),  # and what is to come
+        ({"from": 0}, SHORT, {"from": 4, "data": {"global_batch_size": 8}}),  # and what is to come
         ({"from": 0, "pipeline": {"num_microbatches": 2}}, {"from": 1}, {**SHORT, "recompute": {"sets": 2}}),
     ],
 )

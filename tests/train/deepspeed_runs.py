@@ -25,7 +25,7 @@ TINY = [
     "experiment=smoke",
     "pipeline=1f1b",
     "steps=20",
-    "model.num_blocks=3",
+    "model.num_hidden_layers=3",
     "pipeline.balance=[1,4]",
     "data.sequence_length=16",
     "optim.warmup_steps=2",
@@ -67,7 +67,9 @@ def engine_of(config: RunConfig, vocabulary_size: int = VOCABULARY) -> Engine:
 
 def batch_of(config: RunConfig, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (config.data.batch_size, config.data.sequence_length + 1), generator=generator)
+    tokens = torch.randint(
+        VOCABULARY, (config.data.global_batch_size, config.data.sequence_length + 1), generator=generator
+    )
     # every position is worth the same, so that there is something to learn: a token and the one after are related
     tokens = (tokens.cumsum(1) // 4) % VOCABULARY
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -20,7 +20,7 @@ from pipetrain.launcher import launch
     [
         (["show", "pipeline.num_stages=4"], 0),
         (["train", "recompute.mod=inline"], 2),
-        (["train", "model.num_heads=3"], 2),
+        (["train", "model.num_attention_heads=3"], 2),
         (["train", "resume=nowhere"], 2),
         (["--help"], 0),
     ],

@@ -23,7 +23,7 @@ OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
 
 
 def options_of(zero: int, mode: str) -> list[str]:
-    return ["engine=deepspeed", f"parallel.zero={zero}", f"recompute={mode}"]
+    return ["engine=deepspeed", f"parallel.zero_stage={zero}", f"recompute={mode}"]
 
 
 def assert_same(run: Run, native: Run, tolerance: float) -> None:
@@ -109,7 +109,7 @@ def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.C
 @pytest.mark.slow
 def test_the_quickstart_over_20_steps() -> None:
     tiny = ("data.sequence_length=256", "pipeline.balance=auto", "optim.warmup_steps=20")
-    quickstart = ("experiment=quickstart", "model.num_blocks=4", "model.hidden_size=128", *tiny)
+    quickstart = ("experiment=quickstart", "model.num_hidden_layers=4", "model.hidden_size=128", *tiny)
     configs = [config_of(*quickstart, "recompute=never")]
     configs += [config_of(*quickstart, *options_of(*case)) for case in CASES]
     native, *runs = run_ranks(2, train_on_data, configs)[0]

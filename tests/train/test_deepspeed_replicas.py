@@ -28,7 +28,7 @@ from pipetrain.engine.deepspeed.sharded import ShardedAdamW
 from pipetrain.models.trained import Sharded
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer
 
-STEPS = ("steps=6", "model.dropout=0.1", "optim.clip_norm=0.5", "data.batch_size=8")
+STEPS = ("steps=6", "model.dropout=0.1", "optim.max_grad_norm=0.5", "data.global_batch_size=8")
 ONE = ("recompute=never", "pipeline.num_microbatches=4", *STEPS)
 TWO = ("engine=deepspeed", "parallel.num_replicas=2", "pipeline.num_microbatches=2", "recompute=inline", *STEPS)
 BREAK_AT = 4
@@ -119,8 +119,8 @@ def test_replicas_give_the_numbers_of_one_pipeline_of_as_many_microbatches() -> 
     assert max(norm for norm in native.norms if norm is not None) > 0.5, "no step is clipped"
     configs = [
         config_of(*TWO),
-        config_of(*TWO, "parallel.zero=1"),
-        config_of(*TWO, "parallel.zero=1", "parallel.order=stage-replica"),
+        config_of(*TWO, "parallel.zero_stage=1"),
+        config_of(*TWO, "parallel.zero_stage=1", "parallel.order=stage-replica"),
     ]
     ranks = run_ranks(4, train_each, configs)
     plain, sharded, turned = ([rank[case] for rank in ranks] for case in range(3))
@@ -159,8 +159,8 @@ def test_a_run_leaves_what_a_run_leaves_and_goes_on(tmp_path: pathlib.Path) -> N
     make_text(tmp_path / "text")
     engine = ("engine=deepspeed", "pipeline=1f1b", "recompute=inline", *TWO_BY_TWO)
     runs = (
-        ("run_dir=whole", *engine, "parallel.zero=1"),
-        ("run_dir=again", HALF, *engine, "parallel.zero=1"),
+        ("run_dir=whole", *engine, "parallel.zero_stage=1"),
+        ("run_dir=again", HALF, *engine, "parallel.zero_stage=1"),
         ("run_dir=native", HALF, *TWO_BY_TWO, "parallel.order=stage-replica"),
     )
     assert run_ranks(4, train_runs, str(tmp_path), *runs) == [[0] * len(runs)] * 4

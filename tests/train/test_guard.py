@@ -33,8 +33,8 @@ RUN = [
     "experiment=smoke",
     "data=text",
     "data.path=text",
-    "data.heldout_fraction=0",
-    "data.batch_size=2",
+    "data.eval_fraction=0",
+    "data.global_batch_size=2",
     "pipeline.num_microbatches=2",
     f"steps={STEPS}",
     "optim.warmup_steps=2",
@@ -258,7 +258,7 @@ def test_a_rollback_goes_on_with_later_batches_and_a_resume_too(folder: pathlib.
 @pytest.mark.slow
 def test_a_run_that_diverges_stops_and_names_the_layer(folder: pathlib.Path) -> None:
     """A learning rate that is far too large: the weights after step 1 are huge, so step 2 is not finite."""
-    diverging = ["optim.learning_rate=1e30", "optim.clip_norm=null", "optim.warmup_steps=0"]
+    diverging = ["optim.learning_rate=1e30", "optim.max_grad_norm=null", "optim.warmup_steps=0"]
     code, stderr = run(folder, "run_dir=diverged", *diverging)
     assert code == 1
     last = stderr.splitlines()[-1]

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def model_in(dtype: torch.dtype) -> nn.Sequential:
-    config = ModelConfig(num_blocks=1, hidden_size=32, num_heads=2)
+    config = ModelConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
     return nn.Sequential(*with_weights_in(make_spec(config, 64), dtype).build(0, 3, seed=3))
 
 

@@ -23,7 +23,7 @@ TYPED = [
     "pipeline.schedule=auto",
     "pipeline.num_stages=3",
     "pipeline.num_microbatches=6",
-    "data.batch_size=6",
+    "data.global_batch_size=6",
     "pipeline.search_seconds=0",
 ]
 

@@ -82,15 +82,16 @@ def test_replicas_are_compared_in_time_and_before_each_snapshot(
 )
 def test_another_number_of_replicas_is_told(was: tuple[int, int], is_now: tuple[int, int], said: list[str]) -> None:
     before, now = (
-        {"data": {"batch_size": 32}, "pipeline": {"num_microbatches": num}, "phases": ()} for _, num in (was, is_now)
+        {"data": {"global_batch_size": 32}, "pipeline": {"num_microbatches": num}, "phases": ()}
+        for _, num in (was, is_now)
     )
     state = RunState(7, 8, before, {"num_replicas": was[0]})
     assert list(told_of_replicas(state, is_now[0], now)) == said
 
 
 def test_microbatches_are_those_of_the_phase_that_comes() -> None:
-    phases = [{"from": 0, "data": {"batch_size": 64}}, {"from": 7, "pipeline": {"num_microbatches": 1}}]
-    config = {"data": {"batch_size": 32}, "pipeline": {"num_microbatches": 4}, "phases": phases}
+    phases = [{"from": 0, "data": {"global_batch_size": 64}}, {"from": 7, "pipeline": {"num_microbatches": 1}}]
+    config = {"data": {"global_batch_size": 32}, "pipeline": {"num_microbatches": 4}, "phases": phases}
     told = [list(told_of_replicas(RunState(step, 8, config, {"num_replicas": 4}), 1, config)) for step in (6, 7)]
     assert [text.split("microbatch has ")[1] for (text,) in told] == [
         "up to 16 samples, it had 4; where memory is short, set pipeline.num_microbatches=16",
@@ -114,7 +115,7 @@ def test_ranks_that_make_no_replicas_are_refused_before_they_meet(
 
 def heldout(num_replicas: int) -> tuple[float | None, float | None]:
     """The loss over batches of several rows, and over one with fewer rows than replicas; a replica may have none that count."""
-    spec = make_spec(ModelConfig(num_blocks=1, hidden_size=16, num_heads=2), 32)
+    spec = make_spec(ModelConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2), 32)
     engine = NativeEngine(
         RunConfig(),
         spec,

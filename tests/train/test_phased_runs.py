@@ -24,7 +24,7 @@ from pipetrain.trainer.guard import Guard
 STEPS = 9
 PHASES = (
     "phases=[{from:0,recompute:{mode:inline}},"
-    "{from:3,recompute:{mode:early,sets:2},data:{batch_size:12},pipeline:{num_microbatches:6}},"
+    "{from:3,recompute:{mode:early,sets:2},data:{global_batch_size:12},pipeline:{num_microbatches:6}},"
     "{from:6,recompute:{segments:2},data:{sequence_length:48}}]"
 )
 RUN = [
@@ -33,7 +33,7 @@ RUN = [
     "model.dropout=0.1",
     f"steps={STEPS}",
     "optim.warmup_steps=2",
-    "data.heldout_bytes=768",
+    "data.eval_bytes=768",
     "snapshot.every_steps=1",
     "snapshot.keep_last=99",
     "observe.progress=false",
@@ -167,7 +167,7 @@ def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(folder: pathlib.Path) ->
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(2, ()), (4, ("parallel.num_replicas=2",)), (4, ("parallel.num_replicas=2", "parallel.zero=1"))],
+    [(2, ()), (4, ("parallel.num_replicas=2",)), (4, ("parallel.num_replicas=2", "parallel.zero_stage=1"))],
 )
 def test_a_run_that_is_killed_in_each_phase_goes_on(
     folder: pathlib.Path, num_ranks: int, options: Sequence[str]

@@ -34,9 +34,9 @@ VOCABULARY = 64
 TINY = [
     "experiment=smoke",
     "model.hidden_size=16",
-    "model.max_sequence_length=32",
+    "model.max_position_embeddings=32",
     "model.dropout=0.1",
-    "data.batch_size=4",
+    "data.global_batch_size=4",
     "pipeline.num_microbatches=2",
     "optim.warmup_steps=0",
 ]
@@ -66,8 +66,8 @@ def losses_of(engine: Engine, steps: range) -> list[float]:
 
 # Each precision, each built-in model, and a run that goes on ------------------------------------------------------------
 
-PRECISIONS = ("fp32", "bf16", "bf16_autocast")
-BF16 = ("precision=bf16", "optim.learning_rate=1e-4")
+PRECISIONS = ("fp32", "bf16-true", "bf16-mixed")
+BF16 = ("precision=bf16-true", "optim.learning_rate=1e-4")
 
 
 def figures(config: RunConfig) -> tuple[list[float], float | None, set[str], set[str]]:
@@ -158,7 +158,7 @@ def test_masters_go_on_bit_for_bit_over_another_number_of_stages(on_two_ranks: A
 
 def test_what_auto_is() -> None:
     assert precision_of("auto", CPU) == precision_of("fp32", CPU)
-    assert precision_of("auto", torch.device("cuda")) == precision_of("bf16_autocast", CPU)
+    assert precision_of("auto", torch.device("cuda")) == precision_of("bf16-mixed", CPU)
 
 
 # Compiled layers ------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def losses_and_ops(backend: str | None) -> tuple[list[float], list[str], dict[st
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = load([*TINY, "model.num_blocks=4"])
+    config = load([*TINY, "model.num_hidden_layers=4"])
     spec = make_spec(replace(config.model, dropout=0.0), VOCABULARY)
     if backend is not None:
         spec = with_compiled_layers(spec, backend)
@@ -217,10 +217,10 @@ def test_layers_compiled_to_machine_code() -> None:
 # What does not go together --------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "precision=bf17": "precision=bf17: allowed are auto, fp32, bf16, bf16_autocast; did you mean 'bf16'?",
+    "precision=bf17": "precision=bf17: allowed are auto, fp32, bf16, bf16-mixed; did you mean 'bf16'?",
     "optim.masters=on": "optim.masters=on: allowed is auto or off",
-    "precision=bf16 optim.masters=off optim=deepspeed_cpu_adam": "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
-    "engine=deepspeed precision=bf16": "precision=bf16: not supported by engine=deepspeed, which trains float32 weights",
+    "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam": "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
+    "engine=deepspeed precision=bf16-true": "precision=bf16-true: not supported by engine=deepspeed, which trains float32 weights",
     "engine=deepspeed model.compile=true": "model.compile=true: not supported by engine=deepspeed",
     "engine=deepspeed model.name=hf model.path=there": "model.name=hf: not supported by engine=deepspeed",
     "model.dtype=float16": "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out",

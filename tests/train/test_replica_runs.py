@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     runs = (
         ("run_dir=whole", *TWO_BY_TWO),
         ("run_dir=again", HALF, *TWO_BY_TWO),
-        ("run_dir=zero", HALF, *TWO_BY_TWO, "parallel.zero=1", "parallel.order=stage-replica"),
+        ("run_dir=zero", HALF, *TWO_BY_TWO, "parallel.zero_stage=1", "parallel.order=stage-replica"),
         ("run_dir=deep", HALF, "pipeline.num_stages=4", "steps=4"),
         ("run_dir=wide", HALF, "parallel.num_replicas=auto", "pipeline.num_stages=1", "steps=4"),
         ("run_dir=wider", HALF, "parallel.num_replicas=4", "pipeline.num_microbatches=1"),

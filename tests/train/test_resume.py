@@ -87,8 +87,8 @@ def test_ten_random_kills_change_nothing(folder: pathlib.Path, num_ranks: int) -
 @pytest.mark.slow
 def test_bfloat16_weights_and_their_masters_survive_kills_and_other_stages(folder: pathlib.Path) -> None:
     """The masters hold what the weights have lost: a run that goes on from the weights alone has other losses."""
-    finish(folder, "precision=bf16", "run_dir=masters-whole", "snapshot.every_steps=null")
-    options = ["precision=bf16", "snapshot.keep_last=99"]
+    finish(folder, "precision=bf16-true", "run_dir=masters-whole", "snapshot.every_steps=null")
+    options = ["precision=bf16-true", "snapshot.keep_last=99"]
     with_restarts(folder, "masters", 3, 4, 2, *options)
     assert_same_training(folder / "masters", folder / "masters-whole")
     middle = folder / "masters" / "snapshots" / "step-00000020"

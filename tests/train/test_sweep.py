@@ -66,7 +66,7 @@ def test_each_job_has_a_run_folder_that_its_ranks_share(
 @pytest.mark.slow
 def test_a_job_that_fails_is_named_and_the_others_are_run(folder: pathlib.Path) -> None:
     """It fails when it runs: its loss becomes infinite in the second step."""
-    done = run(folder, *ALONE, "optim.warmup_steps=0", "optim.clip_norm=null", "optim.learning_rate=1e38,1e-3")
+    done = run(folder, *ALONE, "optim.warmup_steps=0", "optim.max_grad_norm=null", "optim.learning_rate=1e38,1e-3")
     assert done.returncode == 1, done.stderr
     jobs = jobs_of(sweep_folder(done.stdout))
     assert [job["code"] for job in jobs] == [1, 0]

@@ -127,7 +127,7 @@ def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Pa
     """Killed within a second after its last rows, wandb lacks some; what goes on writes them again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.evaluate_every_steps=5"]
+    options = ["snapshot.every_steps=5", "observe.tensorboard=true", "observe.eval_every_steps=5"]
     options += ["observe.wandb.name=mine", "observe.wandb.group=ours", "observe.wandb.tags=[small,tried]"]
     process = start(folder, ALONE, "killed", "steps=100000", *options)
     wait_until(lambda: (folder / "killed" / "snapshots" / "step-00000010").is_dir(), process)

@@ -34,7 +34,7 @@ LARGEST_SHARE = {2: 0.51, 4: 0.27}
 
 def model_in(dtype: torch.dtype) -> nn.Sequential:
     """A stage: an embedding and two blocks."""
-    config = ModelConfig(num_blocks=2, hidden_size=32, num_heads=2)
+    config = ModelConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
     return nn.Sequential(*with_weights_in(make_spec(config, 64), dtype).build(0, 4, seed=3))
 
 
@@ -173,7 +173,7 @@ def an_engine() -> None:
             "pipeline.num_stages=1",
             "pipeline.num_microbatches=2",
             "pipeline.balance=[5]",
-            f"parallel.zero={zero}",
+            f"parallel.zero_stage={zero}",
         )
         engine = engine_of(config)
         batch = Batch(
@@ -240,4 +240,4 @@ def test_a_replica_that_is_gone_is_named() -> None:
 @pytest.mark.slow
 def test_a_replica_that_does_not_come_is_named() -> None:
     text, _ = run_ranks(2, one_is_missing, False)
-    assert text.startswith("rank 0 waits for the weights that rank 1 updates (parallel.zero=1)"), text
+    assert text.startswith("rank 0 waits for the weights that rank 1 updates (parallel.zero_stage=1)"), text

@@ -72,8 +72,8 @@ class DeepSpeedEngine:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._grid = grid = Grid(plan.num_replicas, plan.num_ranks, order=plan.order)
         self._at = grid.coordinates_of(self._rank)
-        self._rows = config.data.batch_size // (plan.num_microbatches * grid.replica)
-        zero = config.parallel.zero
+        self._rows = config.data.global_batch_size // (plan.num_microbatches * grid.replica)
+        zero = config.parallel.zero_stage
         self._accepts: Accepts | None = None
         self._result = StepResult(0.0, 0.0, None)
         self._started = self._step_seconds = 0.0
@@ -191,7 +191,7 @@ class DeepSpeedEngine:
         if math.isfinite(loss):
             reduce()
             self._step_seconds = ended - self._started + (time.perf_counter() - reduced) * (self._grid.replica > 1)
-            norm = self._clip(self._config.optim.clip_norm or math.inf)
+            norm = self._clip(self._config.optim.max_grad_norm or math.inf)
         assert self._accepts is not None
         self._result = StepResult(loss, 0.0, norm, self._accepts(self._step, loss, norm))
         if not self._result.is_accepted and self._sharded is not None:

@@ -27,11 +27,11 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "recompute.selective": ((None,), f"{_IN_ONE} recompute.selective=null"),
     "recompute.keep_layers": ((None,), f"{_IN_ONE} recompute.keep_layers=null"),
     "recompute.stash": ((None,), "holds what 1F1B holds; use recompute.stash=null"),
-    "parallel.zero": ((0, 1), "takes ZeRO 0 or 1 with a pipeline; use parallel.zero=1"),
+    "parallel.zero_stage": ((0, 1), "takes ZeRO 0 or 1 with a pipeline; use parallel.zero_stage=1"),
     "optim.name": ((ADAMW,), "is run with AdamW; use optim=adamw, or engine=native"),
     "precision": (
-        ("auto", "fp32", "bf16_autocast"),
-        "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16_autocast or fp32",
+        ("auto", "fp32", "bf16-mixed"),
+        "trains float32 weights: its bf16 without ZeRO saves a state that it cannot load; use precision=bf16-mixed or fp32",
     ),
     "model.compile": ((False,), "is run with layers as they are; use model.compile=false"),
     "model.name": (("llama", "gpt2"), "passes one tensor from stage to stage; use engine=native"),
@@ -45,10 +45,10 @@ def refused(config: RunConfig, num_replicas: int, tied: Sequence[tuple[int, int]
         if (value := attrgetter(key)(config)) not in taken:
             yield f"{key}={shown(value)}: not supported by engine=deepspeed, which {instead}"
     num_microbatches = config.pipeline.num_microbatches
-    if config.data.batch_size % (num_replicas * num_microbatches):
+    if config.data.global_batch_size % (num_replicas * num_microbatches):
         replicas = f"parallel.num_replicas={num_replicas} x " if num_replicas > 1 else ""
         yield (
-            f"data.batch_size={config.data.batch_size}: not supported by engine=deepspeed, which wants microbatches of equal size; use a "
+            f"data.global_batch_size={config.data.global_batch_size}: not supported by engine=deepspeed, which wants microbatches of equal size; use a "
             f"multiple of {replicas}pipeline.num_microbatches={num_microbatches}"
         )
     for low, high in tied:

@@ -56,7 +56,7 @@ class HfShape:
     @property
     def most_positions(self) -> int | None:
         """The longest sample that the model was made for; None: the config does not tell."""
-        return self.number("max_position_embeddings", "n_positions", "max_sequence_length", default=0) or None
+        return self.number("max_position_embeddings", "n_positions", "max_position_embeddings", default=0) or None
 
     # One layer ----------------------------------------------------------------------------------------------------
 

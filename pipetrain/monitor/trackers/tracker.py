@@ -134,7 +134,7 @@ def check_trackers(config: ObserveConfig) -> None:
 
 def make_trackers(config: ObserveConfig, folder: RunFolder, first_step: int) -> dict[str, Tracker]:
     """By the name that a message gives them. Files of steps that will be repeated lose those lines now."""
-    evaluates = config.evaluate_every_steps is not None
+    evaluates = config.eval_every_steps is not None
     trackers: dict[str, Tracker] = {"metrics.jsonl": JsonLines(folder, first_step, evaluates=evaluates)}
     if config.wandb.mode != "disabled":
         from pipetrain.monitor.trackers.wandb import WandbTracker
