@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import mlp_size, parameters_per_layer, transformer_size
+from pipetrain.models.arithmetic import mlp_size, transformer_size
 from pipetrain.models.loss import next_token_loss
 from pipetrain.models.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
@@ -187,10 +187,12 @@ def test_the_embedding_names_a_sample_that_is_too_long() -> None:
 def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int | None) -> None:
     sized = ModelConfig(name=config.name, num_kv_heads=config.num_kv_heads, mlp_size=mlp, **SMALL)
     layers = build(sized)
-    assert parameters_per_layer(sized, VOCABULARY) == [
+    assert list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer) == [
         sum(weight.numel() for weight in layer.parameters()) for layer in layers
     ]
-    assert sum(parameters_per_layer(sized, VOCABULARY)) == sum(weight.numel() for weight in layers.parameters())
+    assert sum(list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer)) == sum(
+        weight.numel() for weight in layers.parameters()
+    )
 
 
 def test_mlp_sizes() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipetrain.models.hf.causal_loss import UnmadeLogits, are_large
 from pipetrain.models.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
 from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
-from pipetrain.models.hf.router import Router, RouterSums
+from pipetrain.models.hf.router import Router
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
 
@@ -79,8 +79,8 @@ class HfDecoderLayer(nn.Module):
             return {**tree, "hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
         with self.router.watching(self.layer) as logits:
             hidden = frame.value.run(self.number, self.layer, tree["hidden"])
-        sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
-        return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
+        sums = self.router.added(tree.get("router"), logits, tree.get("attention_mask"))
+        return {**tree, "hidden": hidden, **({} if sums is None else {"router": sums}), "frame": frame}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The family's own layer, without the frame around it: so one code serves all of a kind, wherever they stand.
@@ -124,7 +124,7 @@ class HfHead(nn.Module):
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
-        router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
+        router_loss = None if self.router is None else self.router.loss(tree.get("router")).reshape(1)
         if self.loss_makes_logits and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
             return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, router_loss)
         logits = _logits(self.model, hidden)
