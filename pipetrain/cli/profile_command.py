@@ -49,7 +49,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
 
     from pipetrain.comm.own_device import choose_device
     from pipetrain.data.dataset import make_data
-    from pipetrain.engine.precision import precision_of
+    from pipetrain.engine.engine import precision_of
     from pipetrain.models.hf.source import bring_model
     from pipetrain.models.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
