@@ -219,7 +219,7 @@ def _checked(own: OwnLayers) -> tuple[str, ...]:
             except Exception as error:
                 raise ValueError(f"{own.layers}: the plain loop fails itself: {_line(error)}") from error
         names = tuple(type(layer).__name__ for layer in subject.layers())
-    for what, _ in differences(*traces):
+    for what, _ in differences(traces[0], traces[1]):
         raise ValueError(
             f"{own.layers}: two plain loops from one seed differ in {what}: draw weights and batches from torch's, numpy's or "
             "Python's own generators, which are seeded before each call, and let layers begin anew each time"
@@ -249,7 +249,7 @@ def _subject(own: OwnLayers) -> Subject:
         lambda: made(0).layers,
         batch,
         lambda: made(0).loss_fn,
-        clip=False,
+        max_norm=None,
         num_microbatches=microbatches,
         num_steps=NUM_STEPS,
     )
