@@ -34,7 +34,7 @@ from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.which import make_engine
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, run_as_rank
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
-from pipetrain.models.hf.download import bring_model
+from pipetrain.models.hf.source import bring_model
 from pipetrain.models.size import size_of
 from pipetrain.models.spec import ModelSpec, make_spec
 from pipetrain.monitor.folder import RunFolder
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_start(config.resume, config.init_from, config.run_dir)
             set_variables_of_gpus()
             torch.set_num_threads(config.threads_per_rank)
-            bring_model(config.model, timeout_seconds=config.timeout_seconds)
+            bring_model(config.model)
             with _warnings_as_lines():
                 return train(config)
         except OSError as error:

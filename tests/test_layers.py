@@ -37,7 +37,6 @@ TORCH_FREE_FILES = {
     "models/arithmetic.py",
     "models/hf/hf_size.py",
     "models/hf/source.py",
-    "models/hf/download.py",
     "engine/available.py",
     "engine/deepspeed/refused.py",
     "snapshot/start.py",

@@ -49,8 +49,8 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
 
     from pipetrain.comm.own_device import choose_device
     from pipetrain.data.dataset import make_data
-    from pipetrain.engine.precision import precision_of
-    from pipetrain.models.hf.download import bring_model
+    from pipetrain.engine.engine import precision_of
+    from pipetrain.models.hf.source import bring_model
     from pipetrain.models.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
@@ -67,7 +67,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     torch.set_num_threads(config.threads_per_rank)
     device, wait = choose_device(None), config.timeout_seconds
     precision = precision_of(config.precision, device)
-    bring_model(config.model, timeout_seconds=wait)
+    bring_model(config.model)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)

@@ -15,7 +15,7 @@ from pipetrain.launcher.launch import check_not_a_slurm_task, launch
 from pipetrain.launcher.nodes import Nodes, choose_ranks_per_node, node_rank_in_slurm
 from pipetrain.launcher.outcome import Exit, tell
 from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
-from pipetrain.models.hf.download import bring_model
+from pipetrain.models.hf.source import bring_model
 from pipetrain.monitor.claim import check_unclaimed
 from pipetrain.monitor.folder import check_free, choose_folder, reserve_folder
 from pipetrain.monitor.trackers.tracker import check_trackers
@@ -64,7 +64,7 @@ def check_train(config: RunConfig) -> Run:
     Raises:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
-    bring_model(config.model, timeout_seconds=config.timeout_seconds)
+    bring_model(config.model)
     phases = prepare_phases(config)
     check_trackers(config.observe)
     if config.resume != AUTO:

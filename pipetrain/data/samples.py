@@ -14,7 +14,6 @@ filling follows from lengths: a token that also ends texts may fill.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,55 +151,31 @@ def pack_documents(lengths: NDArray[Any], room: int) -> Packed:
     sample_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
-    samples = _Samples()
-    for group in np.split(by_length, starts[1:]):
-        if len(group):
-            sample_of[group] = samples.put(len(group), int(lengths[group[0]]), room)
-    return Packed(np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=0)))
+    with_room: dict[int, list[NDArray[np.int64]]] = {}  # samples by the room that they have left
+    num_samples = 0
 
+    def put(left: int, samples: NDArray[np.int64]) -> None:
+        if left and len(samples):
+            with_room.setdefault(left, []).append(samples)
 
-class _Samples:
-    """Samples by the room that they have left."""
-
-    def __init__(self) -> None:
-        self._rooms: list[int] = []  # in which there is a sample, ascending
-        self._with_room: dict[int, list[NDArray[np.int64]]] = {}
-        self._count = 0
-
-    def put(self, count: int, length: int, room: int) -> NDArray[np.int64]:
-        """The samples that `count` documents of one `length` go to."""
+    for group in np.split(by_length, starts[1:]) if len(lengths) else ():
+        length, count = int(lengths[group[0]]), len(group)
         given: list[NDArray[np.int64]] = []
-        while count and (at := bisect.bisect_left(self._rooms, length)) < len(self._rooms):
-            left = self._rooms[at]
-            samples = self._take(left, count)
-            self._add(left - length, samples)
-            given.append(samples)
-            count -= len(samples)
+        while count and (left := min((each for each in with_room if each >= length), default=0)):
+            samples = np.concatenate(with_room.pop(left))
+            put(left, samples[count:])
+            put(left - length, samples[:count])
+            given.append(samples[:count])
+            count -= len(given[-1])
         if count:
             each = room // length  # a new sample is the fullest with room for the next one, until it is full
-            new = self._count + np.arange(-(-count // each), dtype=np.int64)
-            self._count += len(new)
+            new = num_samples + np.arange(-(-count // each), dtype=np.int64)
+            num_samples += len(new)
             given.append(np.repeat(new, each)[:count])
-            in_last = count - each * (len(new) - 1)
-            self._add(room - each * length, new[:-1])
-            self._add(room - in_last * length, new[-1:])
-        return np.concatenate(given)
-
-    def _take(self, room: int, most: int) -> NDArray[np.int64]:
-        found = np.concatenate(self._with_room.pop(room))
-        if len(found) > most:
-            self._with_room[room] = [found[most:]]
-        else:
-            self._rooms.remove(room)
-        return found[:most]
-
-    def _add(self, room: int, samples: NDArray[np.int64]) -> None:
-        if not len(samples) or not room:
-            return
-        if room not in self._with_room:
-            bisect.insort(self._rooms, room)
-            self._with_room[room] = []
-        self._with_room[room].append(samples)
+            put(room - each * length, new[:-1])
+            put(room - (count - each * (len(new) - 1)) * length, new[-1:])
+        sample_of[group] = np.concatenate(given)
+    return Packed(np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=0)))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from pipetrain.config.records import WEIGHTS_IN
 from pipetrain.data.batch import Batch
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.monitor.step_report import StepFigures, StepResult
@@ -16,6 +19,25 @@ from pipetrain.schedule.schedule import Schedule
 
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
 Accepts = Callable[[int, float, float | None], bool]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """weights: the dtype of parameters, and of layers where there is no autocast. autocast: matrix products in bfloat16."""
+
+    weights: torch.dtype
+    autocast: bool
+
+    def context(self, device: torch.device) -> torch.autocast:
+        """Within it forwards, backwards and losses run as this precision says."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
+
+
+def precision_of(word: str, device: torch.device) -> Precision:
+    """That of the key `precision` on `device`; `auto` is bfloat16 by autocast on a GPU, and float32 on the CPU."""
+    if word == "auto":
+        word = "bf16-mixed" if device.type == "cuda" else "fp32"
+    return Precision(getattr(torch, WEIGHTS_IN[word]), autocast=word == "bf16-mixed")
 
 
 class Engine(Protocol):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pipetrain.config.records import CPU_ADAM, OptimConfig, RunConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.engine import Accepts
-from pipetrain.engine.precision import Precision
+from pipetrain.engine.engine import Accepts, Precision
 from pipetrain.models.spec import ModelSpec
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.optim.optimizer import MakeAdamW, Updates, learning_rate, make_optimizer

@@ -8,9 +8,8 @@ import torch
 
 from pipetrain.config.records import DEEPSPEED, RunConfig
 from pipetrain.engine.available import check_engine
-from pipetrain.engine.engine import Engine
+from pipetrain.engine.engine import Engine, precision_of
 from pipetrain.engine.native import NativeEngine
-from pipetrain.engine.precision import precision_of
 from pipetrain.models.sharing import ties_of
 from pipetrain.models.spec import ModelSpec, with_compiled_layers, with_weights_in
 from pipetrain.plan.plan import Plan

@@ -41,19 +41,15 @@ def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_
     kinds = ("embedding", *["block"] * config.num_hidden_layers, "head")
     if vocabulary_size is None:
         return ModelSize(len(kinds), kinds, width=config.hidden_size)
+    shapes = shapes_per_layer(config, vocabulary_size)
     return ModelSize(
         len(kinds),
         kinds,
         flops_per_layer=tuple(forward_flops_per_layer(config, vocabulary_size, sequence_length)),
-        parameters_per_layer=tuple(parameters_per_layer(config, vocabulary_size)),
-        shapes_per_layer=tuple(shapes_per_layer(config, vocabulary_size)),
+        parameters_per_layer=tuple(sum(map(math.prod, layer)) for layer in shapes),
+        shapes_per_layer=tuple(shapes),
         width=config.hidden_size,
     )
-
-
-def parameters_per_layer(config: ModelConfig, vocabulary_size: int) -> list[int]:
-    """Parameters of each of the num_hidden_layers + 2 layers, in order."""
-    return [sum(map(math.prod, shapes)) for shapes in shapes_per_layer(config, vocabulary_size)]
 
 
 def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:

@@ -56,7 +56,6 @@ class ModelSpec:
     from_file: TensorMapping = unchanged  # and back
     # What a user gives as inputs and targets -> what the first layer and the loss get; ValueError where it cannot be right.
     take_batch: Callable[[Any, Any], tuple[Any, Any]] | None = None
-    build_for_other_loss: BuildLayers | None = None  # where layers leave work to `loss_fn`: for a loss of the user's
 
     @property
     def num_layers(self) -> int:
@@ -79,19 +78,19 @@ class ModelSpec:
         return layers
 
     def for_loss(self, loss_fn: LossFn | None) -> ModelSpec:
-        """The bundle for a loss of the user's, whose layers leave nothing to it; itself where that is None."""
-        if loss_fn is None or self.build_for_other_loss is None:
-            return self
-        return replace(self, build_layers=self.build_for_other_loss)
+        """The bundle for a loss of the user's, which gets all logits; itself where that is None."""
+        return self if loss_fn is None else self.with_each_layer(_make_logits)
 
     def with_each_layer(self, change: Callable[[nn.Module], object]) -> ModelSpec:
         """The model with `change` called on each of its layers after it is made; it must do the same to a layer whatever the split."""
-        other = self.build_for_other_loss
-        return replace(
-            self,
-            build_layers=_then(self.build_layers, change),
-            build_for_other_loss=None if other is None else _then(other, change),
-        )
+
+        def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
+            layers = self.build_layers(first, last, seed=seed, device=device)
+            for layer in layers:
+                change(layer)
+            return layers
+
+        return replace(self, build_layers=build)
 
     def count(self, targets: Any) -> int | float:
         """How much counts in the loss of `targets`, a batch or a microbatch: by `count_fn`, else the rows."""
@@ -100,14 +99,9 @@ class ModelSpec:
         return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
 
 
-def _then(build_layers: BuildLayers, change: Callable[[nn.Module], object]) -> BuildLayers:
-    def build(first: int, last: int, *, seed: int, device: torch.device) -> Sequence[nn.Module]:
-        layers = build_layers(first, last, seed=seed, device=device)
-        for layer in layers:
-            change(layer)
-        return layers
-
-    return build
+def _make_logits(layer: nn.Module) -> None:
+    if hasattr(layer, "loss_makes_logits"):
+        layer.loss_makes_logits = False  # type: ignore[assignment]
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:

@@ -7,6 +7,7 @@ layer; the numbers differ; or the error names nobody. The last two are defects.
 from __future__ import annotations
 
 import enum
+import math
 import random
 import re
 import sys
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.plan.balance import balance_evenly
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import Mode, RecomputePolicy
@@ -85,8 +87,8 @@ def _nothing(step: int, layers: Sequence[nn.Module]) -> None:
 class Subject:
     """What is trained. `layers` and `loss` make new ones for each run, after a seed; `batch` gives that of a step.
 
-    `before_step(step, layers)` may change them (freeze one, say). `look(layers)` is compared at the end besides gradients,
-    buffers and parameters. `clip`: gradients are clipped in each step.
+    `num_microbatches` are those of all replicas. `before_step(step, layers)` may change them (freeze one, say). `look(layers)` is compared at the end besides gradients,
+    buffers and parameters. Gradients are clipped by `max_norm` in each step; None: not.
     """
 
     layers: Callable[[], Sequence[nn.Module]]
@@ -95,7 +97,7 @@ class Subject:
     count_fn: Callable[[Any], int | float] | None = None
     before_step: Callable[[int, Sequence[nn.Module]], None] = _nothing
     look: Callable[[Sequence[nn.Module]], Any] | None = None
-    clip: bool = True
+    max_norm: float | None = 1.0
     num_microbatches: int = NUM_MICROBATCHES
     num_steps: int = NUM_STEPS
 
@@ -110,6 +112,7 @@ class Way:
     schedule: GivenSchedule = field(default="gpipe", compare=False)
     balance: tuple[int, ...] | None = None  # default: as equal as can be
     policy: Mapping[str, Any] = field(default_factory=dict)  # of `RecomputePolicy`, besides the mode
+    plan: Plan | None = field(default=None, compare=False)  # in place of stages, ranks and balance
 
     def __str__(self) -> str:
         stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
@@ -119,6 +122,8 @@ class Way:
         """The arguments of `Pipeline`. The last stage recomputes as the others do."""
         balance = self.balance or balance_evenly(num_layers, self.num_stages)
         recompute = RecomputePolicy(mode=Mode(self.mode), **{"last_stage": "always", **self.policy})
+        if self.plan is not None:
+            return {"plan": self.plan, "schedule": self.schedule, "recompute": recompute}
         stages = {"num_stages": self.num_stages, "stages_per_rank": self.num_stages // self.num_ranks}
         return {**stages, "balance": list(balance), "schedule": self.schedule, "recompute": recompute}
 
@@ -145,7 +150,7 @@ def plain(subject: Subject) -> Trace:
         )
 
     def clip() -> None:
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(layers.parameters(), subject.max_norm or math.inf)
 
     _train(subject, layers, range(len(layers)), step, clip, trace)
     return trace
@@ -156,23 +161,27 @@ def piped(subject: Subject, way: Way) -> Trace:
     seed_everything(SEED)
     layers, loss_fn = nn.Sequential(*subject.layers()), subject.loss()
     trace: Trace = {}
+    replicas = way.plan.num_replicas if way.plan is not None else 1
     with Pipeline(
         list(layers),
         loss_fn,
-        num_microbatches=subject.num_microbatches,
+        num_microbatches=subject.num_microbatches // replicas,
         seed=SEED,
         count_fn=subject.count_fn,
         **way.options(len(layers)),
     ) as pipeline:
-        held = [number for stage in pipeline.plan.stages_of(pipeline.rank) for number in pipeline.plan.layers_of(stage)]
+        rank = pipeline.rank % pipeline.plan.num_ranks  # of a replica
+        held = [number for stage in pipeline.plan.stages_of(rank) for number in pipeline.plan.layers_of(stage)]
 
         def step(_: int, inputs: Any, targets: Any) -> Tensor:
-            return pipeline.step(inputs, targets)
+            return pipeline.step(*(pipeline.own_rows((inputs, targets)) if replicas > 1 else (inputs, targets)))
 
         def clip() -> None:
-            pipeline.clip_grad_norm_(1.0)
+            pipeline.clip_grad_norm_(subject.max_norm or math.inf)
 
         _train(subject, layers, held, step, clip, trace)
+        if replicas > 1:
+            pipeline.check_replicas()
     return trace
 
 
@@ -195,7 +204,7 @@ def _train(
         trace[f"the loss of step {number}"] = step(number, inputs, targets)
         for name, parameter in own.named_parameters():
             trace[f"the gradient of {name} in step {number}"] = _copy(parameter.grad)
-        if subject.clip:
+        if subject.max_norm is not None:
             clip()
         if optimizer is not None:
             optimizer.step()
@@ -250,12 +259,17 @@ def is_named(error: BaseException) -> bool:
     return not raw and _NAMES_SOMETHING.search(str(error)) is not None
 
 
-def differences(ours: Trace, theirs: Trace) -> Iterator[tuple[str, float]]:
-    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN."""
+def differences(
+    ours: Trace, theirs: Trace, within: Callable[[str], float] = lambda _: 0.0
+) -> Iterator[tuple[str, float]]:
+    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN.
+
+    `within` says of what by how much it may differ: the norm of the difference over the norm in `theirs`.
+    """
     for what, value in ours.items():
         expected = theirs.get(what)
         if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            if not same_tensor(value, expected):
+            if not same_tensor(value, expected) and not _is_close(value, expected, within(what)):
                 yield what, _distance(value, expected)
         elif isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
             yield what, float("inf")
@@ -267,6 +281,10 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
         return False
     one, other = _dense(one), _dense(other)
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _is_close(one: Tensor, other: Tensor, within: float) -> bool:
+    return within > 0 and one.shape == other.shape and bool((one - other).norm() <= within * other.norm())
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

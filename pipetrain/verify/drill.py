@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +43,6 @@ class Result:
     message: str
     resume: str
     problem: str | None
-    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,11 +128,10 @@ def _results(ground: _Ground, *, quick: bool) -> Iterator[Result]:
         )
         yield _harmed(ground, "a manifest is cut", lambda path: os.truncate(path / "manifest.json", 100))
         yield _all_damaged(ground)
-        yield _full_disk(ground)
 
 
 def _verdict(result: Result) -> str:
-    return "skipped" if result.skipped else "as promised" if result.problem is None else "NOT HANDLED"
+    return "as promised" if result.problem is None else "NOT HANDLED"
 
 
 def drill_table(results: list[Result]) -> str:
@@ -151,11 +148,8 @@ def drill_table(results: list[Result]) -> str:
     for line, result in zip(told, results, strict=True):
         lines += [line, *(f"    {text}" for text in (result.message, result.problem) if text)]
     wrong = sum(result.problem is not None for result in results)
-    skipped = sum(result.skipped for result in results)
     verdict = f"{wrong} not handled as promised" if wrong else "all handled as promised"
-    return "\n".join(
-        [*lines, "", f"{len(results) - skipped} faults, {verdict}" + f"; {skipped} skipped" * bool(skipped)]
-    )
+    return "\n".join([*lines, "", f"{len(results)} faults, {verdict}"])
 
 
 class _Ground:
@@ -300,26 +294,6 @@ def _all_damaged(ground: _Ground) -> Result:
     return Result("all snapshots are damaged", 2, done.returncode, None, message, resumed, problem)
 
 
-def _full_disk(ground: _Ground) -> Result:
-    name = "the disk is full in a save"
-    size = sum(file.stat().st_size for file in (_four_steps(ground, "sizes") / _NEWEST).rglob("*"))
-    snapshots = ground.folder / "full" / "snapshots"
-    snapshots.mkdir(parents=True)
-    with _small_disk(snapshots, size * 3 // 2) as mounted:
-        if not mounted:
-            why = "a small disk needs the right to mount a tmpfs (root)"
-            return Result(name, 2, None, None, why, "", None, skipped=True)
-        done, _ = ground.train("full", 2)
-        told = [line for line in done.stderr.splitlines() if "No space left on device" in line]
-        good = done.returncode == Exit.DONE and bool(told) and "training goes on" in told[0]
-        names = sorted(path.name for path in snapshots.iterdir())
-        untouched = names == [_BEFORE] and ground.losses("full") == ground.losses(ground.whole())
-        seen = f"exit code {done.returncode}, snapshots {names}: {_last_line(done.stderr)}"
-        resume = "the older snapshot is untouched" if untouched else ""
-        problem = None if good and untouched else seen
-        return Result(name, 2, done.returncode, None, told[0] if told else "", resume, problem)
-
-
 def _four_steps(ground: _Ground, run: str) -> Path:
     """A copy of a run that ended early and has snapshots of steps 2 and 4; returns their folder."""
     first = ground.folder / "four"
@@ -333,20 +307,6 @@ def _four_steps(ground: _Ground, run: str) -> Path:
                 shutil.rmtree(path)
     shutil.copytree(first, ground.folder / run)
     return ground.folder / run / "snapshots"
-
-
-@contextmanager
-def _small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
-    """A tmpfs of that size on `folder`, where this process may mount one."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    mounted = (
-        shutil.which("mount") is not None and subprocess.run(mount, check=False, capture_output=True).returncode == 0
-    )
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _last_line(text: str) -> str:

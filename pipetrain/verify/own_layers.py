@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from pipetrain.monitor.draw.table import Table
 from pipetrain.runtime.cut import cut, num_rows
 from pipetrain.schedule.policy import Mode
 from pipetrain.stage.stage import LossFn
-from pipetrain.verify.apart import try_apart
 from pipetrain.verify.beside_loop import (
     NUM_MICROBATCHES,
     SEED,
@@ -35,9 +36,12 @@ from pipetrain.verify.beside_loop import (
     plain,
     seed_everything,
 )
+from pipetrain.verify.forked import forking
 
 NUM_STEPS = 2
 MOST_STAGES = 4
+PATIENCE_SECONDS = 120.0  # for one way; on a machine with nothing else to do it takes less than one
+START_SECONDS = 600.0  # for a process to load torch, likewise
 _EXAMPLE = "as in pipetrain verify my_model:make_layers --batch my_model:make_batch"
 
 
@@ -63,7 +67,6 @@ class _Made:
 class OwnTrial:
     """All layers in one way."""
 
-    subject: str
     own: OwnLayers
     mode: str
     num_stages: int
@@ -117,8 +120,46 @@ def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
     stages = range(1, min(MOST_STAGES, len(names)) + 1)
     modes = [Mode.OVERLAP] if quick else list(Mode)
     wanted = [min(2, len(names))] if quick else list(stages)
-    trials = [OwnTrial(own.layers, own, mode.value, number) for number in wanted for mode in modes]
+    trials = [OwnTrial(own, mode.value, number) for number in wanted for mode in modes]
     return OwnReport(names, tuple(try_apart(attempt_own, trials)))
+
+
+def try_apart(
+    attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial], seconds: float = PATIENCE_SECONDS
+) -> Iterator[tuple[OwnTrial, Found]]:
+    """What `attempt` finds, trial by trial, in another process: after one that hangs the others are left out."""
+    left = list(trials)
+    while left:  # in a new process what one that died has left
+        ours, theirs = forking().Pipe(duplex=False)
+        process = forking().Process(target=_work, args=(theirs, attempt, left), daemon=True)
+        process.start()
+        theirs.close()
+        ours.poll(START_SECONDS)
+        try:
+            ours.recv()
+            while left:
+                trial = left[0]
+                if not ours.poll(seconds):
+                    yield trial, Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s")
+                    yield from ((other, Found(Verdict.FAILED, f"not tried, as {trial} hung")) for other in left[1:])
+                    return
+                found = ours.recv()
+                yield left.pop(0), found
+        except EOFError:
+            process.join()
+            yield left.pop(0), Found(Verdict.FAILED, f"its process died (exit code {process.exitcode})")
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _work(end: Connection, attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial]) -> None:
+    os.dup2(2, 1)  # what a layer prints must not come between what the command does
+    torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
+    end.send(None)  # it has started
+    for trial in trials:
+        end.send(attempt(trial))
 
 
 def attempt_own(trial: OwnTrial) -> Found:
@@ -178,7 +219,7 @@ def _checked(own: OwnLayers) -> tuple[str, ...]:
             except Exception as error:
                 raise ValueError(f"{own.layers}: the plain loop fails itself: {_line(error)}") from error
         names = tuple(type(layer).__name__ for layer in subject.layers())
-    for what, _ in differences(*traces):
+    for what, _ in differences(traces[0], traces[1]):
         raise ValueError(
             f"{own.layers}: two plain loops from one seed differ in {what}: draw weights and batches from torch's, numpy's or "
             "Python's own generators, which are seeded before each call, and let layers begin anew each time"
@@ -208,7 +249,7 @@ def _subject(own: OwnLayers) -> Subject:
         lambda: made(0).layers,
         batch,
         lambda: made(0).loss_fn,
-        clip=False,
+        max_norm=None,
         num_microbatches=microbatches,
         num_steps=NUM_STEPS,
     )

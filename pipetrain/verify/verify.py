@@ -7,6 +7,7 @@ another order than one process does, so these are compared within rounding; the 
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,15 +26,11 @@ from pipetrain.data.batch import Batch
 from pipetrain.models.spec import ModelSpec, make_spec, spec_of
 from pipetrain.monitor.draw.table import Table
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import AUTO, FAMILIES
 from pipetrain.schedule.policy import Mode
+from pipetrain.verify.beside_loop import NUM_MICROBATCHES, SEED, Subject, Trace, Way, differences, piped, plain
 from pipetrain.verify.forked import START_METHOD, forking
 
-SEED = 3
-NUM_STEPS = 3
-NUM_MICROBATCHES = 3
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
 RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # of all replicas; replicas
 QUICK_RANKS = ((2, 1),)
@@ -132,80 +129,55 @@ def _rank(rank: int, num_ranks: int, num_replicas: int, folder: str) -> None:
     found = []
     for case in cases(num_ranks, num_replicas):
         everywhere: list[Any] = [None] * num_ranks
-        dist.all_gather_object(everywhere, list(_differences(case)))
-        differences = [difference for here in everywhere for difference in here]
-        largest = max((size for _, size in differences), default=0.0)
-        found.append((differences[0][0] if differences else None, largest))
+        dist.all_gather_object(everywhere, _differences(case))
+        differ = [difference for here in everywhere for difference in here]
+        largest = max((size for _, size in differ), default=0.0)
+        found.append((differ[0][0] if differ else None, largest))
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def _differences(case: Case) -> Iterator[tuple[str, float]]:
+def _differences(case: Case) -> list[tuple[str, float]]:
     """The tensors of this rank that differ, each with its largest difference."""
-    spec, batch_of = _MODELS[case.model]()
-    whole = nn.Sequential(*spec.build(0, spec.num_layers, seed=SEED))
-    assert spec.loss_fn is not None
-    by_name = dict(whole.named_parameters())
-    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    subject, expected = _plain_of(case.model, case.num_replicas)
     plan = make_plan(
-        spec.num_layers,
+        len(subject.layers()),
         num_ranks=case.num_ranks // case.num_replicas,
         stages_per_rank=case.stages_per_rank,
         num_microbatches=NUM_MICROBATCHES,
         num_replicas=case.num_replicas,
         placement=case.placement,
     )
-    within, within_after = (0.0, 0.0) if case.num_replicas == 1 else (WITHIN, WITHIN_AFTER_STEPS)
-    with Pipeline(
-        spec,
-        plan=plan,
-        num_microbatches=NUM_MICROBATCHES,
-        schedule=case.schedule,
-        recompute=case.mode,
-        seed=SEED,
-    ) as pipeline:
-        ours = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-        for step in range(NUM_STEPS):
-            batch = batch_of(step)
-            loss = pipeline.step(*pipeline.own_rows(batch))
-            expected = reference_step(
-                whole,
-                spec.loss_fn,
-                batch.inputs,
-                batch.targets,
-                num_microbatches=NUM_MICROBATCHES * case.num_replicas,
-                seed=SEED,
-                step=step,
-                count_fn=spec.count_fn,
-            )
-            # What was trained by the step before differs by rounding, and so does all that follows.
-            limit = within if step == 0 else within_after
-            yield from _compare(f"loss of step {step}", loss, expected, limit)
-            for name, parameter in pipeline.named_parameters():
-                yield from _compare(f"gradient of {name} in step {step}", parameter.grad, by_name[name].grad, limit)
-            pipeline.clip_grad_norm_(0.1)
-            nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, parameter in pipeline.named_parameters():
-            yield from _compare(f"{name} after {NUM_STEPS} steps", parameter, by_name[name], within_after)
-        try:
-            pipeline.check_replicas()
-        except PipelineError as error:
-            yield str(error), float("inf")
+    way = Way(case.mode, plan.num_stages, case.num_ranks, case.schedule, policy={"last_stage": "auto"}, plan=plan)
+
+    def within(what: str) -> float:
+        if case.num_replicas == 1:
+            return 0.0
+        # What was trained by the step before differs by rounding, and so does all that follows.
+        return WITHIN if what.endswith((" of step 0", " in step 0")) else WITHIN_AFTER_STEPS
+
+    try:
+        return list(differences(piped(subject, way), expected, within))
+    except PipelineError as error:  # of replicas that are not equal, say
+        return [(str(error), float("inf"))]
 
 
-def _compare(what: str, ours: Tensor | None, theirs: Tensor | None, within: float = 0.0) -> Iterator[tuple[str, float]]:
-    """`within`: the norm of the difference over the norm of `theirs` may be so much; 0: not a bit may differ."""
-    if ours is None or theirs is None:
-        if ours is not theirs:
-            yield what, float("inf")
-    elif not torch.equal(ours, theirs):
-        difference = (ours - theirs).detach()
-        if not within or not difference.norm() <= within * theirs.detach().norm():
-            yield what, float(difference.abs().max())
+@functools.lru_cache(maxsize=2)
+def _plain_of(model: str, num_replicas: int) -> tuple[Subject, Trace]:
+    """What one process trains, and what comes of it."""
+    spec, batch_of = _MODELS[model]()
+    loss_fn = spec.loss_fn
+    assert loss_fn is not None
+    subject = Subject(
+        lambda: spec.build(0, spec.num_layers, seed=SEED),
+        batch_of,
+        lambda: loss_fn,
+        count_fn=spec.count_fn,
+        max_norm=0.1,
+        num_microbatches=NUM_MICROBATCHES * num_replicas,
+    )
+    return subject, plain(subject)
 
 
 class _Dense(nn.Module):

@@ -68,7 +68,7 @@ def source(tmp_path: Path) -> HfSource:
 def test_the_config_says_the_dtype_of_the_weights(source: HfSource, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    export_model(stages_of(source, dtype=torch.bfloat16), STAGES, tmp_path / "kept", tmp_path / "out")
+    export_model(stages_of(source, dtype="bfloat16"), STAGES, tmp_path / "kept", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.bfloat16
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import intermediate_size, parameters_per_layer, transformer_size
+from pipetrain.models.arithmetic import intermediate_size, transformer_size
 from pipetrain.models.loss import next_token_loss
 from pipetrain.models.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
@@ -189,10 +189,12 @@ def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int |
         name=config.name, num_key_value_heads=config.num_key_value_heads, intermediate_size=mlp, **SMALL
     )
     layers = build(sized)
-    assert parameters_per_layer(sized, VOCABULARY) == [
+    assert list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer) == [
         sum(weight.numel() for weight in layer.parameters()) for layer in layers
     ]
-    assert sum(parameters_per_layer(sized, VOCABULARY)) == sum(weight.numel() for weight in layers.parameters())
+    assert sum(list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer)) == sum(
+        weight.numel() for weight in layers.parameters()
+    )
 
 
 def test_mlp_sizes() -> None:

@@ -15,7 +15,7 @@ from pipetrain.config.load import load
 from pipetrain.config.records import ModelConfig, OptimConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
-from pipetrain.models.arithmetic import parameters_per_layer, shapes_per_layer
+from pipetrain.models.arithmetic import shapes_per_layer, transformer_size
 from pipetrain.models.spec import make_spec
 from pipetrain.monitor.mesh_drawing import MeshShown, draw_mesh
 from pipetrain.plan.mesh import (
@@ -144,8 +144,8 @@ def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
     layers = make_spec(config, 24).build(0, config.num_hidden_layers + 2)
     found = [sorted(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
     assert found == [sorted(shapes) for shapes in shapes_per_layer(config, 24)]
-    assert [sum(weight.numel() for weight in layer.parameters()) for layer in layers] == parameters_per_layer(
-        config, 24
+    assert [sum(weight.numel() for weight in layer.parameters()) for layer in layers] == list(
+        transformer_size(config, 24, 1).parameters_per_layer
     )
 
 
@@ -261,7 +261,7 @@ def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
     mesh, _ = predict_mesh(config, predict(config).schedule)
     model = config.model
     assert sum(rank.parameters or 0 for rank in mesh.ranks) == 2 * sum(
-        parameters_per_layer(model, ByteTokenizer.vocabulary_size)
+        list(transformer_size(model, ByteTokenizer.vocabulary_size, 1).parameters_per_layer)
     )
 
 

@@ -36,7 +36,7 @@ def one_fails(folder: str) -> tuple[list[str], int | None]:
     said: list[str] = []
     saver = saver_here(folder, said)
     save(saver, 1)
-    save(saver, 2, torch.complex64 if dist.get_rank() == 1 else torch.float32)
+    save(saver, 2, torch.complex128 if dist.get_rank() == 1 else torch.float32)
     save(saver, 3)
     saver.wait()
     return said, saver.last_step
@@ -48,7 +48,7 @@ def test_one_rank_that_cannot_write_costs_one_snapshot(tmp_path: pathlib.Path) -
     assert said_first == []
     (text,) = said
     assert text == (
-        "rank 1 could not write the snapshot of step 2 (of rank 1 has dtype torch.complex64, which a snapshot cannot hold): "
+        "rank 1 could not write the snapshot of step 2 (of rank 1 has dtype torch.complex128, which a snapshot cannot hold): "
         f"training goes on; the newest snapshot is {tmp_path}/step-00000001"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]

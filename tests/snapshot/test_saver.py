@@ -1,7 +1,5 @@
 """Saves on one rank: what is in them, what is kept, and what happens when one fails."""
 
-import errno
-import fcntl
 import os
 import pathlib
 import shutil
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from pipetrain.comm.device import CpuDevice
 from pipetrain.snapshot import saver as saver_module
-from pipetrain.snapshot import tensors as tensors_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
@@ -64,37 +61,6 @@ def test_every_dtype_and_shape_comes_back(tmp_path: pathlib.Path) -> None:
     for name, value in tensors.items():
         assert read[name].dtype is value.dtype
         assert torch.equal(read[name], value)
-
-
-@pytest.fixture(params=["no direct writes at all", "larger blocks than ours"])
-def other_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system on which one or the other way past the page cache fails, as the kernel says it."""
-    fcntl_of, write = fcntl.fcntl, os.write
-
-    def refuse_flag(descriptor: int, command: int, value: int = 0) -> int:
-        if command == fcntl.F_SETFL and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return fcntl_of(descriptor, command, value)
-
-    def refuse_write(descriptor: int, data: memoryview) -> int:
-        if fcntl_of(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write(descriptor, data)
-
-    if request.param == "no direct writes at all":
-        monkeypatch.setattr(tensors_module.fcntl, "fcntl", refuse_flag)
-    else:
-        monkeypatch.setattr(tensors_module.os, "write", refuse_write)
-
-
-@pytest.mark.usefixtures("other_disk")
-def test_a_disk_without_direct_writes(tmp_path: pathlib.Path) -> None:
-    weight = torch.randn((1 << 18) + 3)
-    saver = saver_of(tmp_path)
-    saver.save(state_of(1), {Part.WEIGHTS: {"w": weight}})
-    saver.wait()
-    check_whole(path_of(tmp_path, 1))
-    assert torch.equal(Snapshot(path_of(tmp_path, 1)).tensors(Part.WEIGHTS)["w"], weight)
 
 
 def test_what_a_step_changes_meanwhile_is_not_in_the_snapshot(tmp_path: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from pipetrain.cli.main import main
 from pipetrain.schedule.families import AUTO, FAMILIES
 from pipetrain.verify import verify
+from pipetrain.verify.beside_loop import differences
 from pipetrain.verify.verify import Case, Row, cases, parity_table
 
 CASE = Case("dense", 2, "gpipe", "overlap")
@@ -33,18 +34,22 @@ def test_a_difference_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out == parity_table(rows) + "\n"
 
 
+def different(ours: torch.Tensor | None, theirs: torch.Tensor, within: float = 0.0) -> list[tuple[str, float]]:
+    return list(differences({"x": ours}, {"x": theirs}, lambda _: within))
+
+
 def test_the_last_bit_counts() -> None:
     one = torch.ones(3)
-    assert list(verify._compare("x", one, one.clone())) == []
-    assert list(verify._compare("x", one, torch.nextafter(one, 2 * one))) == [("x", pytest.approx(1.19e-7, rel=0.01))]
-    assert list(verify._compare("x", None, one)) == [("x", float("inf"))]
+    assert different(one, one.clone()) == []
+    assert different(torch.nextafter(one, 2 * one), one) == [("x", pytest.approx(1.19e-7, rel=0.01))]
+    assert different(None, one) == [("x", float("inf"))]
 
 
 def test_replicas_are_compared_within_rounding_and_no_more() -> None:
     one = torch.ones(4)
-    assert list(verify._compare("x", one + 9e-7, one, 1e-6)) == []
-    assert list(verify._compare("x", one + 2e-6, one, 1e-6)) == [("x", pytest.approx(2e-6, rel=0.1))]
-    assert list(verify._compare("x", one * float("nan"), one, 1e-6)) != []
+    assert different(one + 9e-7, one, 1e-6) == []
+    assert different(one + 2e-6, one, 1e-6) == [("x", pytest.approx(2e-6, rel=0.1))]
+    assert different(one * float("nan"), one, 1e-6) != []
     row = Row(Case("dense", 4, "gpipe", "overlap", 2), None, 0.0)
     assert "2 x 2" in parity_table([row])
     assert parity_table([row]).endswith(

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from apart import try_apart
 from entries import own_boundaries, own_functions, own_state, torch_layers
 from entries.entry import Entry
 
 from pipetrain.monitor.draw.table import Table
 from pipetrain.schedule.policy import Mode
-from pipetrain.verify.apart import try_apart
 from pipetrain.verify.beside_loop import Found, Trace, Verdict, Way, beside, plain, worst_of
 
 ENTRIES: tuple[Entry, ...] = (

@@ -5,13 +5,13 @@ import os
 import time
 from pathlib import Path
 
+import apart
 import layer_zoo
 import pytest
+from apart import try_apart
 from layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
 
 from pipetrain.stage.slots import RecomputeMismatch
-from pipetrain.verify import apart
-from pipetrain.verify.apart import try_apart
 from pipetrain.verify.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
 
 WAY = Way("overlap", 2)

@@ -1,13 +1,17 @@
 """`pipetrain verify MODULE:FUNCTION`: which of a user's layers can be recomputed, and what is said of wrong input."""
 
 import json
+import os
 import pathlib
 import sys
 import textwrap
+import time
 
 import pytest
 
 from pipetrain.cli.main import main
+from pipetrain.verify.beside_loop import Found, Verdict
+from pipetrain.verify.own_layers import OwnLayers, OwnTrial, try_apart
 
 MODULE = """
 import torch
@@ -152,3 +156,24 @@ def test_wrong_input_ends_with_2_and_a_line(words: list[str], said: str, capfd: 
     assert out == ""
     (line,) = [line for line in err.splitlines() if line.startswith("pipetrain: ")]
     assert said in line
+
+
+def ends_dies_or_hangs(trial: OwnTrial) -> Found:
+    if trial.mode == "dies":
+        os.kill(os.getpid(), 9)
+    if trial.mode == "hangs":
+        time.sleep(600)
+    return Found(Verdict.EQUAL)
+
+
+def test_what_hangs_or_dies_is_named_and_the_rest_goes_on() -> None:
+    trials = [OwnTrial(OwnLayers("mine:layers"), mode, 1) for mode in ("ends", "dies", "ends", "hangs", "ends")]
+    came = list(try_apart(ends_dies_or_hangs, trials, seconds=3))
+    assert [trial for trial, _ in came] == trials
+    assert [(found.result.value, found.detail) for _, found in came] == [
+        ("equal", ""),
+        ("failed", "its process died (exit code -9)"),
+        ("equal", ""),
+        ("failed", "hangs: nothing came for 3 s"),
+        ("failed", "not tried, as hangs, 1 stage hung"),
+    ]

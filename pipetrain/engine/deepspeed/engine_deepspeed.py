@@ -27,8 +27,7 @@ from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
-from pipetrain.engine.engine import Accepts
-from pipetrain.engine.precision import Precision
+from pipetrain.engine.engine import Accepts, Precision
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.trained import Model, Optimizer

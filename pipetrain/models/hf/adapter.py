@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.models.hf.causal_loss import LinearHead, UnmadeLogits, are_large, scale_of_linear
+from pipetrain.models.hf.causal_loss import UnmadeLogits, are_large
 from pipetrain.models.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
 from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
-from pipetrain.models.hf.router import Router, RouterSums
+from pipetrain.models.hf.router import Router
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
 
@@ -79,8 +79,8 @@ class HfDecoderLayer(nn.Module):
             return {**tree, "hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
         with self.router.watching(self.layer) as logits:
             hidden = frame.value.run(self.number, self.layer, tree["hidden"])
-        sums = self.router.added(RouterSums.of(tree), logits, tree.get("attention_mask"))
-        return {**tree, "hidden": hidden, **sums.as_tree(), "frame": frame}
+        sums = self.router.added(tree.get("router"), logits, tree.get("attention_mask"))
+        return {**tree, "hidden": hidden, **({} if sums is None else {"router": sums}), "frame": frame}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The family's own layer, without the frame around it: so one code serves all of a kind, wherever they stand.
@@ -112,32 +112,21 @@ def _unknown() -> Tensor:
 class HfHead(nn.Module):
     """The dict -> logits `[batch, sequence, vocabulary]`; with a router loss a dict of `logits` and `router_loss [1]`.
 
-    `makes_pieces`: large logits that are to be trained on are left to the loss (`causal_loss`), which makes them piece by piece.
+    `loss_makes_logits`: large logits that are to be trained on are left to `causal_loss`, which makes them piece by piece.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, parts: Parts, router: Router | None, *, makes_pieces: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, parts: Parts, router: Router | None) -> None:
         super().__init__()
         self.model = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), parts.after)})
-        self.parts = parts
         self.router = router
         self.vocabulary_size = vocabulary_of(model)
-        self.makes_pieces = makes_pieces
-        self._linear: tuple[str, float] | None = None  # the name of the only weight behind the last norm, and the scale
-        if makes_pieces:
-            bare = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), ())})
-            weights = dict(bare.named_parameters())
-            scale = scale_of_linear(partial(_logits, bare), next(iter(weights.values()))) if len(weights) == 1 else None
-            self._linear = None if scale is None else (next(iter(weights)), scale)
+        self.loss_makes_logits = True
 
     def forward(self, tree: Mapping[str, Any]) -> Any:
         hidden = tree["hidden"]
-        router_loss = None if self.router is None else self.router.loss(RouterSums.of(tree)).reshape(1)
-        if self.makes_pieces and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
-            return UnmadeLogits(
-                hidden, partial(_logits, self.model), self.vocabulary_size, self._linear_head(), router_loss
-            )
+        router_loss = None if self.router is None else self.router.loss(tree.get("router")).reshape(1)
+        if self.loss_makes_logits and torch.is_grad_enabled() and are_large(hidden, self.vocabulary_size):
+            return UnmadeLogits(hidden, partial(_logits, self.model), self.vocabulary_size, router_loss)
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
@@ -147,19 +136,6 @@ class HfHead(nn.Module):
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
         return _logits(self.model, hidden[:, -1:])
-
-    def _linear_head(self) -> LinearHead | None:
-        if self._linear is None:
-            return None
-        name, scale = self._linear
-        return LinearHead(
-            partial(_hidden_after, self.model.get_submodule(self.parts.owner)), self.model.get_parameter(name), scale
-        )
-
-
-def _hidden_after(owner: nn.Module, hidden: Tensor) -> Tensor:
-    normed: Tensor = owner(inputs_embeds=hidden)[0]
-    return normed
 
 
 def _logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -212,12 +188,8 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
     return Given(past.mask, past.positions, cache.at(past.length))
 
 
-def layers_of(
-    model: PreTrainedModel, first: int, last: int, parts: Parts | None = None, *, makes_pieces: bool = False
-) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
     """The layers `first` to `last - 1` of ours, around the modules of `model`, which may have modules that are `Elsewhere` for others.
-
-    `makes_pieces`: they are for `causal_loss`, which large logits are left to.
 
     Raises:
         ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
@@ -236,7 +208,7 @@ def layers_of(
             assert not isinstance(layer, Elsewhere), f"layer {number} is on another stage"
             made.append(HfDecoderLayer(layer, number - 1, frames, router))
         else:
-            made.append(HfHead(model, parts, router, makes_pieces=makes_pieces))
+            made.append(HfHead(model, parts, router))
     return made
 
 

@@ -42,10 +42,8 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     parts = model_parts(model)
     modules = dict(enumerate(layers_of(model, 0, parts.num_layers, parts)))
 
-    def build(
-        first: int, last: int, *, device: torch.device, makes_pieces: bool, **_: Any
-    ) -> Sequence[nn.Module]:  # around the modules that are there, with what they share
-        return [layer.to(device) for layer in layers_of(model, first, last, parts, makes_pieces=makes_pieces)]
+    def build(first: int, last: int, *, device: torch.device, **_: Any) -> Sequence[nn.Module]:
+        return [layer.to(device) for layer in layers_of(model, first, last, parts)]  # around the modules that are there
 
     spec = _spec_of(model, parts, build)
     return replace(spec, modules=modules, tied=tied_parameters(modules))
@@ -92,7 +90,6 @@ def _read_of(
     *,
     seed: int,
     device: torch.device,
-    makes_pieces: bool,
 ) -> Sequence[nn.Module]:
     """Layers of a model that is on disk: these are read, or drawn, and no others."""
     model = pruned_model(
@@ -107,7 +104,7 @@ def _read_of(
     )
     if config.lora.rank is not None:
         add_adapters(model, parts, config.lora, seed=seed)
-    return [layer.to(device) for layer in layers_of(model.train(), first, last, parts, makes_pieces=makes_pieces)]
+    return [layer.to(device) for layer in layers_of(model.train(), first, last, parts)]
 
 
 def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
@@ -118,8 +115,7 @@ def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
         fingerprint.pop(key, None)
     return ModelSpec(
         size=hf_size_of(config, HfShape(config).most_positions or _ANY_LENGTH),
-        build_layers=partial(build, makes_pieces=True),
-        build_for_other_loss=partial(build, makes_pieces=False),
+        build_layers=build,
         loss_fn=causal_loss,
         count_fn=count_tokens,
         fingerprint={**fingerprint, "attention": model.config._attn_implementation},

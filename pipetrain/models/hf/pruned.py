@@ -10,11 +10,12 @@ opened, and no name of a family stands here.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,47 +29,56 @@ from pipetrain.stage.seeding import generators_restored, weight_seed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-PRETRAINED, RANDOM, EMPTY = "pretrained", "random", "empty"
+PRETRAINED, RANDOM = "pretrained", "random"
+_OPENING = threading.Lock()  # transformers reads with several threads
 
 
 def pruned_model(
-    source: HfSource | PretrainedConfig,
+    source: HfSource,
     first: int,
     last: int,
     *,
     weights: str = PRETRAINED,
     seed: int = 0,
-    dtype: torch.dtype | str = "auto",
+    dtype: str = "auto",
     attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """The causal language model of `source` with our layers `first` to `last - 1`; all else of it never had memory.
 
     Args:
-        weights: `pretrained` reads them; `random` draws each layer from (seed, its number); `empty` leaves them on the meta device.
+        weights: `pretrained` reads them; `random` draws each layer from (seed, its number).
         dtype: of the weights; `auto`: what they are stored in.
         attention: how transformers computes attention (`sdpa`, `eager`, ...); None: its own choice.
 
     Raises:
         ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
     """
-    config = _own_config(source, attention)
+    config, held = config_of(source), range(first, last)
+    if attention is not None:
+        config._attn_implementation = attention
+    chosen = getattr(torch, source.dtype if dtype == "auto" else dtype, None)
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise ValueError(f"model.dtype={dtype}: allowed are auto, float32, bfloat16 and float16")
     whole = causal_class(config)
-    chosen = _dtype_of(source, config, dtype)
-    pruned = _PrunedClass(whole, first, last, draws=weights == RANDOM)
+    pruned = _PrunedClass(whole, held, draws=weights == RANDOM)
     with _quiet_transformers(), generators_restored(torch.device("cpu")):
         if weights == PRETRAINED:
-            assert isinstance(source, HfSource), "weights are read from a folder"
             check_loadable(source)
             model = _read(pruned, config, source, chosen)
         else:
             with torch.device("meta"):
                 model = pruned.made._from_config(config, dtype=chosen)
-            if weights == RANDOM:
-                _draw(model, pruned.parts, seed)
+            _draw(model, pruned.parts, seed)
     model.__class__ = whole
-    _let_go(model, pruned.parts, range(first, last))
-    return model if weights == EMPTY else model.to(device)
+    # What stayed for what is tied to it goes; the held one keeps the tensor.
+    _replace(model, pruned.parts, set(held))
+    model.all_tied_weights_keys = {
+        target: root
+        for target, root in model.all_tied_weights_keys.items()
+        if pruned.parts.layer_of(target) in held and pruned.parts.layer_of(root) in held
+    }
+    return model.to(device)
 
 
 def empty_model(source: HfSource) -> PreTrainedModel:
@@ -115,55 +125,37 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 class _PrunedClass:
-    """`made`: the family's class, whose instances lose what layers outside `first` to `last - 1` own as soon as they are made.
+    """`made`: the family's class, whose instances lose what no layer of `held` owns as soon as they are made.
 
     `from_pretrained` then loads what is left. `parts` are those of the whole model and `tied` what is tied in what is left, target to
-    source, both known when an instance was made.
+    source, both known when an instance was made. `draws`: what is tied stays with its whole layer, whose weights come from one seed.
     """
 
-    def __init__(self, whole: type[PreTrainedModel], first: int, last: int, *, draws: bool) -> None:
+    def __init__(self, whole: type[PreTrainedModel], held: range, *, draws: bool) -> None:
         self.parts: Parts
         self.tied: Mapping[str, str]
         outer = self
 
         def init(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
             whole.__init__(model, *args, **kwargs)
-            outer.parts = model_parts(model)
-            if not 0 <= first < last <= outer.parts.num_layers:
+            parts = outer.parts = model_parts(model)
+            if not 0 <= held.start < held.stop <= parts.num_layers:
                 raise ValueError(
-                    f"layers {first} to {last - 1} were asked for, the model has 0 to {outer.parts.num_layers - 1}"
+                    f"layers {held.start} to {held.stop - 1} were asked for, the model has 0 to {parts.num_layers - 1}"
                 )
-            _prune(model, outer.parts, range(first, last), draws=draws)
+            model.all_tied_weights_keys = {
+                target: root
+                for target, root in model.all_tied_weights_keys.items()
+                if {parts.layer_of(target), parts.layer_of(root)} & set(held)
+            }
             outer.tied = dict(model.all_tied_weights_keys)
+            # A file has a tied tensor once: its module stays until all is loaded.
+            names = [name for pair in outer.tied.items() for name in pair]
+            of_tied: set[int | None] = {parts.layer_of(name) for name in names} if draws else set()
+            _replace(model, parts, of_tied | set(held), names)
 
         # The module's name: transformers takes a class of another module for code that came with a model.
         self.made: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
-
-
-def _prune(model: PreTrainedModel, parts: Parts, held: range, *, draws: bool) -> None:
-    """Replaces foreign modules. What is tied to a held one stays until all is loaded: a file has such a tensor once.
-
-    `draws`: with its whole layer, whose weights come from one seed, one after the other.
-    """
-    tied = {
-        target: source
-        for target, source in model.all_tied_weights_keys.items()
-        if {parts.layer_of(target), parts.layer_of(source)} & set(held)
-    }
-    model.all_tied_weights_keys = tied
-    tied_names = [name for pair in tied.items() for name in pair]
-    layers = set(held) | ({parts.layer_of(name) for name in tied_names} if draws else set())
-    _replace(model, parts, layers, tied_names)
-
-
-def _let_go(model: PreTrainedModel, parts: Parts, held: range) -> None:
-    """What stayed for what is tied to it goes; the held one keeps the tensor."""
-    _replace(model, parts, set(held))
-    model.all_tied_weights_keys = {
-        target: source
-        for target, source in model.all_tied_weights_keys.items()
-        if parts.layer_of(target) in held and parts.layer_of(source) in held
-    }
 
 
 def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: Sequence[str] = ()) -> None:
@@ -177,12 +169,13 @@ def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: 
 
 def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> PreTrainedModel:
     """Loads what the pruned model has, and nothing else."""
-    with StoredWeights(source.weight_map) as stored:
+    with contextlib.ExitStack() as files:
+        open_file = cache(lambda path: files.enter_context(safe_open(path, framework="pt", backend="pread")))
         try:
             model, info = pruned.made.from_pretrained(
                 None,
                 config=config,
-                state_dict=stored.by_name(),
+                state_dict={name: _Stored(partial(open_file, path), name) for name, path in source.weight_map.items()},
                 dtype=dtype,
                 ignore_mismatched_sizes=True,  # to tell which in a line
                 output_loading_info=True,
@@ -211,49 +204,22 @@ def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtyp
     return model
 
 
-class StoredWeights:
-    """The tensors of safetensors files by name, each read when it is asked for, into memory of its own.
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a safetensors file, read when transformers asks for `value[...]`, into memory of its own.
 
     Not mapped: a mapped file whose tensors are stacked (experts) stays in memory beside the stack, and a file that is written anew
     changes under who maps it.
     """
 
-    def __init__(self, path_of: Mapping[str, Path]) -> None:
-        self._path_of = path_of
-        self._opened: dict[Path, Any] = {}
-        self._lock = threading.Lock()  # transformers reads with several threads
-
-    def by_name(self) -> dict[str, Any]:
-        """What transformers reads as `value[...]`, like the slices of safetensors."""
-        return {name: _Stored(self, name) for name in self._path_of}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor."""
-        path = self._path_of[name]
-        with self._lock:
-            if path not in self._opened:
-                self._opened[path] = safe_open(path, framework="pt", backend="pread")
-        tensor: Tensor = self._opened[path].get_tensor(name)
-        return tensor
-
-    def __enter__(self) -> StoredWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._opened.values():
-            file.__exit__(None, None, None)
-        self._opened.clear()
-
-
-class _Stored:
-    """A tensor that is not read yet."""
-
-    def __init__(self, weights: StoredWeights, name: str) -> None:
-        self._weights = weights
-        self._name = name
+    open_file: Callable[[], Any]
+    name: str
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._weights.read(self._name)[index]
+        with _OPENING:
+            file = self.open_file()
+        tensor: Tensor = file.get_tensor(self.name)
+        return tensor[index]
 
 
 def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
@@ -270,24 +236,6 @@ def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
                 model.get_submodule(name).apply(model._initialize_weights)
     model.initialize_weights()  # rotary tables and what else belongs to no layer
     model.tie_weights(recompute_mapping=False)
-
-
-def _own_config(source: HfSource | PretrainedConfig, attention: str | None) -> PretrainedConfig:
-    """A copy: models write into theirs."""
-    config = config_of(source) if isinstance(source, HfSource) else copy.deepcopy(source)
-    if attention is not None:
-        config._attn_implementation = attention
-    return config
-
-
-def _dtype_of(source: HfSource | PretrainedConfig, config: PretrainedConfig, dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    named = dtype if dtype != "auto" else source.dtype if isinstance(source, HfSource) else config.dtype
-    found = getattr(torch, str(named).removeprefix("torch."), None) if named else torch.float32
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"model.dtype={named}: allowed are auto, float32, bfloat16 and float16")
-    return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ Transformers", 2021, equations (4) to (6), as transformers adds them up. So thre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,20 +22,8 @@ if TYPE_CHECKING:
 _KEY = "router_logits"  # under which transformers records what routers say
 
 
-@dataclass(frozen=True)
-class RouterSums:
-    """Over the layers so far: tokens `[E]` and probabilities `[E]` of each expert, rows `[1]` (token times layer), float32."""
-
-    tokens: Tensor | None = None
-    probabilities: Tensor | None = None
-    rows: Tensor | None = None
-
-    @staticmethod
-    def of(tree: Mapping[str, Any]) -> RouterSums:
-        return RouterSums(*tree.get("router", ()))
-
-    def as_tree(self) -> dict[str, Any]:
-        return {} if self.tokens is None else {"router": (self.tokens, self.probabilities, self.rows)}
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Over the layers so far: tokens `[E]` and probabilities `[E]` of each expert, rows `[1]` (token times layer), float32."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +38,8 @@ class _Watched:
     @staticmethod
     def of(said: Any) -> _Watched:
         """From what a transformers class says that it can record."""
-        if isinstance(said, str):
-            return _Watched(None, said, 1, None)
-        if isinstance(said, type):
-            return _Watched(said, None, 1, None)
+        if isinstance(said, (str, type)):
+            return _Watched(said if isinstance(said, type) else None, said if isinstance(said, str) else None, 1, None)
         return _Watched(said.target_class, said.class_name, said.index, said.layer_name)
 
     def is_it(self, name: str, module: nn.Module) -> bool:
@@ -114,13 +100,14 @@ class Router:
             for handle in handles:
                 handle.remove()
 
-    def added(self, sums: RouterSums, logits: list[Tensor], mask: Tensor | None) -> RouterSums:
+    def added(self, sums: Sums | None, logits: list[Tensor], mask: Tensor | None) -> Sums | None:
         """The sums with those of one more layer; `mask [batch, sequence]`: tokens that are padding count nothing."""
         for each in logits:
-            sums = self._with_one(sums, each, mask)
+            more = self._sums_of(each, mask)
+            sums = more if sums is None else (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
         return sums
 
-    def _with_one(self, sums: RouterSums, logits: Tensor, mask: Tensor | None) -> RouterSums:
+    def _sums_of(self, logits: Tensor, mask: Tensor | None) -> Sums:
         probabilities = torch.softmax(logits, dim=-1)
         rows, experts = probabilities.shape
         chosen = probabilities.topk(self.top_k, dim=-1).indices.flatten()
@@ -129,18 +116,11 @@ class Router:
         tokens = zeros.scatter_add(0, chosen, weights.repeat_interleave(self.top_k))
         ours = probabilities.float()
         added = (ours if mask is None else ours * weights.unsqueeze(-1)).sum(dim=0)
-        count = weights.sum().reshape(1)
-        if sums.tokens is None:
-            return RouterSums(tokens, zeros + added, count)
-        assert sums.probabilities is not None
-        assert sums.rows is not None
-        return RouterSums(sums.tokens + tokens, sums.probabilities + added, sums.rows + count)
+        return tokens, added, weights.sum().reshape(1)
 
-    def loss(self, sums: RouterSums) -> Tensor:
+    def loss(self, sums: Sums | None) -> Tensor:
         """0-dim, float32; 0 where no layer has had experts."""
-        if sums.tokens is None:
+        if sums is None:
             return torch.zeros(())
-        assert sums.probabilities is not None
-        assert sums.rows is not None
-        tokens, probabilities = sums.tokens / sums.rows, sums.probabilities / sums.rows
+        tokens, probabilities = sums[0] / sums[2], sums[1] / sums[2]
         return self.coefficient * (torch.sum(tokens * probabilities.unsqueeze(0)) * len(tokens))

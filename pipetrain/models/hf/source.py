@@ -1,6 +1,6 @@
 """A Hugging Face model as it lies on this machine: its folder, its config, and which file holds which weight.
 
-With the standard library alone: a login node plans a run with it, and no process has to start to hear that a shard is missing.
+Without torch: a login node plans a run with it, and no process has to start to hear that a shard is missing.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from pipetrain.config.records import HUGGING_FACE, ModelConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,7 +28,8 @@ _BESIDE = re.compile(
 _MAIN = "main"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HEADER_BYTES = 100_000_000  # more than that is no header: the format's own limit
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
+_NESTED = ["*/*"]  # weights in other formats, which many repositories have in folders
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,6 @@ class HfSource:
     name: str
     folder: Path
     config: Mapping[str, Any]
-
-    @property
-    def commit(self) -> str | None:
-        """The commit of a model of the hub; None for a folder of the user's."""
-        return self.folder.name if _COMMIT.fullmatch(self.folder.name) else None
 
     @property
     def quantization(self) -> str | None:
@@ -57,9 +57,10 @@ class HfSource:
             if named:
                 return str(named).removeprefix("torch.")
         for file in dict.fromkeys(self.weight_map.values()):
-            for entry in _header(file).values():
-                if entry["dtype"] in _FLOATS:
-                    return _FLOATS[entry["dtype"]]
+            with safe_open(file, framework="np") as opened:
+                found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118, it is no mapping
+            if stored := next((_FLOATS[dtype] for dtype in _FLOATS if dtype in found), None):
+                return stored
         return "float32"
 
     @cached_property
@@ -71,14 +72,19 @@ class HfSource:
         """
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
-            return dict.fromkeys(_header(single), single)
+            try:
+                with safe_open(single, framework="np") as opened:
+                    return dict.fromkeys(opened.keys(), single)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{single} is no safetensors file ({error})") from error
         if not index.is_file():
             raise ValueError(f"model.path={self.name}: {self._no_weights()}")
         names = _read_json(index, self.name).get("weight_map")
         if not isinstance(names, Mapping) or not names:
             raise ValueError(f"model.path={self.name}: {index} has no weight_map: it is no index of weights")
-        missing = [file for file in dict.fromkeys(names.values()) if not self._inside(file).is_file()]
-        if missing:
+        if outside := next((file for file in names.values() if Path(file).name != file), None):
+            raise ValueError(f"model.path={self.name}: {INDEX} names {outside!r}, which is not in its folder")
+        if missing := self.missing_files():
             raise ValueError(
                 f"model.path={self.name}: {missing[0]} is missing in {self.folder} (and {len(missing) - 1} more that "
                 f"{INDEX} names): bring the whole model there"
@@ -90,11 +96,11 @@ class HfSource:
         """Tokenizer, chat template, generation config and licence: what a saved model needs besides config and weights."""
         return tuple(path for path in sorted(self.folder.iterdir()) if path.is_file() and _BESIDE.fullmatch(path.name))
 
-    def _inside(self, file: str) -> Path:
-        """A file that the index names, which must not lead out of the folder."""
-        if Path(file).name != file:
-            raise ValueError(f"model.path={self.name}: {INDEX} names {file!r}, which is not in its folder")
-        return self.folder / file
+    def missing_files(self) -> list[str]:
+        """The names of weight files that are not here (yet)."""
+        index = self.folder / INDEX
+        names = _read_json(index, self.name).get("weight_map", {}).values() if index.is_file() else [WEIGHTS]
+        return [file for file in dict.fromkeys(names) if not (self.folder / file).is_file()]
 
     def _no_weights(self) -> str:
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth")):
@@ -179,18 +185,39 @@ def hub_cache() -> Path:
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The entries of a safetensors file: its length in 8 bytes, then JSON (https://huggingface.co/docs/safetensors)."""
+def bring_model(config: ModelConfig) -> None:
+    """Download the model that `model.path` names, where it is a name and not in this machine's cache yet; without its weights for
+    model.weights=random. Of several processes one brings a file, and the others wait for it: huggingface_hub has locks.
+
+    Raises:
+        ValueError: it cannot be had: no network, no such name, no right to it.
+    """
+    path, revision = config.path, config.revision
+    if config.name != HUGGING_FACE or path is None or Path(path).expanduser().is_dir() or not is_name(path):
+        return
+    folder = cached_folder(path, revision)
+    if folder is None or not (folder / CONFIG).is_file():
+        _download(path, revision, _SMALL_FILES)
+    if config.weights == "pretrained" and (missing := find_source(path, revision).missing_files()):
+        _download(path, revision, missing)
+
+
+def _download(name: str, revision: str | None, files: list[str]) -> None:
     try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if not 2 <= size <= _HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes")
-            entries: dict[str, Any] = json.loads(opened.read(size))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is no safetensors file ({error})") from error
-    entries.pop("__metadata__", None)
-    return entries
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(
+            f"model.path={name}: it is downloaded by huggingface_hub, which is not installed; pip install 'pipetrain[hf]', or give "
+            "a folder"
+        ) from error
+    try:
+        snapshot_download(name, revision=revision, cache_dir=hub_cache(), allow_patterns=files, ignore_patterns=_NESTED)
+    except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(
+            f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {reason}); check "
+            "the name and the network, or download it elsewhere and give its folder"
+        ) from error
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
@@ -201,12 +228,3 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"model.path={name}: {path} holds no JSON object")
     return value
-
-
-def missing_files(source: HfSource) -> Iterable[str]:
-    """The names of weight files that a cache of the hub does not have yet."""
-    index = source.folder / INDEX
-    if index.is_file():
-        files = dict.fromkeys(_read_json(index, source.name).get("weight_map", {}).values())
-        return [file for file in files if not (source.folder / file).is_file()]
-    return [] if (source.folder / WEIGHTS).is_file() else [WEIGHTS]

@@ -188,7 +188,7 @@ ENTRIES: tuple[Entry, ...] = (
         "layer 0 (Embeds)",
         on_ranks=False,
     ),
-    _embedded("Embedding with sparse gradients", lambda: nn.Embedding(VOCABULARY, 4, sparse=True), clip=False),
+    _embedded("Embedding with sparse gradients", lambda: nn.Embedding(VOCABULARY, 4, sparse=True), max_norm=None),
     block("RReLU", nn.RReLU),
     block("activations in place", lambda: nn.Sequential(square(), nn.ReLU(True), square(), nn.ELU(inplace=True))),
     stack(
