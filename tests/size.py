@@ -33,13 +33,13 @@ ROOMS = {
     "runtime": 5220,
     "schedule": 5210,
     "snapshot": 1170,
-    "stage": 5130,
+    "stage": 5110,
     "train.py": 340,
     "trainer": 1290,
     "verify": 1220,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.
-LONG_FILES = {"stage/stage.py": 640, "stage/slots.py": 578}
+LONG_FILES = {"stage/stage.py": 637, "stage/slots.py": 578}
 # Tables of broken lines, and of layers: data.
 NOT_COUNTED = ("mutants", "zoo")
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

@@ -233,11 +233,6 @@ class Selection:
         """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
         return layer not in self._compiled
 
-    @staticmethod
-    def of(wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> Selection | None:
-        """None: nothing is wanted."""
-        return Selection(wanted, layers, first_layer) if wanted else None
-
     @contextmanager
     def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
         """Around a layer: operations that may be kept, or that write, go through `run`."""

@@ -180,7 +180,7 @@ class Stage:
         self._sizes: dict[Hashable, SetSize] = {}  # by kind, and whether it is kept
         self._kinds: set[Hashable] = set()  # of microbatches that have run
         self._versions: list[int] = []  # of the parameters, in this step
-        self._selection = Selection.of(selective, self.layers, first_layer)
+        self._selection = Selection(selective, self.layers, first_layer) if selective else None
         beside = () if part is None else part.layers
         self._leaves = LeafWatch(
             self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
@@ -271,7 +271,9 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *results), needed=needed)
         elif known is not None:
-            self._count_plain(held, known, (*given.leaves, *results))
+            outer = (*given.leaves, *results)  # in the meter they count as others of their kind did
+            held.counted = [(outer[number], self.meter.hold(outer[number])) for number in known.others]
+            held.size = self._sizes[held.kind, True].counted(self.meter, ())
         self._kinds.add(kind)
         if has_backward or needed:
             self._hold(microbatch, held, before)
@@ -428,11 +430,6 @@ class Stage:
         if self._selection is not None and self._selection.is_watched and held.given is not None:
             for line in self._selection.kept_nothing(self._title):
                 warnings.warn(line, stacklevel=3)
-
-    def _count_plain(self, held: _Held, known: _Known, leaves: Sequence[Any]) -> None:
-        """A set like those of its kind: in the meter it counts as they did."""
-        held.counted = [(leaves[number], self.meter.hold(leaves[number])) for number in known.others]
-        held.size = self._sizes[held.kind, True].counted(self.meter, ())
 
     def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
         self._held[microbatch] = held

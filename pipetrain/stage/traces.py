@@ -70,7 +70,8 @@ def outer_traces(layer: Any) -> Look:
             if not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_")):
                 _note_variable(f"{kind.__name__}.{name}", value, found)
     for function in _code_of(layer):
-        _note_variables(function.__qualname__.split("<locals>.")[-1], function, found)
+        for name, value in _variables_of(function):
+            _note_variable(f"{function.__qualname__.split('<locals>.')[-1]}: {name}", value, found)
     return found
 
 
@@ -175,11 +176,6 @@ def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
         yield from _functions_in(thing.__func__)
     elif isinstance(thing, types.FunctionType) and is_of_the_user(thing):
         yield thing
-
-
-def _note_variables(name: str, function: types.FunctionType, found: Look) -> None:
-    for key, value in _variables_of(function):
-        _note_variable(f"{name}: {key}", value, found)
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "a set that autograd holds is not in the meter",
         "pipetrain/stage/stage.py",
-        "            self._count_plain(held, known, (*given.leaves, *results))\n",
+        "            held.size = self._sizes[held.kind, True].counted(self.meter, ())\n",
         "            pass\n",
         ("tests/runtime/test_memory.py", "-k", "agrees and kept"),
     ),
