@@ -259,9 +259,6 @@ class LateBoundSet:
         self._phase = _Phase.WAITING
         if self._witness is not None:
             self._witness.end_layer()
-        for reader, first in self.reads_from.items():
-            self.whole.update(range(first, reader + 1))
-            self.free.update(range(first, reader + 1))
         if changing:
             self._copy_what_changes(changing)
         self._end = self._last_slot_of_recompute() if needed else 0

@@ -215,9 +215,9 @@ MUTANTS = (
     ),
     Mutant(
         "layers whose slots are read in F stay late-bound",
-        "pipetrain/stage/slots.py",
-        "            self.whole.update(range(first, reader + 1))",
-        "            self.whole.add(reader)",
+        "pipetrain/stage/inspection.py",
+        "stage.kept.add(late, range(first, number + 1), why, free=True)",
+        "stage.kept.add(late, (number,), why, free=True)",
         ("tests/regressions/test_gradients_inside.py", "-k", "through_an_earlier_layer and always"),
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = (
     Mutant(
         "R ends at its last slot without a proof",
         "pipetrain/stage/stage.py",
-        "        self._stop = Stop.AT_LAYER  # where",
-        "        self._stop = Stop.AT_SLOT  # where",
+        "late.start_recompute(self._stop if is_proved else Stop.AT_LAYER)",
+        "late.start_recompute(Stop.AT_SLOT)",
         ("tests/regressions/test_saved_tensors.py", "-k", "operation_that_fills and unproved"),
     ),
     Mutant(
