@@ -200,7 +200,7 @@ def changing_inside() -> dict[str, tuple[list[nn.Module], str]]:
         return torch.ones(8)[: 8 if step == 1 else 1]
 
     def differing(step: int, y: Tensor) -> Any:
-        return [1, True, 0.5][step]
+        return [1, True, True][step]
 
     return {
         "detached at first": ([Tells(detached_at_first), Then(only, used)], r"0SEND_F0: output\[1\] changed"),
