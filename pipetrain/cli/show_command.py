@@ -23,7 +23,7 @@ from pipetrain.monitor.mesh_drawing import MeshShown, draw_mesh, mesh_html
 from pipetrain.monitor.shown import Shown
 from pipetrain.plan.profile import read_profile
 from pipetrain.schedule.alive import idle_places
-from pipetrain.schedule.csv_file import write_csv
+from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
 from pipetrain.trainer.prepare import predict, predict_mesh
 
 
@@ -88,7 +88,7 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     for one in shown:
         steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
         sought = None if one.proof is None else f"step {one.proof}"
-        notes = (sought, idle_places(one.schedule))
+        notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
         parts = (one.title, steps, ranks_table(one.breakdown).as_text(), *notes)
         pictures.append("\n\n".join(filter(None, parts)))
     kinds = [event.op.kind for one in shown for event in one.timeline.events]

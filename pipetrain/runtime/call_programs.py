@@ -14,6 +14,7 @@ from pipetrain.runtime.program import Program
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.csv_file import pairs_in_csv
 from pipetrain.schedule.families import AUTO, Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
@@ -65,8 +66,10 @@ class Programs:
         self._spec = dataclasses.replace(spec, costs=costs, tied=tied)
         self._cache: dict[_Key, Program] = {}
         whole = self.whole().schedule
-        if rank == 0 and (note := idle_places(whole)):
-            warnings.warn(note, stacklevel=3)
+        notes = (pairs_in_csv(whole.family), idle_places(whole))
+        for note in notes if rank == 0 else ():
+            if note:
+                warnings.warn(note, stacklevel=3)
 
     def describe(self) -> str:
         """For comparing ranks: the same text where the same ops stand in the same order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.families import Shape
@@ -27,7 +27,6 @@ from pipetrain.schedule.kinds import (
 from pipetrain.schedule.launches import launch_order, recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.reduce import gradients_of, in_turn, reduces_of
 from pipetrain.schedule.schedule import Schedule, in_parts
@@ -53,20 +52,7 @@ def check(schedule: Schedule, *, serial: bool = False) -> None:
         ValueError: the policy's numbers are for another number of stages.
     """
     schedule.policy.check_stages(schedule.num_stages)
-    _apply((*RULES, one_transfer_at_a_time) if serial else RULES, schedule)
-
-
-def check_order(draft: Schedule) -> None:
-    """Returns if each microbatch passes each stage once, forward and back; of compute lanes alone, before the passes.
-
-    Raises:
-        ScheduleError: as `check`.
-    """
-    _apply((each_op_once, each_forward, each_backward), draft)
-
-
-def _apply(rules: Iterable[Rule], schedule: Schedule) -> None:
-    for rule in rules:
+    for rule in (*RULES, one_transfer_at_a_time) if serial else RULES:
         for op, violation in rule(schedule):
             sentence = (rule.__doc__ or rule.__name__).splitlines()[0]
             raise ScheduleError(f"{sentence}\n{op}: {violation}\n{grid(schedule, op)}")
@@ -99,8 +85,7 @@ def violation_of(op: Op, rank: int, shape: Shape) -> str | None:
         allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
         return f"is of microbatch {op.microbatch}; allowed are {allowed}"
     if shape.stage_ranks[op.stage] != rank:
-        home = f"stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
-        return f"stands in the line of rank {rank}, but {home} (pipeline.placement={spelling_of(shape.stage_ranks)})"
+        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
     return segment_violation(op, shape.parts_of(op.stage))
 
 

@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.families import AUTO, ComputeLanes, Shape
-from pipetrain.schedule.kinds import RECOMPUTE, kinds_where
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, kinds_where
 from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, order_of, with_recompute
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule import Schedule, in_parts
 
 _KINDS = kinds_where(lambda row: row.in_csv)
 _ALL_KEPT = "keep"  # the line that says so
-_PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+_PAIR = "OVERLAP_F_B"
+_PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
@@ -38,7 +43,7 @@ def write_csv(schedule: Schedule) -> str:
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
     compute = (schedule.lane(rank, Lane.COMPUTE) for rank in range(schedule.num_ranks))
     lanes = [list(with_recompute(ops, lambda op: (op.stage, op.microbatch) in recomputed)) for ops in compute]
-    has_r = any(op.kind is RECOMPUTE for lane in lanes for op in lane)
+    has_r = any(_recomputes(op) for lane in lanes for op in lane)
     keeps_all = schedule.kept and schedule.policy.mode is not Mode.NEVER and not has_r
     return csv_of_order(AllKept(lanes) if keeps_all else lanes)
 
@@ -46,8 +51,11 @@ def write_csv(schedule: Schedule) -> str:
 def csv_of_order(order: ComputeLanes) -> str:
     """The text of a file that holds the ops of each rank as they are."""
     out = io.StringIO()
-    head = [[_ALL_KEPT]] if isinstance(order, AllKept) else []
-    csv.writer(out, lineterminator="\n").writerows([*head, *order])
+    writer = csv.writer(out, lineterminator="\n")
+    if isinstance(order, AllKept):
+        writer.writerow([_ALL_KEPT])
+    for lane in order:
+        writer.writerow(map(str, lane))
     return out.getvalue()
 
 
@@ -55,32 +63,96 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
     """(num_stages, num_ranks, num_microbatches) that the ops of a file span.
 
     Raises:
-        ValueError: the file cannot be read, or holds no op.
+        ValueError: as `read_csv`.
     """
-    lanes = _lanes(_text(Path(path)), str(path))
-    ops = [op for lane in lanes for op in lane]
+    rows, _ = _rows(_text(Path(path)), str(path))
+    ops = [op for row in rows for _, op in row]
     if not ops:
         raise ValueError(f"{path}: holds no op; write a line per rank, as in 0F0,0F1,0B0,0B1")
-    return max(op.stage for op in ops) + 1, len(lanes), max(op.microbatch or 0 for op in ops) + 1
+    return max(op.stage for op in ops) + 1, len(rows), max(op.microbatch or 0 for op in ops) + 1
 
 
 def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
     """The ops of each rank's compute lane: F, B, I and W, and R if the file has them; `AllKept` if it says so.
 
     Raises:
-        ValueError: the file is not there, has a cell that is no op (line and cell count from 1), or another number of ranks.
+        ValueError: the file is not there, or does not hold a schedule of this shape; the message says line and cell
+            (both from 1) and what is allowed.
     """
     return order_of_csv(_text(Path(path)), str(path), shape)
 
 
 def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
-    """The same of what a file at `path` would hold."""
-    lanes = _lanes(text, path)
-    if len(lanes) != shape.num_ranks:
+    """The same of what a file at `path` would hold.
+
+    Raises:
+        ValueError: as `read_csv`.
+    """
+    rows, all_kept = _rows(text, path)
+    if len(rows) != shape.num_ranks:
         raise ValueError(
-            f"{path}: has {len(lanes)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
+            f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
         )
-    return lanes
+    _check_placement(path, rows, shape)
+    for rank, row in enumerate(rows):
+        places: dict[Op, str] = {}
+        for place, op in row:
+            fault = violation_of(op, rank, shape)
+            if op in places:
+                fault = "stands in this line twice; allowed is once"
+            elif all_kept and _recomputes(op):
+                fault = f"recomputes a set, but the first line says {_ALL_KEPT!r}; remove one of the two"
+            if fault:
+                raise ValueError(f"{place}: {op} {fault}")
+            places[op] = place
+        end = row[-1][0] if row else f"{path}, line {rank + 1}"
+        for stage in shape.stages_of(rank):
+            _check_ways(stage, shape, places, end)
+    lanes = [[op for _, op in row] for row in rows]
+    return AllKept(lanes) if all_kept else lanes
+
+
+def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
+    """A file that is right but for where its stages live is one for another placement."""
+    ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
+    for rank, row in enumerate(rows):
+        for _, op in row:
+            ranks_of.setdefault(op.stage, set()).add(rank)
+    if len(ranks_of) > shape.num_stages or any(len(ranks) != 1 for ranks in ranks_of.values()):
+        return  # some op is wrong, whatever the placement
+    there = [min(ranks) for _, ranks in sorted(ranks_of.items())]
+    if tuple(there) != shape.stage_ranks:
+        wanted = f"pipeline.placement={spelling_of(shape.stage_ranks)} on {list(shape.stage_ranks)}"
+        raise ValueError(
+            f"{path}: has its stages on ranks {there}, {wanted}; set pipeline.placement={spelling_of(there).replace(' ', '')}"
+        )
+
+
+def pairs_in_csv(path: str) -> str | None:
+    """A sentence for the user where a file has pairs of ops that overlap in torch's runtime, and not in this one."""
+    if not path.endswith(".csv") or not Path(path).is_file():
+        return None
+    pairs = len(_PAIRED.findall(_text(Path(path))))
+    if not pairs:
+        return None
+    return (
+        f"{path}: {pairs} cells with {_PAIR} are read as F, then B, one after the other: a rank runs one op at a time"
+    )
+
+
+def _recomputes(op: Op) -> bool:
+    return op.kind is RECOMPUTE
+
+
+def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
+    """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
+    lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
+    all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
+    rows = []
+    for line, cells in lines[1:] if all_kept else lines:
+        places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
+        rows.append([(place, op) for place, cell in places if cell.strip() for op in _ops_of(place, cell)])
+    return rows, all_kept
 
 
 def _text(path: Path) -> str:
@@ -90,27 +162,49 @@ def _text(path: Path) -> str:
         raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
 
 
-def _lanes(text: str, path: str) -> ComputeLanes:
-    lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
-    all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
-    lanes = []
-    for line, cells in lines[1:] if all_kept else lines:
-        lane = []
-        for number, cell in enumerate(map(str.strip, cells), start=1):
-            pair = _PAIR.fullmatch(cell)
-            for spelling in pair.groups() if pair else [cell] * bool(cell):
-                lane.append(_op(spelling, f"{path}, line {line}, cell {number}"))
-        lanes.append(lane)
-    return AllKept(lanes) if all_kept else lanes
+def _ops_of(place: str, cell: str) -> tuple[Op, ...]:
+    """The op of a cell, or the two of a pair."""
+    pair = _PAIRED.fullmatch(cell.strip())
+    if pair is None:
+        return (_parsed(place, cell),)
+    first, second = (_parsed(place, one) for one in pair.groups())
+    if (first.kind.row.direction, second.kind.row.direction) != (Direction.FORWARD, Direction.BACKWARD):
+        raise ValueError(f"{place}: {cell.strip()!r}: {_PAIR} joins an F and then a B or an I, as in (0F3;3B1){_PAIR}")
+    return first, second
 
 
-def _op(text: str, place: str) -> Op:
+def _parsed(place: str, cell: str) -> Op:
     try:
-        op = Op.parse(text)
+        op = Op.parse(cell)
     except ValueError:
         op = None
     if op is None or op.kind not in _KINDS or op.peer is not None:
         raise ValueError(
-            f"{place}: {text!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
+            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
         )
     return op
+
+
+def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) -> None:
+    """Each microbatch passes the stage once in each direction. `places` are the cells of the line's ops, in order."""
+    order = {op: number for number, op in enumerate(places)}
+    directions = Direction if stage >= shape.first_backward else (Direction.FORWARD,)
+    for direction, microbatch in itertools.product(directions, range(shape.num_microbatches)):
+        ways = [[Op(stage, kind, microbatch) for kind in way] for way in PASS_SEQUENCES[direction]]
+        if direction is Direction.BACKWARD and shape.parts_of(stage) > 1:
+            ways += [list(in_parts(op, shape.parts_of(stage))) for (op,) in ways[:1]]
+        there = [way for way in ways if any(op in places for op in way)]
+        if not there:
+            raise ValueError(f"{end}: the line ends without {ways[0][0]}; each stage needs F and B for each microbatch")
+        first, *more = [op for way in there for op in way if op in places]
+        if len(there) > 1:
+            raise ValueError(
+                f"{places[more[-1]]}: {more[-1]} stands beside {first}; allowed are B, or I and W, not both"
+            )
+        if len(there[0]) > 1 + len(more):
+            missing = next(op for op in there[0] if op not in places)
+            raise ValueError(f"{places[first]}: {first} stands without {missing}; allowed are B, or I and W after it")
+        for before, after in itertools.pairwise(there[0]):
+            if order[after] < order[before]:
+                what = "whose other half it is" if after.part is None else "the part that comes back first"
+                raise ValueError(f"{places[after]}: {after} stands before {before}, {what}")

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from pipetrain.schedule.alive import peak_stash
-from pipetrain.schedule.check import check_order, violation_of
+from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
-from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, FAMILIES, ComputeLanes, Generator, Shape, generator_of
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
 from pipetrain.schedule.kinds import RECOMPUTE, Direction
 from pipetrain.schedule.messages import add_messages
@@ -80,8 +80,6 @@ def make(spec: ScheduleSpec) -> Schedule:
     if spec.family == AUTO:
         return _in_order(spec)
     ordered = draft_of(spec, _ordered(spec))
-    if spec.family not in FAMILIES:
-        check_order(ordered)
     draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
@@ -104,7 +102,7 @@ def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
     Raises:
         ValueError: an op that is none of its rank's.
     """
-    return hold_back(_as_ordered(spec, _checked(order, f"generator {spec.name}", spec.shape)), order)
+    return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
 
 
 def _as_ordered(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
@@ -151,21 +149,22 @@ def _check_stash(draft: Schedule) -> None:
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
     shape = spec.shape
     if callable(spec.family):
-        return _checked(spec.family(shape), f"generator {spec.name}", shape)
-    if spec.name.endswith(".csv"):
-        return _checked(read_csv(spec.name, shape), spec.name, shape)
-    return generator_of(spec.name)(shape)
+        return _checked(spec.family(shape), spec.name, shape)
+    family = str(spec.family)
+    return read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
 
 
 def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
-    """What a generator or a file gave; the passes rely on ops of stages and microbatches that there are."""
+    """What a generator gave; the passes rely on ops of stages and microbatches that there are."""
     if len(lanes) != shape.num_ranks:
-        raise ValueError(f"{name}: gave {len(lanes)} lanes; allowed is one per rank, which makes {shape.num_ranks}")
+        raise ValueError(
+            f"generator {name}: gave {len(lanes)} lanes; allowed is one per rank, which makes {shape.num_ranks}"
+        )
     for rank, lane in enumerate(lanes):
         for op in lane:
             fault = violation_of(op, rank, shape) if isinstance(op, Op) else "is no Op"
             if fault:
-                raise ValueError(f"{name}, rank {rank}: {op} {fault}")
+                raise ValueError(f"generator {name}, rank {rank}: {op} {fault}")
     return lanes
 
 

@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "a pair of torch's file is read backward first",
         "pipetrain/schedule/csv_file.py",
-        "in pair.groups() if pair",
-        "in pair.groups()[::-1] if pair",
+        "    return first, second\n",
+        "    return second, first\n",
         ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
     ),
     Mutant(

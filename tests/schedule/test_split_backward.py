@@ -189,6 +189,25 @@ def test_check_names_what_is_wrong(name: str) -> None:
         check(with_lane(SOUND, 1, Lane.COMPUTE, ops))
 
 
+FILES = {
+    "w without i": (("1I1", ""), "line 2, cell 5: 1W1 stands without 1I1; allowed are B, or I and W after it"),
+    "i without w": (("1W1", ""), "line 2, cell 4: 1I1 stands without 1W1; allowed are B, or I and W after it"),
+    "both": (("1W1", "1W1,1B1"), "line 2, cell 5: 1W1 stands beside 1B1; allowed are B, or I and W, not both"),
+    "w first": (("1I1,1W1", "1W1,1I1"), "line 2, cell 4: 1W1 stands before 1I1, whose other half it is"),
+    "neither": (("1I1,1W1", ""), "line 2, cell 3: the line ends without 1B1; each stage needs F and B"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_with_half_a_backward(name: str, tmp_path: Path) -> None:
+    (old, new), message = FILES[name]
+    path = tmp_path / "bad.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n" + "1F0,1B0,1F1,1I1,1W1\n".replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        make_schedule(str(path), num_stages=2, num_microbatches=2)
+    assert "\n" not in str(error.value)
+
+
 def test_whole_and_split_microbatches_may_be_neighbours() -> None:
     def last_ones_split(shape: Shape) -> ComputeLanes:
         words = ["0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1W0 1F1 1B1"]
