@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_start(config.resume, config.init_from, config.run_dir)
             set_variables_of_gpus()
             torch.set_num_threads(config.threads_per_rank)
-            bring_model(config.model)
+            bring_model(config.model, timeout_seconds=config.timeout_seconds)
             with _warnings_as_lines():
                 return train(config)
         except OSError as error:

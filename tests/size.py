@@ -26,7 +26,7 @@ ROOMS = {
     "data": 2400,
     "engine": 1170,
     "launcher": 980,
-    "models": 3770,
+    "models": 3830,
     "monitor": 3280,
     "optim": 330,
     "plan": 1350,

@@ -67,7 +67,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     torch.set_num_threads(config.threads_per_rank)
     device, wait = choose_device(None), config.timeout_seconds
     precision = precision_of(config.precision, device)
-    bring_model(config.model)
+    bring_model(config.model, timeout_seconds=config.timeout_seconds)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)

@@ -64,7 +64,7 @@ def check_train(config: RunConfig) -> Run:
     Raises:
         ValueError: it cannot be; with the key, the value and what to type instead.
     """
-    bring_model(config.model)
+    bring_model(config.model, timeout_seconds=config.timeout_seconds)
     phases = prepare_phases(config)
     check_trackers(config.observe)
     if config.resume != AUTO:

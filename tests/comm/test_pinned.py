@@ -192,7 +192,7 @@ def test_words_of_a_plan(given: dict[str, Any], says: str) -> None:
 
 def nccl_on_cpus() -> str:
     plan = make_plan(2, num_ranks=2, edges="nccl")
-    with pytest.raises(ValueError, match=r"transport\.edges") as caught:
+    with pytest.raises(ValueError, match=r"transport\.backend") as caught:
         Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], plan=plan, timeout_seconds=NEVER_SECONDS)
     return str(caught.value)
 

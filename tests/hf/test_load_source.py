@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipetrain.config.records import ModelConfig
+from pipetrain.models.hf import source
 from pipetrain.models.hf.pruned import causal_class, config_of, pruned_model
 from pipetrain.models.hf.source import INDEX, WEIGHTS, bring_model, cached_folder, check_loadable, find_source
 
@@ -196,9 +199,12 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def test_a_model_is_downloaded_once(hub: Hub) -> None:
-    for _ in range(2):
-        bring_model(ModelConfig(name="hf", path=NAME))
+def test_a_model_is_downloaded_once_whoever_asks(hub: Hub) -> None:
+    asking = [threading.Thread(target=bring_model, args=(ModelConfig(name="hf", path=NAME),)) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert sorted(hub.brought) == sorted(["config.json", INDEX, "tokenizer.json", *shards])
     check_loadable(find_source(NAME))
@@ -209,6 +215,20 @@ def test_weights_that_are_drawn_are_not_downloaded(hub: Hub) -> None:
     assert sorted(hub.brought) == ["config.json", INDEX, "tokenizer.json"]
     bring_model(ModelConfig(name="hf", path=NAME))  # now they are wanted, and nothing else
     assert len(hub.brought) == 5
+
+
+def test_a_download_of_another_process_that_stands_still_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = hub.cache / f"models--{NAME.replace('/', '--')}"
+    home.mkdir(parents=True)
+    monkeypatch.setattr(source, "_POLL_SECONDS", 0.01)
+    with (home / ".pipetrain.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            ValueError, match=r"another process downloads it to .* for timeout_seconds=0.05 nothing more"
+        ):
+            bring_model(ModelConfig(name="hf", path=NAME), timeout_seconds=0.05)
+    bring_model(ModelConfig(name="hf", path=NAME))
+    assert hub.brought
 
 
 def test_a_folder_is_never_asked_for(tmp_path: Path, hub: Hub) -> None:

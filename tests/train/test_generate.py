@@ -212,7 +212,7 @@ def test_without_transformers_a_line_says_so(
     [
         (["--prompt="], "--prompt is empty"),
         (["--prompt=a\udcff"], "--prompt has bytes that are no UTF-8"),
-        (["--tokens=0"], "--tokens=0: at least 1"),
+        (["--tokens=0"], "--max-new-tokens=0: at least 1"),
         (["--temperature=-1"], "temperature=-1"),
         (["--temperature=0", "--top-k=3"], "temperature=0 takes the likeliest"),
         (["--top-p=2"], "top_p=2"),

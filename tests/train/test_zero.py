@@ -161,7 +161,7 @@ def few_weights() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     make_optimizer(config_of("auto"), frozen.parameters(), replicas).step()
     mixed = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"parallel\.zero=1: a stage has weights of bfloat16 and float32"):
+    with pytest.raises(ValueError, match=r"parallel\.zero_stage=1: a stage has weights of bfloat16 and float32"):
         make_optimizer(config_of("auto"), mixed.parameters(), replicas)
 
 

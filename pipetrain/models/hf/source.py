@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from pipetrain.config.records import HUGGING_FACE, ModelConfig
@@ -26,6 +30,7 @@ _BESIDE = re.compile(
     r"|generation_config\.json|chat_template\.json|LICENSE.*|NOTICE.*"
 )
 _MAIN = "main"
+_POLL_SECONDS = 0.5  # between two looks at what another process downloads
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -185,21 +190,69 @@ def hub_cache() -> Path:
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def bring_model(config: ModelConfig) -> None:
+def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
     """Download the model that `model.path` names, where it is a name and not in this machine's cache yet; without its weights for
-    model.weights=random. Of several processes one brings a file, and the others wait for it: huggingface_hub has locks.
+    model.weights=random. Of several processes one downloads, and the others wait for it: for `timeout_seconds` at most while nothing
+    more arrives.
 
     Raises:
         ValueError: it cannot be had: no network, no such name, no right to it.
     """
-    path, revision = config.path, config.revision
+    path = config.path
     if config.name != HUGGING_FACE or path is None or Path(path).expanduser().is_dir() or not is_name(path):
         return
-    folder = cached_folder(path, revision)
+    if _missing(config, path):
+        with _alone(path, timeout_seconds):
+            for _ in range(2):  # first the small files, which say what weights there are
+                if files := _missing(config, path):
+                    _download(path, config.revision, files)
+
+
+def _missing(config: ModelConfig, name: str) -> list[str]:
+    """What to download next."""
+    folder = cached_folder(name, config.revision)
     if folder is None or not (folder / CONFIG).is_file():
-        _download(path, revision, _SMALL_FILES)
-    if config.weights == "pretrained" and (missing := find_source(path, revision).missing_files()):
-        _download(path, revision, missing)
+        return _SMALL_FILES
+    return find_source(name, config.revision).missing_files() if config.weights == "pretrained" else []
+
+
+@contextmanager
+def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
+    """Within it no other process of who shares the cache downloads this model.
+
+    Raises:
+        ValueError: another one does, and nothing more arrives.
+    """
+    home = hub_cache() / f"models--{name.replace('/', '--')}"
+    last_change, size = time.monotonic(), -1
+
+    def stands_still() -> bool:
+        nonlocal last_change, size
+        if size == -1:
+            print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
+        now = 0
+        for path in home.rglob("*"):
+            with suppress(OSError):  # renamed meanwhile
+                now += path.stat().st_size
+        if now != size:
+            last_change, size = time.monotonic(), now
+        return time.monotonic() - last_change > timeout_seconds
+
+    lock = FileLock(home / ".pipetrain.lock")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock.acquire(poll_interval=_POLL_SECONDS, cancel_check=stands_still)
+    except Timeout:
+        raise ValueError(
+            f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
+            "more has arrived; end that process, or give the folder of a model that is here"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"model.path={name}: {home} cannot be written ({error.strerror}); set HF_HOME") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _download(name: str, revision: str | None, files: list[str]) -> None:
