@@ -26,6 +26,8 @@ BLOCKS = sorted(
     if entry.block is not None and not entry.is_documented and not entry.lacks() and "compile" not in entry.name
 )
 MAY_BE_REFUSED = {entry.name for entry in ENTRIES if entry.expected is Verdict.REFUSED}
+# Layers with state of their own. After a BatchNorm a running mean is zero in the first step, where nothing shows then; the witness names the layer later.
+MAY_CHANGE_LATER = {entry.name for entry in ENTRIES if entry.expected is Verdict.KEPT}
 PLAIN = {"linear": square, "dense": dense}
 COUNTS_NOT = 1e3  # in a target: its row does not count
 
@@ -106,7 +108,10 @@ def equal_or_named(drawn: Drawn) -> None:
     found = beside(drawn.subject, expected, drawn.way)
     count(found.result)
     assert not found.is_defect, found
-    assert found.result is not Verdict.REFUSED or MAY_BE_REFUSED & set(drawn.names), found
+    if found.result is Verdict.REFUSED and "which it did not in its first step" in found.detail:
+        assert MAY_CHANGE_LATER & set(drawn.names), found
+    elif found.result is Verdict.REFUSED:
+        assert MAY_BE_REFUSED & set(drawn.names), found
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ opened, and no name of a family stands here.
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PRETRAINED, RANDOM = "pretrained", "random"
-_OPENING = threading.Lock()  # transformers reads with several threads
+# Threads of transformers read ahead of what is stacked (experts): by up to the whole stage where the machine is busy.
+_READ_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def pruned_model(
@@ -169,7 +170,7 @@ def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: 
 
 def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> PreTrainedModel:
     """Loads what the pruned model has, and nothing else."""
-    with contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as files, _environment(_READ_ONE_BY_ONE, "1"):
         open_file = cache(lambda path: files.enter_context(safe_open(path, framework="pt", backend="pread")))
         try:
             model, info = pruned.made.from_pretrained(
@@ -216,9 +217,7 @@ class _Stored:
     name: str
 
     def __getitem__(self, index: Any) -> Tensor:
-        with _OPENING:
-            file = self.open_file()
-        tensor: Tensor = file.get_tensor(self.name)
+        tensor: Tensor = self.open_file().get_tensor(self.name)
         return tensor[index]
 
 
@@ -236,6 +235,19 @@ def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
                 model.get_submodule(name).apply(model._initialize_weights)
     model.initialize_weights()  # rotary tables and what else belongs to no layer
     model.tie_weights(recompute_mapping=False)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager
