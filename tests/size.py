@@ -26,7 +26,7 @@ ROOMS = {
     "data": 2400,
     "engine": 1170,
     "launcher": 980,
-    "models": 3830,
+    "models": 3840,
     "monitor": 3280,
     "optim": 330,
     "plan": 1350,
