@@ -23,7 +23,8 @@ from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Kind
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.stage import Stage
 
 from ..ranks import preload, run_ranks
 from ..resident import MODELS, Grown, measure
@@ -242,7 +243,7 @@ def _block(hidden: int, length: int, turns: int) -> tuple[Recomputed, Recomputed
         for stage, taken in zip(stages, seconds):
             block.zero_grad()
             leaves, spec = pytree.tree_flatten(given)
-            inputs = StageInput(tuple(leaves), spec, frozenset({0}), lambda layer: layer)
+            inputs = StageInput(tuple(leaves), spec, frozenset({0}), list)
             output = stage.forward(0, inputs, keep=False, prove=not turn).leaves[0]
             start = time.thread_time()
             stage.recompute(0)

@@ -18,8 +18,9 @@ from pipetrain.models.transformer import Block
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.seeding import layer_seed
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.seeding import layer_seeds
+from pipetrain.stage.stage import Stage
 
 from ..cost.run import Nothing
 from ..result import Options, Result, Table, Target
@@ -178,7 +179,7 @@ def _ours(model: nn.Sequential, given: Tensor, gradient: Tensor, *, keep: bool) 
         nonlocal turns
         turns += 1
         stage.forward(
-            0, StageInput((given,), spec, frozenset({0}), lambda layer: layer_seed(0, 0, turns, layer)), keep=keep
+            0, StageInput((given,), spec, frozenset({0}), lambda layers: layer_seeds(0, 0, turns, layers)), keep=keep
         )
         if not keep:
             stage.recompute(0)

@@ -16,8 +16,9 @@ from pipetrain.models.arithmetic import Style
 from pipetrain.models.transformer import Block
 from pipetrain.schedule.op import Kind
 from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.microbatch import StageInput
 from pipetrain.stage.seeding import seed_generators
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.stage import Stage
 
 from ..result import Options, Result, Table, Target
 
@@ -90,7 +91,7 @@ def _forward(stage: Stage, config: ModelConfig, *, split: bool) -> Tensor:
     hidden = torch.randn(ROWS, SEQUENCE_LENGTH, config.hidden_size)
     leaves, spec = pytree.tree_flatten(hidden)
     seed_generators(0, CPU)
-    stage.forward(0, StageInput(tuple(leaves), spec, frozenset({0}), lambda _: 0), keep=True, split=split)
+    stage.forward(0, StageInput(tuple(leaves), spec, frozenset({0}), list), keep=True, split=split)
     return torch.randn_like(hidden)
 
 

@@ -27,10 +27,10 @@ from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.messages import local_source, reads_boundary, receive_of, send_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
-from pipetrain.stage.seeding import layer_seed
+from pipetrain.stage.seeding import layer_seeds
 from pipetrain.stage.segments import AnyStage
-from pipetrain.stage.stage import StageInput, StageOutput
 
 
 @dataclass
@@ -328,7 +328,7 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
         tuple(taken.leaves),
         taken.spec,
         taken.wants_gradient,
-        functools.partial(layer_seed, step.seed, step.index, step.first_microbatch + microbatch),
+        functools.partial(layer_seeds, step.seed, step.index, step.first_microbatch + microbatch),
         step.targets[microbatch] if scored else None,
         step.weights[microbatch] if scored else 1.0,
         None if step.on_layer is None else functools.partial(step.on_layer, microbatch),

@@ -28,9 +28,10 @@ from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.profile import LOSS, LayerProfile, OpProfile, SavedTensor
 from pipetrain.schedule.policy import Outputs
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.seeding import generators_restored, layer_seed
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.seeding import generators_restored, layer_seeds
 from pipetrain.stage.selective import OPS_OF, operation_of
-from pipetrain.stage.stage import LossFn, Stage, StageInput
+from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import is_dense, storage_key
 
 ROUNDS = 9
@@ -198,7 +199,7 @@ class _Bench:
             for n, leaf in enumerate(moved)
             if needs_gradient and isinstance(leaf, Tensor) and leaf.is_floating_point()
         )
-        return StageInput(moved, spec, wants, lambda layer: layer_seed(0, 0, 0, layer + number))
+        return StageInput(moved, spec, wants, lambda layers: layer_seeds(0, 0, 0, [layer + number for layer in layers]))
 
     def _turn(self, stage: Stage, given: StageInput, turn: int) -> tuple[float, float, float]:
         """Seconds of F, R and B of one microbatch."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.slots import SavedTensorChanged
+from pipetrain.stage.errors import input_changed
 
 if TYPE_CHECKING:
-    from pipetrain.stage.stage import StageInput
+    from pipetrain.stage.microbatch import StageInput
 
 
 class Gate(torch.autograd.Function):
@@ -43,23 +42,18 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
     return Gate.apply(anchor, tensor, {} if sink is None else sink, leaf)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@dataclass(slots=True)
-class _Entered:
+class Entered(NamedTuple):
     """One tensor, and its version when it entered.
 
     `fixed` says what it is and why it may not change; empty: it may. `before` is a copy, or the memory that it was cloned from:
-    with it even a change through `.data` is found, which no version tells.
+    with it even a change through `.data` is found, which no version tells. `is_clone`: of what the stage holds.
     """
 
     tensor: Tensor
     version: int
-    fixed: str = ""
-    before: Tensor | None = None
-
-    def has_changed(self) -> bool:
-        if self.tensor._version != self.version:
-            return True
-        return self.before is not None and not _is_equal(self.tensor.detach(), self.before)
+    fixed: str
+    before: Tensor | None
+    is_clone: bool
 
 
 class Entry:
@@ -68,80 +62,71 @@ class Entry:
     `title` names the stage in an error, `name_of` its layers up to the `last`.
     """
 
-    def __init__(self, anchor: Tensor, title: str, name_of: Callable[[int], str], last: int) -> None:
+    def __init__(self, anchor: Tensor, title: str, name_of: Callable[[int], str], last: int, *, has_loss: bool) -> None:
         self._anchor = anchor
         self._title = title
         self._name_of = name_of
         self._last = last
+        self._has_loss = has_loss
         self._clones = False
         self._is_known = False  # whether the layers have run once
 
     def enter(
-        self, given: StageInput, sink: dict[int, Tensor], *, recomputed: bool, clone: bool, has_loss: bool
-    ) -> tuple[Any, list[_Entered], bool]:
-        """The input tree as the first layer gets it, what `check` looks at when the last one has run, and whether it was cloned.
+        self, given: StageInput, sink: dict[int, Tensor], *, recomputed: bool, clone: bool = False
+    ) -> tuple[Any, list[Entered]]:
+        """The input tree as the first layer gets it, and what `check` looks at when the last one has run.
 
         `recomputed`: an R reads the input again. `clone`: in any case.
         """
         clones = clone or ((recomputed or given.is_shared) and self._clones) or (given.is_shared and not self._is_known)
         # A change through .data is looked for where the layers get a clone for the first time.
         look = not self._is_known or (clones and not self._clones)
-        leaves = list(given.leaves)
-        entered: dict[int, _Entered] = {}  # by the tensor that was given: it may stand in several leaves
+        is_read_again = recomputed or given.is_shared
+        leaves, watched = list(given.leaves), list[Entered]()
+        by_leaf: dict[int, Tensor] = {}  # what was given -> what enters: it may stand in several leaves
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
-            if id(leaf) not in entered:
+            if id(leaf) not in by_leaf:
                 fixed = given.fixed.get(number, "")
                 # A version counter of its own: microbatches are views of one batch and share theirs.
                 tensor = leaf.clone() if clones and not fixed else leaf.data
                 before = (leaf.clone() if fixed else leaf) if look and (fixed or clones) else None
                 if number in given.wants_gradient:
                     tensor = through_gate(self._anchor, tensor, sink, number)
-                entered[id(leaf)] = _Entered(tensor, tensor._version, fixed, before)
-            leaves[number] = entered[id(leaf)].tensor
-        is_read_again = recomputed or given.is_shared
-        watched = [one for one in entered.values() if is_read_again or one.fixed]
-        if has_loss and (recomputed or given.fixed_target):
-            watched += _targets(given, recomputed=recomputed, look=look)
-        return pytree.tree_unflatten(leaves, given.spec), watched, clones
+                by_leaf[id(leaf)] = tensor
+                if is_read_again or fixed:
+                    watched.append(Entered(tensor, tensor._version, fixed, before, clones))
+            leaves[number] = by_leaf[id(leaf)]
+        if self._has_loss and (recomputed or given.fixed_target):
+            for number, leaf in enumerate(pytree.tree_leaves(given.target)):
+                if isinstance(leaf, Tensor) and (recomputed or number in given.fixed_target):
+                    fixed = given.fixed_target.get(number) or _TARGET_READ_AGAIN.format(number)
+                    watched.append(Entered(leaf, leaf._version, fixed, leaf.clone() if look else None, False))
+        return pytree.tree_unflatten(leaves, given.spec), watched
 
-    def check(self, entered: Sequence[_Entered], *, cloned: bool) -> None:
+    def check(self, entered: Sequence[Entered]) -> None:
         """The layers have run: they may have changed only what nobody else reads.
 
         Raises:
             SavedTensorChanged
         """
         self._is_known = True
-        changed = False
-        for one in entered:
-            if not one.has_changed():
+        for tensor, version, fixed, before, is_clone in entered:
+            if tensor._version == version and (before is None or _is_equal(tensor.detach(), before)):
                 continue
-            if one.fixed:
-                raise SavedTensorChanged(
-                    f"{self._title}, from {self._name_of(0)} to {self._name_of(self._last)}, changes in place: {one.fixed}. Use the "
-                    "operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
+            if fixed:
+                layers = f"{self._name_of(0)} to {self._name_of(self._last)}"
+                raise input_changed(f"{self._title}, from {layers}, changes in place: {fixed}")
+            if not is_clone:
+                raise input_changed(
+                    f"{self._name_of(0)} changes the input of {self._title} in place, which it did not on its first microbatch, "
+                    "so that R would see another input"
                 )
-            changed = True
-        if changed and not cloned:
-            raise SavedTensorChanged(
-                f"{self._name_of(0)} changes the input of {self._title} in place, which it did not on its first microbatch, so that R "
-                "would see another input: use the operation that returns a new tensor"
-            )
-        self._clones |= changed
+            self._clones = True
 
 
-def _targets(given: StageInput, *, recomputed: bool, look: bool) -> list[_Entered]:
-    """The tensors of a target that `loss_fn` may not change: those that are `fixed`, and all where R will read them again."""
-    found = []
-    for number, leaf in enumerate(pytree.tree_leaves(given.target)):
-        if isinstance(leaf, Tensor) and (recomputed or number in given.fixed_target):
-            why = (
-                given.fixed_target.get(number)
-                or f"leaf {number} of its target, which loss_fn gets a second time when it is recomputed"
-            )
-            found.append(_Entered(leaf, leaf._version, why, leaf.clone() if look else None))
-    return found
+_TARGET_READ_AGAIN = "leaf {} of its target, which loss_fn gets a second time when it is recomputed"
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -31,16 +31,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipetrain.stage.added_losses import AddedLosses, collecting
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.entry import through_gate
+from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.proof import describe_difference, differ
-from pipetrain.stage.slots import LateBoundSet, LayerRefused, refuses_hooks
+from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
 from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
 if TYPE_CHECKING:
-    from pipetrain.stage.stage import Stage, StageInput
+    from pipetrain.stage.microbatch import StageInput
+    from pipetrain.stage.stage import Stage
 
 _INSIDE = "takes a gradient inside its forward"
 # Less than this per microbatch is not worth a word. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
@@ -130,7 +132,7 @@ class FirstLook:
             stage.loss_fn if is_loss else stage.layers[number],
             value,
             call=call_loss if is_loss else call,
-            seed=functools.partial(stage.seed, number, self._seeds[number]),
+            seed=functools.partial(stage.state.seeders[number], self._seeds[number]),
             buffers=stage.state.copies_of(number),
             # Of a set that is kept a forward may change weights that do not learn, and a copy must not.
             shared=[one for one in stage.state.parameters if one.requires_grad or not self._late.keep],
@@ -170,7 +172,7 @@ class LayerInspection:
         value: Any,
         *,
         call: Callable[[Any, Any], Any],
-        seed: Callable[[], None],
+        seed: Callable[[], object],
         buffers: TensorCopies,
         shared: Iterable[Tensor],
     ) -> None:

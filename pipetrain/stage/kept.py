@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.entry import through_gate
-from pipetrain.stage.slots import LateBoundSet, SavedTensorChanged
+from pipetrain.stage.errors import input_changed
+from pipetrain.stage.slots import LateBoundSet
 
 
 @dataclass
@@ -73,9 +74,9 @@ class KeptLayers:
             changed = any(tensor._version != version for tensor, version in one.entered)
             one.entered.clear()
             if changed and not look and layer not in self._changed_in_place:
-                raise SavedTensorChanged(
+                raise input_changed(
                     f"{self._name_of(layer + 1)} changes in place what {self._name_of(layer)} gave it, which it did not on its first "
-                    "microbatch, so that R would see another input: use the operation that returns a new tensor"
+                    "microbatch, so that R would see another input"
                 )
             if changed:
                 self._changed_in_place.add(layer)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.leaves import is_sharded
-from pipetrain.stage.seeding import draws_in_python
+from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import (
     TensorCopies,
     fingerprint,
@@ -31,7 +32,6 @@ from pipetrain.stage.tensor_copies import (
     storage_key,
     version_of,
 )
-from pipetrain.stage.traces import StateChanged
 
 
 @dataclass
@@ -78,7 +78,9 @@ class LayerState:
         self._name_of = name_of
         self._device = device
         self._roots = [*layers, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-        self.draws_in_python: list[bool] = []  # by layer; the loss is the last
+        self.seeders: list[
+            Callable[[int], object]
+        ] = []  # by layer, what sets the generators; that of the loss is the last
         self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
         self.sight = 0  # another number where modules, their modes, or what needs a gradient are others
         self._sights: dict[tuple[Any, ...], int] = {}
@@ -179,7 +181,8 @@ class LayerState:
             # They change without a new version, but no backward reads them.
             norms = [module for module in modules if isinstance(module, _NormBase)]
             self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-            self.draws_in_python = [draws_in_python(part) for part in (*self._layers, self._loss_fn)]
+            parts = (*self._layers, self._loss_fn)
+            self.seeders = [seeder(self._device, in_python=draws_in_python(part)) for part in parts]
 
     def _buffers(self) -> list[Tensor]:
         """Each buffer once."""

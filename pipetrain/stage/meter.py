@@ -61,15 +61,16 @@ class ActivationMeter:
 
         `on_its_way`: as a message that has not been used, or has not left, yet.
         """
-        storages = storages_of(tensor)
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
-        if not key or self.is_left_out(key):
+        if not key or key in self._weights or key in self._left_out:
             return 0
         with self._lock:
             holders = self._holders.get(key, 0)
             self._holders[key] = holders + 1
             if not holders:
-                size = self._sizes[key] = sum(storage.nbytes() for storage in storages)
+                size = self._sizes[key] = sum(map(UntypedStorage.nbytes, storages))
                 self.current_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
             if on_its_way:
@@ -142,7 +143,7 @@ class CountedBytes:
         self.num_bytes = own_bytes
         self._shared = shared
         meter.add(own_bytes)
-        self._keys = [meter.hold(tensor) for tensor in shared]
+        self._keys = tuple(map(meter.hold, shared))
 
     def __del__(self) -> None:
         self._meter.add(-self.num_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,11 @@ _DRAW_FROM_TORCH = frozenset({"torch", "pipetrain"})
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int) -> int:
-    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
-    state = 0
+def mix(*numbers: int, state: int = 0) -> int:
+    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15).
+
+    `state` is that of integers before these.
+    """
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -31,8 +33,14 @@ def mix(*numbers: int) -> int:
     return state
 
 
+def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
+    """The seeds of some layers for one microbatch; `microbatch` counts over all replicas, `layers` over the whole model."""
+    before = mix(seed, step, microbatch)
+    return [mix(layer, state=before) for layer in layers]
+
+
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed of one layer for one microbatch; `microbatch` counts over all replicas, `layer` over the whole model."""
+    """The seed of one layer, as `layer_seeds`."""
     return mix(seed, step, microbatch, layer)
 
 
@@ -55,6 +63,21 @@ def seed_generators(seed: int, device: torch.device) -> None:
     for generator in generators_of(device):
         generator.manual_seed(seed)
     seed_python(seed)
+
+
+def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
+    """What sets the generators of a layer on `device` to a seed; those of Python too where it may draw from them."""
+    generators = generators_of(device)
+    if not in_python and len(generators) == 1:
+        return generators[0].manual_seed
+
+    def seed(number: int) -> None:
+        for generator in generators:
+            generator.manual_seed(number)
+        if in_python:
+            seed_python(number)
+
+    return seed
 
 
 def seed_python(seed: int) -> None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
-from pipetrain.stage.stage import LossFn, PartOf, Stage, StageInput, StageOutput
+from pipetrain.stage.stage import LossFn, PartOf, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
 # The leaves of an output, their tree, the device, who gives them, and memories (by the identity of their storage) that nobody may change

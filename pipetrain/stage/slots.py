@@ -16,26 +16,30 @@ is noted as well: whoever ran the layer asks for it when the layer has returned.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.casts import WeightCasts
+from pipetrain.stage.errors import (
+    RecomputeMismatch,
+    SavedTensorChanged,
+    Signature,
+    as_text,
+    refuses_hooks,
+    saved_changed,
+)
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.selective import KeptOutputs, Selection, beside_mode
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
 from pipetrain.stage.witness import Witness
-
-Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor: the last is the class of the node that made it
 
 
 class NeedsGradientInside(BaseException):
@@ -44,26 +48,6 @@ class NeedsGradientInside(BaseException):
 
 class SetComplete(BaseException):
     """The last slot is full: the rest of R would compute what nobody reads."""
-
-
-class RecomputeMismatch(RuntimeError):
-    """R did not do what F did."""
-
-
-class SavedTensorChanged(RuntimeError):
-    """A tensor was changed in place after it had been saved for backward."""
-
-
-class LayerRefused(RuntimeError):
-    """A layer does in its forward what no stage can give it; the message says what to do."""
-
-
-# What torch.func says where saved-tensor hooks are in force.
-_FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
-
-
-def refuses_hooks(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
 
 
 # The node of what R begins with behind a layer that it passes over, which in F was that layer's.
@@ -86,12 +70,6 @@ class Slot:
     def storage(self) -> int:
         """The identity of the tensor's storage; 0 where it has none of its own."""
         return 0 if self.tensor is None else storage_key(self.tensor)
-
-
-class _Phase(enum.Enum):
-    FORWARD = enum.auto()
-    WAITING = enum.auto()
-    RECOMPUTE = enum.auto()
 
 
 class LateBoundSet:
@@ -128,18 +106,19 @@ class LateBoundSet:
         self.layer = -1  # that F or R is in
         self.num_bytes = 0  # of what fills the slots
         self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
+        self._is_in_forward = True
         self._split = split
         self._casts = casts
         self._name_of = name_of
         self._meter = meter
-        self._phase = _Phase.FORWARD
         self._slots: list[Slot] = []
         self._signatures: list[Signature] = []
         self._witness = witness
         self._watches = watches or self.is_filled or witness is not None
         self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
-        self._starts: list[int] = []  # the first slot of each layer
+        self._starts: list[int] = []  # the first slot of each layer, and when F has ended the number of slots
         self._filled = 0
+        self._most = 0  # as many slots may be filled
         self._end = 0  # as many slots are filled when R is complete
         self._stop = Stop.AT_SLOT
         self._is_complete = False
@@ -147,63 +126,36 @@ class LateBoundSet:
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self._outputs = None if selection is None or keep else KeptOutputs(selection, meter)
 
-    # Layers -----------------------------------------------------------------------------------------------------
-
-    def start_layer(self) -> AbstractContextManager[object]:
-        """F or R goes on to its next layer, which runs under what this returns.
-
-        Raises:
-            SetComplete: R need not go on.
-            RecomputeMismatch: the layer before did something else than in F.
-        """
-        self.layer += 1
-        if self._phase is _Phase.RECOMPUTE:
-            return self._start_layer_of_recompute()
-        self._starts.append(len(self._slots))
-        if self._witness is not None and self.layer:
-            self._witness.end_layer()
-        has_hooks = self.layer not in self.free
-        looks = self._watches or self._casts is not None or self.layer in self.whole
-        # Not held: they refer to this set.
-        hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
-        if not has_hooks:
-            return nullcontext()
-        return (
-            hooks if self._outputs is None else _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
-        )
-
-    def _start_layer_of_recompute(self) -> AbstractContextManager[object]:
-        self.layer -= 1
-        self.raise_what_was_meant()
-        self._end_layer_of_recompute()
-        if self._stop is Stop.AT_LAYER and self._filled >= self._end:
-            raise SetComplete
-        self.layer += 1
-        if self.layer in self.whole:
-            self._filled = self._end_of(self.layer)
-        pack = self._fill if self.proof is None and self._casts is None else self._compare
-        if self._outputs is None:
-            return saved_tensors_hooks(pack, self._unpack_in_recompute)
-        hooks = saved_tensors_hooks(beside_mode(pack), self._unpack_in_recompute)
-        return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
-
-    def before_layer(self, value: Any) -> None:
-        """F comes to the layer after this one, which gets `value`."""
-        if self._outputs is not None:
-            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-            self._outputs.before_layer(self.layer + 1, tensors, is_free=self.layer + 1 in self.free)
-
-    def refuse_hooks(self, _: str = "") -> NoReturn:
-        """The layer that F is in cannot go on with hooks."""
-        self.hooks_refused = True
-        raise NeedsGradientInside
-
     # F ----------------------------------------------------------------------------------------------------------
 
     def keep_whole(self, layers: Set[int], free: Set[int]) -> None:
         """The saved tensors of these layers stay in the graph of F, as they are; `free` are those that run without hooks."""
         self.whole |= layers
         self.free |= free
+
+    def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
+        """F goes on to its next layer, which gets `value` and runs under what this returns."""
+        self.layer += 1
+        self._starts.append(len(self._slots))
+        if self._witness is not None and self.layer:
+            self._witness.end_layer()
+        is_free = self.layer in self.free
+        if self._outputs is not None:
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            self._outputs.before_layer(self.layer, tensors, is_free=is_free)
+        if is_free:
+            return nullcontext()
+        looks = self._watches or self._casts is not None or self.layer in self.whole
+        # Not held: they refer to this set.
+        hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
+        if self._outputs is None:
+            return hooks
+        return _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+
+    def refuse_hooks(self, _: str = "") -> NoReturn:
+        """The layer that F is in cannot go on with hooks."""
+        self.hooks_refused = True
+        raise NeedsGradientInside
 
     def _pack(self, tensor: Tensor) -> Slot:
         # Here and below, for each tensor that is saved: as few lines as can be.
@@ -229,7 +181,7 @@ class LateBoundSet:
 
     def _unpack(self, slot: Slot) -> Tensor:
         tensor = slot.tensor
-        if self._phase is _Phase.FORWARD:
+        if self._is_in_forward:
             layer = self._layer_of(slot.number)
             if tensor is None:
                 self.wanted = layer
@@ -237,7 +189,7 @@ class LateBoundSet:
             self.reads_from[self.layer] = min(layer, self.reads_from.get(self.layer, layer))
         assert tensor is not None, f"B reads an empty slot of {self._name_of_slot(slot)}: its R has not run"
         if tensor._version != slot.version:
-            raise _changed(self._name_of_slot(slot), tensor, "before B read it")
+            raise saved_changed(self._name_of_slot(slot), tensor.shape, "before B read it")
         return tensor
 
     def end_forward(
@@ -254,29 +206,27 @@ class LateBoundSet:
         for number, version, alias in self._aliases:
             if alias._version != version:
                 where = self._name_of(self._layer_of(number))
-                raise _changed(where, self._signatures[number], "later in the same forward")
+                raise saved_changed(where, self._signatures[number][0], "later in the same forward")
         self._aliases.clear()
-        self._phase = _Phase.WAITING
+        self._is_in_forward = False
+        self._starts.append(len(self._slots))
         if self._witness is not None:
             self._witness.end_layer()
         if changing:
             self._copy_what_changes(changing)
-        self._end = self._last_slot_of_recompute() if needed else 0
+        if needed:
+            self._end = self._last_slot_of_recompute() if self.whole else len(self._slots)
         if self._outputs is not None:
             self._outputs.end_forward(self.whole, self._end)
         if self.is_filled or self.whole - self.free:
-            self._count(size)
+            self._count(size or SetSize())
         if self.keep or not needed:
             self._slots.clear()  # the graph owns them; each goes with its node
 
     def _last_slot_of_recompute(self) -> int:
         """The number after that of the last slot that R fills, or proves."""
-        if not self.whole:
-            return len(self._slots)
-        ends = [
-            self._end_of(n) for n, start in enumerate(self._starts) if n not in self.whole and start < self._end_of(n)
-        ]
-        return max(ends, default=0)
+        spans = enumerate(zip(self._starts, self._starts[1:]))
+        return max((end for layer, (start, end) in spans if layer not in self.whole and start < end), default=0)
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
         copies: Storages = {}  # of each storage one, so that views still share it
@@ -287,18 +237,18 @@ class LateBoundSet:
                     copies[key] = copy_of_storage(slot.tensor)
                 slot.fill(view_into(copies[key], slot.tensor))
 
-    def _count(self, size: SetSize | None) -> None:
+    def _count(self, size: SetSize) -> None:
         """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
-        slots = [slot for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        filled = [(slot, slot.tensor) for slot in self._slots if slot.tensor is not None and slot.counted is None]
+        tensors = (tensor for _, tensor in filled)
         if self._split:
-            tensors = [slot.tensor for slot in slots if slot.tensor is not None]
             self.num_bytes = self._meter.uncounted_bytes(tensors)
-            for slot, tensor in zip(slots, tensors):
+            for slot, tensor in filled:
                 slot.counted = CountedBytes(self._meter, 0, (tensor,))
             return
-        counted = (size or SetSize()).counted(self._meter, (slot.tensor for slot in slots if slot.tensor is not None))
+        counted = size.counted(self._meter, tensors)
         self.num_bytes = counted.num_bytes
-        for slot in slots:
+        for slot, _ in filled:
             slot.counted = counted
 
     # R ----------------------------------------------------------------------------------------------------------
@@ -315,18 +265,42 @@ class LateBoundSet:
 
     def start_recompute(self, stop: Stop = Stop.AT_SLOT) -> None:
         """R begins, and ends where `stop` says; where there is a proof, with the stage."""
-        self._phase = _Phase.RECOMPUTE
         self.layer, self._filled = -1, 0
+        self._most = len(self._slots)
         self._stop = Stop.AT_END if self.proof else stop
 
+    def start_layer_again(self) -> AbstractContextManager[object] | None:
+        """R goes on to its next layer, which runs under what this returns; None: F has kept its set, so that it does not run.
+
+        Raises:
+            SetComplete: R need not go on.
+            RecomputeMismatch: the layer before did something else than in F.
+        """
+        if self.layer >= 0:
+            self._end_layer_of_recompute()
+        if self._stop is Stop.AT_LAYER and self._filled >= self._end:
+            raise SetComplete
+        self.layer += 1
+        if self.layer in self.whole:
+            self._filled = self._starts[self.layer + 1]
+            return None
+        pack = self._fill if self.proof is None and self._casts is None else self._compare
+        if self._outputs is None:
+            return saved_tensors_hooks(pack, self._unpack_in_recompute)
+        hooks = saved_tensors_hooks(beside_mode(pack), self._unpack_in_recompute)
+        return _both(hooks, self._outputs.in_recompute(self.layer, self.fail))
+
     def _fill(self, tensor: Tensor) -> None:
-        slot = self._next_slot(tensor)
+        number = self._filled
+        if number >= self._most or (tensor.shape, tensor.dtype, type(tensor.grad_fn)) != self._signatures[number]:
+            self._check_signature(tensor)
+        slot = self._slots[number]
         # Detached: the tensor may be an output of the node that owns this slot, and a cycle would keep both alive.
         slot.tensor = tensor.detach()
         slot.version = tensor._version
-        self._filled += 1
+        self._filled = number + 1
         if self._filled == self._end and self._stop is Stop.AT_SLOT:
-            self._is_complete = True
+            self._is_complete, self._most = True, 0
             raise SetComplete
 
     def _compare(self, tensor: Tensor) -> None:
@@ -336,23 +310,22 @@ class LateBoundSet:
         if self.proof is None:
             self._fill(tensor)
             return
-        self.proof.bring(self._next_slot(tensor), tensor)
+        self._check_signature(tensor)
+        self.proof.bring(self._slots[self._filled], tensor)
         self._filled += 1
         if self._filled == self._end:
             self.proof.at_last_slot()
 
-    def _next_slot(self, tensor: Tensor) -> Slot:
-        """The slot in which F saved what R saves now."""
+    def _check_signature(self, tensor: Tensor) -> None:
+        """R saves this: is it what F saved next?"""
         if self._is_complete:
             raise SetComplete
-        number = self._filled
         signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
-        if number >= len(self._slots):
-            self.fail(f"saves one tensor more than in F: {_describe(signature)}")
-        expected = self._signatures[number]
+        if self._filled >= len(self._slots):
+            self.fail(f"saves one tensor more than in F: {as_text(signature)}")
+        expected = self._signatures[self._filled]
         if signature != expected and (signature[:2] != expected[:2] or signature[2].__name__ != _ENTERED):
-            self.fail(f"saves {_describe(signature)}, in F it was {_describe(expected)}")
-        return self._slots[number]
+            self.fail(f"saves {as_text(signature)}, in F it was {as_text(expected)}")
 
     def _unpack_in_recompute(self, _: Any) -> NoReturn:
         if self._is_complete:
@@ -383,9 +356,9 @@ class LateBoundSet:
         return self._is_complete
 
     def _end_layer_of_recompute(self) -> None:
-        if self.layer < 0:
-            return
-        expected = self._end_of(self.layer)
+        if self._is_complete or self._failure is not None:
+            self.raise_what_was_meant()
+        expected = self._starts[self.layer + 1]
         if self._filled < expected:
             self._fail_because_it_ended()
         if self._filled > expected:
@@ -405,29 +378,28 @@ class LateBoundSet:
             RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.
             SavedTensorChanged: with the layer, and the shape of the tensor.
         """
-        if not self._is_complete:
-            self.raise_what_was_meant()
+        if not self._is_complete and self.layer >= 0:
             self._end_layer_of_recompute()
         if self._filled < self._end:
             self._fail_because_it_ended()
-        if (difference := self._difference()) is not None:
-            raise difference
         if self.proof is None:
             self._check_filled()
             for slot in self._slots if own else ():
                 if slot.tensor is not None and slot.storage() in own:
                     slot.fill(slot.tensor.data)
-            self._count(size)
+            self._count(size or SetSize())
         else:
+            if (difference := self._difference()) is not None:
+                raise difference
             self.proof.clear()
-        self._phase = _Phase.WAITING
-        self.set_bytes_before = self.saved_outputs_bytes
+        if self._outputs is not None:
+            self.set_bytes_before = self.saved_outputs_bytes
         self._slots.clear()
 
     def _check_filled(self) -> None:
         for slot in self._slots:
             if slot.tensor is not None and slot.tensor._version != slot.version:
-                raise _changed(self._name_of_slot(slot), slot.tensor, "later in the same recompute")
+                raise saved_changed(self._name_of_slot(slot), slot.tensor.shape, "later in the same recompute")
         if self._witness is None:
             return
         layer = self._witness.first_difference(self._slots)
@@ -453,8 +425,9 @@ class LateBoundSet:
     def assert_closed(self) -> None:
         """B is done: whatever is left of the set belongs to the graph, which goes."""
         assert not self._slots, f"{len(self._slots)} slots are still held after their B"
-        assert not self.outputs_bytes, f"{self.outputs_bytes} bytes of outputs are still kept after their B"
         assert not self._aliases, f"{len(self._aliases)} aliases are still held after their B"
+        kept = 0 if self._outputs is None else self._outputs.num_bytes
+        assert not kept, f"{kept} bytes of outputs are still kept after their B"
 
     # What fills the slots ---------------------------------------------------------------------------------------
 
@@ -503,7 +476,7 @@ class LateBoundSet:
         raise self._failure
 
     def _fail_because_it_ended(self) -> NoReturn:
-        missing = _describe(self._signatures[self._filled])
+        missing = as_text(self._signatures[self._filled])
         self.fail(f"ended without saving {missing}, which F saved", self._layer_of(self._filled))
 
     def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
@@ -513,8 +486,9 @@ class LateBoundSet:
             return None
         slot, how = found
         if slot.tensor is not None and slot.tensor._version != slot.version:
-            return _changed(self._name_of_slot(slot), slot.tensor, "after its forward, before it was recomputed")
-        what = _describe(self._signatures[slot.number])
+            where, shape = self._name_of_slot(slot), slot.tensor.shape
+            return saved_changed(where, shape, "after its forward, before it was recomputed")
+        what = as_text(self._signatures[slot.number])
         return self._mismatch(self._layer_of(slot.number), f"saves {what} with other values: {how}")
 
     def _mismatch(self, layer: int, what: str) -> RecomputeMismatch:
@@ -531,45 +505,8 @@ def _both(first: AbstractContextManager[object], second: AbstractContextManager[
         yield
 
 
-def _describe(signature: Signature) -> str:
-    shape, dtype, node = signature
-    made = "" if node is NoneType else f" made by {node.__name__.removesuffix('0')}"
-    return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
-
-
 def _version_alias(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of `tensor` and none of its memory."""
     alias = tensor.detach()
     alias.data = alias.new_empty(0)
     return alias
-
-
-def _changed(where: str, tensor: Tensor | Signature, when: str) -> SavedTensorChanged:
-    shape = list(tensor.shape if isinstance(tensor, Tensor) else tensor[0])
-    return SavedTensorChanged(
-        f"{where}: a tensor {shape} saved for backward was changed in place {when}. Its gradient would be wrong: "
-        "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
-    )
-
-
-# What torch says, who looks by itself where there are no hooks.
-_CHANGED_IN_PLACE = "modified by an inplace operation"
-
-
-def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
-    """The node below `roots`, which a backward without hooks has not passed, of whose saved tensors one was changed in place."""
-    todo, walked = [root.node for root in roots], set[Node]()
-    while todo:
-        node = todo.pop()
-        if node in walked:
-            continue
-        walked.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                try:
-                    getattr(node, name)
-                except RuntimeError as error:  # also of what the backward has let go of, with another text
-                    if _CHANGED_IN_PLACE in str(error):
-                        return node
-        todo.extend(following for following, _ in node.next_functions if following is not None)
-    return None

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.errors import SavedTensorChanged
 from pipetrain.stage.meter import ActivationMeter, storages_of
-from pipetrain.stage.slots import SavedTensorChanged
 
 NOTE = "_note_for_w"  # the attribute of a node's ctx, and so of a node that `User.note` was told of
 

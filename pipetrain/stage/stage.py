@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +19,25 @@ from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entry import Entry
-from pipetrain.stage.inspection import FirstLook
-from pipetrain.stage.kept import KeptLayers, Passed
-from pipetrain.stage.layer_state import NOTHING_SEEN, LayerState, Seen
-from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
-from pipetrain.stage.local import without_local
-from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
-from pipetrain.stage.past import Past, prepare_cached, run_cached
-from pipetrain.stage.proof import Proof, Stop
-from pipetrain.stage.seeding import generators_of, seed_python
-from pipetrain.stage.selective import Selection, Wanted
-from pipetrain.stage.slots import (
-    LateBoundSet,
+from pipetrain.stage.errors import (
     LayerRefused,
     SavedTensorChanged,
-    SetComplete,
     Signature,
     changed_node,
     refuses_hooks,
+    saved_changed,
 )
+from pipetrain.stage.inspection import FirstLook
+from pipetrain.stage.kept import KeptLayers
+from pipetrain.stage.layer_state import LayerState
+from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
+from pipetrain.stage.local import without_local
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.microbatch import Held, Kind, StageInput, StageOutput
+from pipetrain.stage.past import Past, prepare_cached, run_cached
+from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.selective import Selection, Wanted
+from pipetrain.stage.slots import LateBoundSet, SetComplete
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.tensor_copies import storage_key
 from pipetrain.stage.witness import Witness
@@ -52,75 +52,6 @@ _LOSS_WITHOUT_GRADIENT = (
     "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
     "without one"
 )
-
-
-@dataclass(frozen=True)
-class StageInput:
-    """What F gets: the leaves of a tree, which of them want a gradient, and the seed of each layer for this microbatch.
-
-    The same tensor may stand in several leaves: what changes one in place changes all. `is_shared`: another stage of this rank
-    reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
-    all: what they are, and why; `fixed_target` are those of the target.
-    `target` and `weight` are for the stage that computes the loss.
-    `on_layer` is given the number and the output of each layer in F, `WithLosses` where some were added; the loss has the number after
-    the last layer's.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    wants_gradient: frozenset[int]
-    seed_of: Callable[[int], int]
-    target: Any = None
-    weight: float = 1.0
-    on_layer: Callable[[int, Any], None] | None = None
-    is_shared: bool = False
-    fixed: Mapping[int, str] = field(default_factory=dict)
-    fixed_target: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StageOutput:
-    """What F gives, detached: the leaves of the output tree and which of them want a gradient. The same tensor in two leaves
-    is so in the layers' output, too."""
-
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    wants_gradient: tuple[bool, ...]
-
-
-@dataclass
-class _Held:
-    """What a stage holds of a microbatch between its F and its B."""
-
-    given: StageInput | None  # None for a kept set without R: nothing will run again
-    late: LateBoundSet | None  # None for a kept set that autograd holds by itself
-    num_inputs: int
-    has_input_gradient: bool
-    kind: Hashable
-    seeds: list[int]  # of the layers and the loss
-    deferral: Deferral | None = None  # None: B will run, and not I and W
-    seen: Seen = NOTHING_SEEN  # the state that F saw
-    roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
-    loss: tuple[torch.Size, torch.dtype] | None = None
-    sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
-    counted: list[tuple[Tensor, int]] = field(
-        default_factory=list
-    )  # the stashed input, and what of a kept set others hold, too
-    passed: dict[int, Passed] = field(default_factory=dict)  # by layer
-    size: CountedBytes | None = None  # of a kept set that autograd holds
-    ends: list[int] = field(default_factory=lambda: [-1])  # of its layers, as autograd counts nodes; before the first
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
-
-    `others` are leaves, of the input and behind them of the output, that its set has, too. `is_plain`: nothing that a later F changes is
-    in it, so that autograd may hold it by itself.
-    """
-
-    others: tuple[int, ...] = ()
-    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,8 +92,9 @@ class Stage:
         self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
         self.device = device
         self.meter = meter
-        own = range(first_layer, first_layer + len(self.layers))
-        self.kept = KeptLayers({number - first_layer for number in keep_layers if number in own}, self.name_of)
+        self._indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
+        own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
+        self.kept = KeptLayers(own, self.name_of)
         self.holds_outside: set[int] = set()  # layers of which the user was told that they do
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
         self.casts = WeightCasts(self.layers, device, meter)
@@ -170,15 +102,15 @@ class Stage:
         self._cut_before = ("stage", "choose a balance that puts both on one stage")
         if part is not None:
             self._cut_before = ("part", "use fewer recompute.segments")
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._entry = Entry(self._anchor, self._title, self.name_of, len(self.layers) - (loss_fn is None))
+        self._entry = Entry(
+            self._anchor, self._title, self.name_of, len(self._indices) - 1, has_loss=loss_fn is not None
+        )
         self._stop = Stop.AT_LAYER  # where R may end; before a proof
         self._proved: Sequence[Signature] = ()  # with these in the last layer of which R fills slots
-        self._known: dict[Hashable, _Known] = {}  # by kind, of kept sets
-        self._sizes: dict[Hashable, SetSize] = {}  # by kind, and whether it is kept
-        self._kinds: set[Hashable] = set()  # of microbatches that have run
+        self._kinds: dict[Hashable, Kind] = {}
         self._versions: list[int] = []  # of the parameters, in this step
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
         beside = () if part is None else part.layers
@@ -205,17 +137,6 @@ class Stage:
             return "loss_fn"
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
 
-    def seed(self, number: int, seed: int) -> None:
-        """Set the generators for a layer, or the loss."""
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        if self.state.draws_in_python[number]:
-            seed_python(seed)
-
-    @functools.cached_property
-    def _generators(self) -> list[torch.Generator]:
-        return generators_of(self.device)
-
     # F ------------------------------------------------------------------------------------------------------------
 
     def forward(
@@ -240,62 +161,63 @@ class Stage:
             what a layer raises.
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
-        before = self.meter.current_bytes
+        bytes_before = self.meter.current_bytes
         self.state.look()
         if not self._versions:
             self._versions = [parameter._version for parameter in self.state.parameters]
-        kind = self._kind_of(given, split=split)
-        known = self._known.get(kind) if keep and not prove else None
-        is_new = prove or kind not in self._kinds
-        seeds = [
-            given.seed_of(self.first_layer + number) for number in range(len(self.layers) + (self.loss_fn is not None))
-        ]
-        held = _Held(None if keep else given, None, len(given.leaves), bool(given.wants_gradient), kind, seeds)
-        if known is None or not known.is_plain:
-            proof = Proof() if prove and not keep else None
-            self._open_set(held, proof, is_new=is_new, split=split, witness=witness and not prove)
+        has_casts = self.casts.is_active()
+        kind = self._kind_of(given, split=split, has_casts=has_casts)
+        is_new = prove or not kind.has_run
+        held = Held(
+            None if keep else given,
+            len(given.leaves),
+            bool(given.wants_gradient),
+            kind,
+            given.seeds_of(self._indices),
+            has_casts=has_casts,
+        )
+        is_plain = keep and not prove and kind.is_plain
+        if not is_plain:
+            self._open_set(held, prove=prove, is_new=is_new, split=split, witness=witness)
         with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
             outputs = self._run_forward(held, given, on_layer, prove=prove, is_new=is_new)
-        leaves, spec = pytree.tree_flatten(outputs)
-        wants = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
-        needed = any(wants)
+        output = self._detached(held, outputs)
+        needed = any(output.wants_gradient)
         if self.loss_fn is not None and has_backward and not needed:
             raise ValueError(_LOSS_WITHOUT_GRADIENT)
-        held.roots = [get_gradient_edge(leaf) if wanted else None for leaf, wanted in zip(leaves, wants)]
-        if self.loss_fn is not None:
-            held.loss = leaves[0].shape, leaves[0].dtype
         if held.deferral is not None:
             self.weights.end_forward(held.deferral, held.roots)
-        detached = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
-        results = tuple([detached.get(id(leaf), leaf) for leaf in leaves])
         if held.late is not None:
-            self._end_forward(held.late, held, (*given.leaves, *results), needed=needed)
-        elif known is not None:
-            outer = (*given.leaves, *results)  # in the meter they count as others of their kind did
-            held.counted = [(outer[number], self.meter.hold(outer[number])) for number in known.others]
-            held.size = self._sizes[held.kind, True].counted(self.meter, ())
-        self._kinds.add(kind)
+            self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
+        else:
+            outer = (*given.leaves, *output.leaves)  # in the meter they count as others of their kind did
+            held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
+            held.size = kind.kept_size.counted(self.meter, ())
+        kind.has_run = True
         if has_backward or needed:
-            self._hold(microbatch, held, before)
-        return StageOutput(results, spec, wants)
+            self._hold(microbatch, held, bytes_before)
+        return output
 
-    def _kind_of(self, given: StageInput, *, split: bool) -> Hashable:
+    def _kind_of(self, given: StageInput, *, split: bool, has_casts: bool) -> Kind:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given.leaves]
-        autocast = torch.is_autocast_enabled(self.device.type)
-        return (self.state.sight, split, given.wants_gradient, given.is_shared, autocast, *shapes)
+        key = (self.state.sight, split, given.wants_gradient, given.is_shared, has_casts, *shapes)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind()
+        return kind
 
-    def _open_set(self, held: _Held, proof: Proof | None, *, is_new: bool, split: bool, witness: bool) -> None:
+    def _open_set(self, held: Held, *, prove: bool, is_new: bool, split: bool, witness: bool) -> None:
         keep = held.given is None
         held.late = late = LateBoundSet(
             self.name_of,
             self.meter,
             keep=keep,
-            proof=proof,
-            casts=self.casts if self.casts.is_active() else None,
+            proof=Proof() if prove and not keep else None,
+            casts=self.casts if held.has_casts else None,
             selection=self._selection,
             watches=is_new,
             # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
-            witness=Witness() if witness and not keep and self._stop is not Stop.AT_END else None,
+            witness=Witness() if witness and not prove and not keep and self._stop is not Stop.AT_END else None,
             split=split,
         )
         if self.kept.layers:
@@ -303,7 +225,7 @@ class Stage:
         held.deferral = self.weights.begin(late.refuse_hooks) if split else None
 
     def _run_forward(
-        self, held: _Held, given: StageInput, on_layer: Callable[[int, Any], None] | None, *, prove: bool, is_new: bool
+        self, held: Held, given: StageInput, on_layer: Callable[[int, Any], None] | None, *, prove: bool, is_new: bool
     ) -> Any:
         """All layers, and the loss."""
         late, recomputed = held.late, held.given is not None
@@ -315,52 +237,47 @@ class Stage:
             if is_new or before.learning:
                 look = FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and recomputed)
         clone = recomputed and before is not None and before.learning
-        has_loss = self.loss_fn is not None
-        value, entered, cloned = self._entry.enter(
-            given, held.sink, recomputed=recomputed, clone=clone, has_loss=has_loss
-        )
+        value, entered = self._entry.enter(given, held.sink, recomputed=recomputed, clone=clone)
         with AddedLosses() as added:
             value = added.take(value)
             for number, call in enumerate(self._calls(held, given, added, is_forward=True)):
                 added.of_layer = []
                 value = self._forward_layer(held, look, number, call, value)
                 added.losses += added.of_layer
-                is_loss = number == len(self.layers)
                 if on_layer is not None:
+                    is_loss = number == len(self.layers)
                     on_layer(self.first_layer + number, value if is_loss else added.beside(value))
-            if not has_loss:
+            if self.loss_fn is None:
                 value = added.beside(value)
-        self._entry.check(entered, cloned=cloned)
+        self._entry.check(entered)
         if before is not None:
             self.kept.check(held.passed, look=look is not None)
             held.seen = self.state.after_forward(before, recomputed=recomputed)
         return without_local(value)
 
-    def _calls(self, held: _Held, given: StageInput, added: AddedLosses, *, is_forward: bool) -> Sequence[_Layer]:
+    def _calls(self, held: Held, given: StageInput, added: AddedLosses, *, is_forward: bool) -> Sequence[_Layer]:
         """The layers, and the loss, as F or R calls them."""
         calls: list[_Layer] = [*self.layers]
         if held.deferral is not None:
             calls = self.weights.layers_for(held.deferral, is_forward=is_forward)
         if self.loss_fn is not None:
             calls.append(functools.partial(self.weighted_loss, self.loss_fn, given=given, added=added))
-        if self.casts.is_active():
+        if held.has_casts:
             calls = [self.casts.once(number, call, make=is_forward) for number, call in enumerate(calls)]
         return calls
 
-    def _forward_layer(self, held: _Held, look: FirstLook | None, number: int, call: _Layer, value: Any) -> Any:
+    def _forward_layer(self, held: Held, look: FirstLook | None, number: int, call: _Layer, value: Any) -> Any:
         late = held.late
         if look is not None:
             look.before(number, value)
-        self.seed(number, held.seeds[number])
+        self.state.seeders[number](held.seeds[number])
         if late is None:
             output = call(value)
             node = output.grad_fn if isinstance(output, Tensor) else None
-            held.ends.append(held.ends[-1] if node is None else node._sequence_nr())
+            held.ends.append(node._sequence_nr() if node is not None else held.ends[-1] if held.ends else -1)
             return output
-        if self._selection is not None:
-            late.before_layer(value)
         try:
-            with late.start_layer():
+            with late.start_layer(value):
                 output = call(value)
         except BaseException as error:
             self._refuse_gradient_inside(late, number, error, has_input_gradient=held.has_input_gradient)
@@ -370,7 +287,7 @@ class Stage:
         if look is not None:
             look.after(number)
         # A gradient may go from a kept layer into the one before it, which must then get what that has given.
-        if held.given is not None and number in late.whole and number + 1 not in late.whole:
+        if late.whole and held.given is not None and number in late.whole and number + 1 not in late.whole:
             output = self.kept.pass_on(held.passed, number, output, look=look is not None)
         return output
 
@@ -410,28 +327,40 @@ class Stage:
             )
         return added.added_to(loss) * given.weight
 
-    def _end_forward(self, late: LateBoundSet, held: _Held, leaves: Sequence[Any], *, needed: bool) -> None:
+    def _detached(self, held: Held, outputs: Any) -> StageOutput:
+        """What leaves the stage; the graph of F is held by its edges, so that the memory of an output is free once it is sent."""
+        leaves, spec = pytree.tree_flatten(outputs)
+        results, wants, detached = list[Any](), list[bool](), dict[int, Tensor]()
+        for leaf in leaves:
+            is_tensor = isinstance(leaf, Tensor)
+            if is_tensor and id(leaf) not in detached:
+                detached[id(leaf)] = leaf.detach()
+            results.append(detached[id(leaf)] if is_tensor else leaf)
+            wants.append(is_tensor and leaf.requires_grad)
+            held.roots.append(get_gradient_edge(leaf) if wants[-1] else None)
+        if self.loss_fn is not None:
+            held.loss = leaves[0].shape, leaves[0].dtype
+        return StageOutput(tuple(results), spec, tuple(wants))
+
+    def _end_forward(self, late: LateBoundSet, held: Held, leaves: Sequence[Any], *, needed: bool) -> None:
         """All layers have run under hooks; `leaves` are those of the input and of the output."""
-        keeps = held.given is None and needed
         # A later F may go on changing what a filled set has of these.
         changing = self.state.live_storages() if late.is_filled or self.kept.layers else frozenset()
-        size = None
-        if keeps:
-            storages = late.storages()
-            others = tuple(
-                n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages
-            )
+        if held.given is None and needed:
+            storages, kind = late.storages(), held.kind
+            others = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages]
             held.counted = [(leaves[number], self.meter.hold(leaves[number])) for number in others]
-            size = self._sizes.setdefault((held.kind, True), SetSize())
-        late.end_forward(changing, needed=needed, size=size)
-        if size is not None:
-            is_plain = size.is_known and held.deferral is None and not late.reads_from and not storages & changing
-            self._known[held.kind] = _Known(others, is_plain)
+            late.end_forward(changing, needed=needed, size=kind.kept_size)
+            kind.others = tuple(others)
+            is_known = kind.kept_size.is_known and held.deferral is None
+            kind.is_plain = is_known and not late.reads_from and not storages & changing
+        else:
+            late.end_forward(changing, needed=needed)
         if self._selection is not None and self._selection.is_watched and held.given is not None:
             for line in self._selection.kept_nothing(self._title):
                 warnings.warn(line, stacklevel=3)
 
-    def _hold(self, microbatch: int, held: _Held, bytes_before: int) -> None:
+    def _hold(self, microbatch: int, held: Held, bytes_before: int) -> None:
         self._held[microbatch] = held
         late = held.late
         if late is None or late.is_filled:
@@ -441,8 +370,12 @@ class Stage:
             assert late is not None
             self.kept_bytes[microbatch] = late.outputs_bytes
             bytes_before = self.meter.current_bytes
-            stashed = [*held.given.leaves, *(leaf for one in held.passed.values() for leaf in one.leaves)]
-            held.counted = [(leaf, self.meter.hold(leaf)) for leaf in stashed if isinstance(leaf, Tensor)]
+            stashed = list(held.given.leaves)
+            for passed in held.passed.values():
+                stashed += passed.leaves
+            for leaf in stashed:
+                if isinstance(leaf, Tensor):
+                    held.counted.append((leaf, self.meter.hold(leaf)))
             self.stash_bytes[microbatch] = self.meter.current_bytes - bytes_before
 
     # R ------------------------------------------------------------------------------------------------------------
@@ -471,31 +404,30 @@ class Stage:
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         late.start_recompute(self._stop if is_proved else Stop.AT_LAYER)
         try:
-            with self.state.as_seen(held.seen):
+            with self.state.as_seen(held.seen) if held.seen.buffers.tensors else nullcontext():
                 self._run_again(held, held.given, late)
         finally:
-            self.casts.end_recompute()
-        size = self._sizes.setdefault((held.kind, False), SetSize())
-        late.end_recompute(held.seen.storages(), size)
+            if held.has_casts:
+                self.casts.end_recompute()
+        late.end_recompute(held.seen.storages(), held.kind.size)
         if late.proof is None:
             self.set_bytes[microbatch] = late.num_bytes + late.set_bytes_before
         else:
             self._stop = max(late.proof.stop, self._stop) if self._proved else late.proof.stop
             self._proved = late.last_signatures()
 
-    def _run_again(self, held: _Held, given: StageInput, late: LateBoundSet) -> None:
-        has_loss = self.loss_fn is not None
-        value, entered, cloned = self._entry.enter(given, held.sink, recomputed=True, clone=False, has_loss=has_loss)
+    def _run_again(self, held: Held, given: StageInput, late: LateBoundSet) -> None:
+        value, entered = self._entry.enter(given, held.sink, recomputed=True)
         with AddedLosses() as added:
             value = added.take(value)
             try:
                 for number, call in enumerate(self._calls(held, given, added, is_forward=False)):
-                    hooks = late.start_layer()
-                    if number in late.whole:
+                    hooks = late.start_layer_again()
+                    if hooks is None:
                         if number in held.passed:
                             value = self.kept.pass_again(held.passed[number], number, self._anchor)
                         continue
-                    self.seed(number, held.seeds[number])
+                    self.state.seeders[number](held.seeds[number])
                     added.of_layer = []
                     with hooks:
                         value = call(value)
@@ -505,7 +437,7 @@ class Stage:
                 if not late.is_what_was_meant(error):
                     raise
                 return
-        self._entry.check(entered, cloned=cloned)
+        self._entry.check(entered)
 
     def _check_parameters(self) -> None:
         if [parameter._version for parameter in self.state.parameters] == self._versions:
@@ -534,7 +466,11 @@ class Stage:
         held = self._held.pop(microbatch)
         if held.loss is not None:
             gradients = (torch.full(held.loss[0], scale, dtype=held.loss[1], device=self.device),)
-        pairs = [(root, seed) for root, seed in zip(held.roots, gradients) if root is not None and seed is not None]
+        roots, seeds = list[GradientEdge](), list[Tensor]()
+        for root, seed in zip(held.roots, gradients):
+            if root is not None and seed is not None:
+                roots.append(root)
+                seeds.append(seed)
         held.roots.clear()
         self._release(held)
         if held.late is not None:
@@ -542,29 +478,25 @@ class Stage:
         deferral = held.deferral
         if deferral is not None:
             self._deferred[microbatch] = deferral
-        if pairs:
+        if roots:
             with nullcontext() if deferral is None else deferral.open():
-                self._run_backward(held, pairs)
+                self._run_backward(held, roots, seeds)
         if deferral is not None:  # its place must have room for either
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None
         if held.late is not None:
             held.late.assert_closed()
-        return [held.sink.pop(leaf, None) for leaf in range(held.num_inputs)]
+        return list(map(held.sink.pop, range(held.num_inputs), (None,) * held.num_inputs))
 
-    def _run_backward(self, held: _Held, pairs: list[tuple[GradientEdge, Tensor]]) -> None:
-        roots = [root for root, _ in pairs]
+    def _run_backward(self, held: Held, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         try:
-            torch.autograd.backward(roots, [seed for _, seed in pairs])
+            torch.autograd.backward(roots, seeds)
         except RuntimeError as error:
             node = changed_node(roots) if held.late is None else None
             if node is None:
                 raise
-            layer = bisect_left(held.ends, node._sequence_nr(), lo=1) - 1
-            raise SavedTensorChanged(
-                f"{self.name_of(layer)}: a tensor saved for backward by {node.name()} was changed in place before B read it. Its "
-                "gradient would be wrong: use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
-            ) from error
+            layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))
+            raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
 
     def backward_weights(self, microbatch: int) -> None:
         """W: adds to `.grad` of the weights what I has put off.
@@ -586,7 +518,7 @@ class Stage:
         self.state.end_step()
         self._versions.clear()
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, held: Held) -> None:
         """Nobody counts the input any more, nor what a kept set shares with it or with the output: B lets go of both."""
         for _, key in held.counted:
             self.meter.release(key)
@@ -613,6 +545,7 @@ class Stage:
         Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
         """
         calls: list[_Layer] = [*self.layers]
+        seeds = given.seeds_of(self._indices) if past is None else []
         with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses() as added:
             value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
             if past is not None:
@@ -621,7 +554,7 @@ class Stage:
                 calls.append(functools.partial(self.weighted_loss, self.loss_fn, given=given, added=added))
             for number, call in enumerate(calls):
                 if past is None:
-                    self.seed(number, given.seed_of(self.first_layer + number))
+                    self.state.seeders[number](seeds[number])
                 added.of_layer = []
                 value = call(value)
                 added.losses += added.of_layer

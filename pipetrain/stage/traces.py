@@ -39,10 +39,6 @@ _CONTAINERS = (list, dict, set, deque, weakref.WeakKeyDictionary)
 Look = dict[str, Hashable]  # what is where, by its name
 
 
-class StateChanged(RuntimeError):
-    """A forward changes something that a recompute can neither see as it was nor leave as it is."""
-
-
 def first_change(before: Look, now: Look) -> str | None:
     """The name of the first thing that is another in the second look; None: all are the same."""
     return next((name for name in {**before, **now} if before.get(name, _GONE) != now.get(name, _GONE)), None)

@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         "the seed does not know the microbatch",
         "pipetrain/runtime/executor.py",
-        "functools.partial(layer_seed, step.seed, step.index, step.first_microbatch + microbatch)",
-        "functools.partial(layer_seed, step.seed, step.index, 0)",
+        "functools.partial(layer_seeds, step.seed, step.index, step.first_microbatch + microbatch)",
+        "functools.partial(layer_seeds, step.seed, step.index, 0)",
         ("tests/runtime/test_parity.py", "-k", "ten_steps and overlap"),
     ),
     Mutant(

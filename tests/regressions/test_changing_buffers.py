@@ -12,8 +12,7 @@ from beside_the_loop import ALWAYS, batch, check_state, mean_square
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.stage.slots import RecomputeMismatch
-from pipetrain.stage.traces import StateChanged
+from pipetrain.stage.errors import RecomputeMismatch, StateChanged
 
 
 class Scales(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.slots import LayerRefused
+from pipetrain.stage.errors import LayerRefused
 
 
 class Energy(nn.Module):

@@ -8,7 +8,7 @@ from beside_the_loop import ALWAYS, WAYS, batch, check_state, mean_square
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.stage.traces import StateChanged
+from pipetrain.stage.errors import StateChanged
 
 
 def test_a_parameter_that_the_forward_changes_is_named() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.slots import RecomputeMismatch
+from pipetrain.stage.errors import RecomputeMismatch
 
 
 def test_checkpoint_inside_a_layer_is_not_taken_for_a_leak() -> None:

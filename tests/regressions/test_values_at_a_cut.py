@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.stage.slots import SavedTensorChanged
+from pipetrain.stage.errors import SavedTensorChanged
 
 
 def cases_of(name: str, layers: Callable[[], list[nn.Module]], **options: Any) -> list[Case]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipetrain.runtime.cut import Whole, on_device
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
-from pipetrain.stage.slots import SavedTensorChanged
+from pipetrain.stage.errors import SavedTensorChanged
 
 
 class AddPositions(nn.Module):

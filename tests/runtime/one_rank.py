@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from pipetrain.runtime.cut import cut, weights_of
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.seeding import generators_restored, layer_seed
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.seeding import generators_restored, layer_seeds
+from pipetrain.stage.stage import Stage
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def run_step(
                     tuple(leaves),
                     spec,
                     wants,
-                    lambda layer, i=i: layer_seed(0, step, i, layer),
+                    lambda layers, i=i: layer_seeds(0, step, i, layers),
                     labels[i],
                     weights[i],
                 )

@@ -45,8 +45,8 @@ from pipetrain.models.transformer import transformer_layers
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.stage.errors import LayerRefused
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import LayerRefused
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.split_linear import SplitLinear
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
+from pipetrain.stage.errors import RecomputeMismatch, SavedTensorChanged
 from pipetrain.stage.witness import checksum
 
 M = 4

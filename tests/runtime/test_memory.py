@@ -18,8 +18,9 @@ from pipetrain.models.transformer import transformer_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.meter import ActivationMeter, SetSize
-from pipetrain.stage.seeding import layer_seed
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.seeding import layer_seeds
+from pipetrain.stage.stage import Stage
 
 QUICKSTART = ModelConfig(num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
 SEQUENCE = 128
@@ -139,7 +140,7 @@ def saved_below(roots: Iterable[GradientEdge]) -> list[Tensor]:
 
 def given(microbatch: int, ids: Tensor) -> StageInput:
     leaves, spec = pytree.tree_flatten(ids)
-    return StageInput(tuple(leaves), spec, frozenset(), lambda layer: layer_seed(0, 0, microbatch, layer), ids, 0.25)
+    return StageInput(tuple(leaves), spec, frozenset(), lambda layers: layer_seeds(0, 0, microbatch, layers), ids, 0.25)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])

@@ -20,7 +20,8 @@ from pipetrain.plan.profile import Profile, costs_of_layers, read_profile
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.stage import Stage, StageInput
+from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.stage import Stage
 
 
 def transformer(**keys: object) -> ModelSpec:
@@ -49,7 +50,7 @@ def held_by_stages(spec: ModelSpec, balance: Sequence[int], selective: Sequence[
     for microbatch in range(2):  # the first is proved, and so says where R may end
         value, wants = tokens(), frozenset[int]()
         for stage in stages:
-            given = StageInput((value,), pytree.tree_flatten(value)[1], wants, lambda layer: layer, tokens(), 1.0)
+            given = StageInput((value,), pytree.tree_flatten(value)[1], wants, list, tokens(), 1.0)
             (value,), wants = stage.forward(microbatch, given, keep=False, prove=not microbatch).leaves, frozenset([0])
         del given, value
         gradients: Sequence[Tensor | None] = ()

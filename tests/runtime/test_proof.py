@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.proof import Stop, describe_difference, differ
-from pipetrain.stage.slots import RecomputeMismatch
 from pipetrain.stage.stage import Stage
 
 M = 4

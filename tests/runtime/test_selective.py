@@ -21,8 +21,8 @@ from pipetrain.models.transformer import Block
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import RecomputeMismatch
 from pipetrain.stage.stage import Stage
 
 WHATEVER = (

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import LateBoundSet, RecomputeMismatch, SetComplete
+from pipetrain.stage.slots import LateBoundSet, SetComplete
 
 
 def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
@@ -15,10 +16,17 @@ def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
         return (x * weight).sigmoid().sum()
 
 
+def forward_again(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
+    hooks = late.start_layer_again()
+    assert hooks is not None
+    with hooks:
+        return (x * weight).sigmoid().sum()
+
+
 def recompute(late: LateBoundSet, weight: Tensor, x: Tensor) -> None:
     late.start_recompute()
     with pytest.raises(SetComplete):
-        forward(late, weight, x)
+        forward_again(late, weight, x)
     late.end_recompute()
 
 
@@ -84,7 +92,7 @@ def test_another_shape_is_refused() -> None:
     with pytest.raises(
         RecomputeMismatch, match=r"layer 0: the recompute saves a tensor \[2, 5\] float32, in F it was a tensor \[5\]"
     ):
-        forward(late, weight, torch.randn(2, 5))
+        forward_again(late, weight, torch.randn(2, 5))
     assert meter.current_bytes == 0
 
 
@@ -98,7 +106,9 @@ def test_two_layers_are_told_apart() -> None:
             value = layer(value).tanh()
     late.end_forward()
     late.start_recompute()
-    with late.start_layer():
+    hooks = late.start_layer_again()
+    assert hooks is not None
+    with hooks:
         value = layers[0](torch.randn(2, 3))
     with pytest.raises(RecomputeMismatch, match="layer 0: the recompute ended without saving"):
-        late.start_layer()
+        late.start_layer_again()

@@ -12,8 +12,8 @@ from parity_cases import mean_square
 from stage_models import M, batch, count_call, linear, one_stage
 from torch import Tensor, nn
 
+from pipetrain.stage.errors import RecomputeMismatch, SavedTensorChanged
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import RecomputeMismatch, SavedTensorChanged
 
 # Refused: what was changed --------------------------------------------------------------------------------------------
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.layer_state import LayerState
 from pipetrain.stage.seeding import draws_in_python, generators_restored, seed_generators
 from pipetrain.stage.tensor_copies import SMALL_BYTES, TensorCopies, fingerprint, same_values
-from pipetrain.stage.traces import StateChanged, first_change, outer_traces, own_traces, rebound_outside
+from pipetrain.stage.traces import first_change, outer_traces, own_traces, rebound_outside
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from waiting_layers import WIDTH, M, autocast, linear, mean_square, rows
 
 from pipetrain.runtime.reference import reference_step
+from pipetrain.stage.errors import SavedTensorChanged
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import SavedTensorChanged
 from pipetrain.stage.split_function import SplitFunction, accumulate
 from pipetrain.stage.split_linear import linears_split
 from pipetrain.stage.stage import Stage

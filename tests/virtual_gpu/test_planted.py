@@ -180,8 +180,8 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "late.end_recompute(held.seen.storages(), size)",
-            "late.end_recompute(held.seen.storages(), size); held.seen = NOTHING_SEEN",
+            "late.end_recompute(held.seen.storages(), held.kind.size)",
+            "late.end_recompute(held.seen.storages(), held.kind.size); held.seen = NOTHING_SEEN",
         ),
         replace(PLAIN, layers=batch_norm),
     ),
@@ -264,13 +264,13 @@ PLANTED = (
     # Each rank's thread has generators of its own (`baton`): a process per rank would show nothing more.
     Planted(
         "a layer goes on with what its generator has",
-        broken(Stage, "_forward_layer", "self.seed(number, held.seeds[number])", "pass"),
+        broken(Stage, "_forward_layer", "self.state.seeders[number](held.seeds[number])", "pass"),
         replace(PLAIN, mode="never", layers=dropout),
         "values",
     ),
     Planted(
         "each rank seeds its layers from 0",
-        broken(Stage, "forward", "given.seed_of(self.first_layer + number)", "given.seed_of(number)"),
+        broken(Stage, "forward", "given.seeds_of(self._indices)", "given.seeds_of(range(len(self._indices)))"),
         replace(PLAIN, layers=dropout),
         "values",
     ),

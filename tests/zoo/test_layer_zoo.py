@@ -11,7 +11,7 @@ import pytest
 from apart import try_apart
 from layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
 
-from pipetrain.stage.slots import RecomputeMismatch
+from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.verify.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
 
 WAY = Way("overlap", 2)
