@@ -114,7 +114,7 @@ class LateBoundSet:
         self._slots: list[Slot] = []
         self._signatures: list[Signature] = []
         self._witness = witness
-        self._watches = watches or self.is_filled or witness is not None
+        self._watches = watches or self.is_filled
         self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
         self._starts: list[int] = []  # the first slot of each layer, and when F has ended the number of slots
         self._filled = 0
@@ -145,7 +145,7 @@ class LateBoundSet:
             self._outputs.before_layer(self.layer, tensors, is_free=is_free)
         if is_free:
             return nullcontext()
-        looks = self._watches or self._casts is not None or self.layer in self.whole
+        looks = self._watches or self._casts is not None or self._witness is not None or self.layer in self.whole
         # Not held: they refer to this set.
         hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
         if self._outputs is None:
