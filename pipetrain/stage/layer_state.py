@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.leaves import is_sharded
+from pipetrain.stage.modules import modules_below, parameters_of
 from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import (
     TensorCopies,
@@ -58,6 +59,7 @@ class Seen:
         return self.buffers.storages(self.normal) if self.buffers.tensors else set()
 
 
+_IS_TRAINING, _REQUIRES_GRAD, _BUFFERS = attrgetter("training"), attrgetter("requires_grad"), attrgetter("_buffers")
 NO_COPIES = TensorCopies(())
 NOTHING_BEFORE = Before(False, NO_COPIES)
 NOTHING_SEEN = Seen(NO_COPIES)
@@ -84,7 +86,7 @@ class LayerState:
         self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
         self.sight = 0  # another number where modules, their modes, or what needs a gradient are others
         self._sights: dict[tuple[Any, ...], int] = {}
-        self._is_looked_at = False  # in this step
+        self.is_looked_at = False  # in this step
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self._changing_buffers: dict[int, Tensor] = {}  # by identity
@@ -98,26 +100,19 @@ class LayerState:
         self.look()
         self._refuse_lazy()
 
-    def look(self) -> None:
-        """Once in a step: which modules there are, and in which modes."""
-        if not self._is_looked_at:
-            self._is_looked_at = True
-            self._look_for_other_modules()
-
     def end_step(self) -> None:
         """Whatever there is may be another before the next step."""
-        self._is_looked_at = False
+        self.is_looked_at = False
 
     def relearn(self) -> None:
         """The next F is compared as the first one was."""
         self._learning = True
 
     def before_forward(self, *, recomputed: bool) -> Before:
-        """Called ahead of each F."""
-        self.look()
+        """Called ahead of each F, when it was looked in this step."""
         if self._learning:
             return self._everything()
-        if not recomputed:
+        if not (recomputed and any(map(_BUFFERS, self._modules))):
             return NOTHING_BEFORE
         buffers = self._buffers()
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
@@ -134,13 +129,13 @@ class LayerState:
         """
         if before.learning:
             self._learn(before)
-        if not recomputed:
+        if not recomputed or (not before.buffers.tensors and not before.watched):
             return NOTHING_SEEN
         for buffer, version in before.watched:
             if version_of(buffer) != version:
                 self.relearn()
                 raise StateChanged(
-                    f"{self._name_of_tensor(buffer)}, a tensor of {list(buffer.shape)}, is changed by a forward for the first time, and was "
+                    f"{self.name_of_tensor(buffer)}, a tensor of {list(buffer.shape)}, is changed by a forward for the first time, and was "
                     "not copied before it, so that its recompute would see another value: let the first forward change it too, or keep the "
                     "sets of this stage with recompute.mode=never"
                 )
@@ -168,12 +163,14 @@ class LayerState:
 
     # What there is ------------------------------------------------------------------------------------------------
 
-    def _look_for_other_modules(self) -> None:
-        """Learn again where a module is new or was switched between train and eval."""
-        modules = _modules_below(self._roots)
-        modes = [module.training for module in modules]
-        self.parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
-        key = (*modes, *(parameter.requires_grad for parameter in self.parameters), *map(id, modules))
+    def look(self) -> None:
+        """Once in a step: which modules there are, and in which modes. Learn again where one is new or was switched between train and eval."""
+        self.is_looked_at = True
+        of_layers = modules_below(self._layers)
+        modules = of_layers if self._loss_fn is None else modules_below(self._roots)
+        modes = list(map(_IS_TRAINING, modules))
+        self.parameters = parameters_of(of_layers)
+        key = (*modes, *map(_REQUIRES_GRAD, self.parameters), *map(id, modules))
         self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
@@ -186,7 +183,7 @@ class LayerState:
 
     def _buffers(self) -> list[Tensor]:
         """Each buffer once."""
-        filled = [module._buffers for module in self._modules if module._buffers]
+        filled = filter(None, map(_BUFFERS, self._modules))
         found = {id(buffer): buffer for buffers in filled for buffer in buffers.values() if buffer is not None}
         return list(found.values())
 
@@ -230,7 +227,7 @@ class LayerState:
             assert now is not None
             if not torch.equal(now, was):
                 raise StateChanged(
-                    f"{self._name_of_tensor(parameter)} is changed by the forward, through .data: in a pipeline the backward "
+                    f"{self.name_of_tensor(parameter)} is changed by the forward, through .data: in a pipeline the backward "
                     "of a microbatch runs after the forward of the next one, and would read another value. Change "
                     "parameters after the step, or make it a buffer (register_buffer)"
                 )
@@ -263,7 +260,7 @@ class LayerState:
                         "module: make it in __init__, so that the recompute and the optimizer know the same one"
                     )
 
-    def _name_of_tensor(self, tensor: Tensor) -> str:
+    def name_of_tensor(self, tensor: Tensor) -> str:
         for owner, module in self._named():
             for name, own in (*module._parameters.items(), *module._buffers.items()):
                 if own is tensor:
@@ -272,15 +269,3 @@ class LayerState:
 
     def _name_of_module(self, module: nn.Module) -> str:
         return next((name for name, found in self._named() if found is module), type(module).__name__)
-
-
-def _modules_below(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Every module once; nn.Module.modules is ten times slower, and this runs before every F."""
-    found: dict[nn.Module, None] = {}
-    waiting = list(roots)
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            waiting.extend(module._modules.values())  # type: ignore[arg-type]
-    return list(found)

@@ -6,17 +6,21 @@ the masks of the model in one piece.
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _NUMPY = "numpy.random"
 _DRAW_FROM_TORCH = frozenset({"torch", "pipetrain"})
+_DYNAMIC = frozenset({"__import__", "eval", "exec"})
+_OF_MODULES = frozenset(vars(nn.Module()))
 _MASK = (1 << 64) - 1
 
 
@@ -89,19 +93,53 @@ def seed_python(seed: int) -> None:
 
 
 def draws_in_python(layer: Any) -> bool:
-    """Whether a layer, or a loss, may draw from the generators of Python and numpy: what is made of torch alone does not."""
-    if isinstance(layer, nn.Module):
-        return any(_may_draw(type(module)) or _has_hooks(module) for module in layer.modules())
-    return _may_draw(layer)
+    """Whether a layer, or a loss, may draw from the generators of Python and numpy: not what names nothing but torch in its code."""
+    if not isinstance(layer, nn.Module):
+        return _may_draw(layer)
+    return any(
+        bool(module._forward_hooks or module._forward_pre_hooks)
+        or any(map(_may_draw, _methods_of(module)))
+        or not all(map(_is_plain, (value for name, value in vars(module).items() if name not in _OF_MODULES)))
+        for module in layer.modules()
+    )
+
+
+def _methods_of(module: nn.Module) -> Iterator[Any]:
+    for kind in type(module).__mro__:
+        if not _is_of_torch(kind) and kind is not object:
+            for name, value in vars(kind).items():
+                value = getattr(value, "fget", getattr(value, "__func__", value))
+                if isinstance(value, types.FunctionType) and name != "__init__":
+                    yield value
 
 
 def _may_draw(thing: Any) -> bool:
-    module = getattr(thing, "__module__", None) or ""
-    return module.partition(".")[0] not in _DRAW_FROM_TORCH
+    if _is_of_torch(thing):
+        return False
+    is_function = isinstance(thing, types.FunctionType) and not thing.__closure__
+    return not is_function or _names_more(thing.__code__, thing.__globals__)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether a function names or imports anything outside of itself but torch and its functions."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return (
+        any(name in _DYNAMIC or not _is_of_torch(names.get(name, torch)) for name in code.co_names)
+        or any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
+        or any(_names_more(part, names) for part in inner)
+    )
+
+
+def _is_of_torch(thing: Any) -> bool:
+    name = getattr(thing, "__name__" if isinstance(thing, types.ModuleType) else "__module__", None) or ""
+    return name.partition(".")[0] in _DRAW_FROM_TORCH
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute of a module has no code of its own."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (int, float, str, Tensor, nn.Module)) or _is_of_torch(value)
 
 
 @contextmanager

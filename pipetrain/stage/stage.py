@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from pipetrain.stage.tensor_copies import storage_key
 from pipetrain.stage.witness import Witness
 
 LossFn = Callable[[Any, Any], Tensor]
+_VERSION = attrgetter("_version")
 _Layer = Callable[[Any], Any]
 
 # What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
@@ -162,9 +164,10 @@ class Stage:
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         bytes_before = self.meter.current_bytes
-        self.state.look()
+        if not self.state.is_looked_at:
+            self.state.look()
         if not self._versions:
-            self._versions = [parameter._version for parameter in self.state.parameters]
+            self._versions = list(map(_VERSION, self.state.parameters))
         has_casts = self.casts.is_active()
         kind = self._kind_of(given, split=split, has_casts=has_casts)
         is_new = prove or not kind.has_run
@@ -440,14 +443,10 @@ class Stage:
         self._entry.check(entered)
 
     def _check_parameters(self) -> None:
-        if [parameter._version for parameter in self.state.parameters] == self._versions:
+        if list(map(_VERSION, self.state.parameters)) == self._versions:
             return
-        named = [
-            (f"{self.name_of(n)} {name}", parameter)
-            for n, layer in enumerate(self.layers)
-            for name, parameter in layer.named_parameters()
-        ]
-        changed = [name for (name, one), old in zip(named, self._versions) if one._version != old]
+        pairs = zip(self.state.parameters, self._versions)
+        changed = [self.state.name_of_tensor(one) for one, old in pairs if one._version != old]
         raise SavedTensorChanged(
             f"{', '.join(changed[:3])} changed between F and R of one microbatch: change parameters after the step only"
         )

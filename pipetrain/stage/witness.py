@@ -56,5 +56,5 @@ def checksum(tensors: Iterable[Tensor]) -> int:
             plain = tensor.detach().contiguous()
             if plain.dtype is torch.bfloat16:  # which numpy does not know
                 plain = plain.view(torch.int16)
-            found = zlib.crc32(plain.numpy(force=True), found)
+            found = zlib.crc32(plain.numpy(force=True).data, found)
     return found

@@ -219,6 +219,7 @@ def test_it_learns_again_after_a_switch_of_mode_and_when_asked() -> None:
     state = state_of(layer)
 
     def learns() -> bool:
+        state.look()
         before = state.before_forward(recomputed=True)
         state.after_forward(before, recomputed=True)
         state.end_step()
@@ -253,9 +254,39 @@ def test_generators_of_python_and_numpy_start_from_the_seed_and_come_back() -> N
 
 def test_who_may_draw_from_python() -> None:
     class Own(nn.Module):
-        pass
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x) * 2
+
+    class Draws(Own):
+        def scale(self) -> float:
+            return random.random()
+
+    class Has(Own):
+        def __init__(self, act: object) -> None:
+            super().__init__()
+            self.act = act
+
+    def imports(*_: object) -> float:
+        from random import random as draw
+
+        return draw()
 
     hooked = nn.Linear(1, 1)
     hooked.register_forward_hook(lambda *_: None)
-    asked = [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), Own()), hooked, nn.functional.mse_loss, lambda *_: None]
-    assert [draws_in_python(layer) for layer in asked] == [False, True, True, False, True]
+    never = [
+        nn.Linear(1, 1),
+        nn.Sequential(nn.Linear(1, 1), Own()),
+        nn.functional.mse_loss,
+        lambda x, y: (x - y).mean(),
+    ]
+    may = [
+        hooked,
+        nn.Sequential(Draws()),
+        Has(imports),
+        Has(random.random),
+        imports,
+        lambda *_: random.random(),
+        lambda *_: never,
+    ]
+    assert [draws_in_python(layer) for layer in never] == [False] * 4
+    assert [draws_in_python(layer) for layer in may] == [True] * 7
