@@ -13,15 +13,15 @@ MUTANTS = (
     Mutant(
         "an input changed through .data is not seen",
         "pipetrain/stage/entry.py",
-        "        return self.before is not None and not _is_equal(self.tensor.detach(), self.before)",
-        "        return False",
+        "tensor._version == version and (before is None or _is_equal(tensor.detach(), before))",
+        "tensor._version == version",
         ("tests/regressions/test_state_of_layers.py", "-k", "changed_through_data"),
     ),
     Mutant(
         "a change through data is not seen",
         "pipetrain/stage/entry.py",
-        "        return self.before is not None and not _is_equal(self.tensor.detach(), self.before)",
-        "        return False",
+        "tensor._version == version and (before is None or _is_equal(tensor.detach(), before))",
+        "tensor._version == version",
         ("tests/regressions/test_whole_inputs.py", "-k", "whole_changed and data"),
     ),
     Mutant(
@@ -110,9 +110,9 @@ MUTANTS = (
     ),
     Mutant(
         "R runs kept layers",
-        "pipetrain/stage/stage.py",
-        "                    if number in late.whole:\n",
-        "                    if False:\n",
+        "pipetrain/stage/slots.py",
+        "        if self.layer in self.whole:\n            self._filled",
+        "        if False:\n            self._filled",
         ("tests/runtime/test_kept_layers.py", "-k", "not_run_again"),
     ),
     Mutant(
@@ -146,15 +146,15 @@ MUTANTS = (
     Mutant(
         "every forward is walked",
         "pipetrain/stage/stage.py",
-        "        is_new = prove or kind not in self._kinds\n",
+        "        is_new = prove or not kind.has_run\n",
         "        is_new = True\n",
         ("tests/runtime/test_leaves.py", "-k", "first_forward"),
     ),
     Mutant(
         "a failed forward counts as walked",
         "pipetrain/stage/stage.py",
-        "        is_new = prove or kind not in self._kinds\n",
-        "        is_new = prove or kind not in self._kinds\n        self._kinds.add(kind)\n",
+        "        is_new = prove or not kind.has_run\n",
+        "        is_new = prove or not kind.has_run\n        kind.has_run = True\n",
         ("tests/runtime/test_leaves.py", "-k", "first_forward"),
     ),
     Mutant(
