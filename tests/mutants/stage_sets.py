@@ -329,7 +329,7 @@ MUTANTS = (
         "what R reads of buffers goes when R is launched",
         "pipetrain/stage/stage.py",
         "        late.end_recompute(held.seen.storages(), held.kind.size)\n",
-        "        late.end_recompute(held.seen.storages(), held.kind.size)\n        held.seen = NOTHING_SEEN\n",
+        "        late.end_recompute(held.seen.storages(), held.kind.size)\n        held.seen = None\n",
         ("tests/runtime/test_stage.py", "-k", "until_its_backward"),
     ),
     Mutant(

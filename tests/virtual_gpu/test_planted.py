@@ -181,7 +181,7 @@ PLANTED = (
             Stage,
             "recompute",
             "late.end_recompute(held.seen.storages(), held.kind.size)",
-            "late.end_recompute(held.seen.storages(), held.kind.size); held.seen = NOTHING_SEEN",
+            "late.end_recompute(held.seen.storages(), held.kind.size); held.seen = None",
         ),
         replace(PLAIN, layers=batch_norm),
     ),
