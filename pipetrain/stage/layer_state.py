@@ -33,6 +33,7 @@ from pipetrain.stage.tensor_copies import (
     storage_key,
     version_of,
 )
+from pipetrain.stage.traces import modules_of_the_user
 
 
 @dataclass
@@ -83,6 +84,7 @@ class LayerState:
         self.seeders: list[
             Callable[[int], object]
         ] = []  # by layer, what sets the generators; that of the loss is the last
+        self.watched: list[list[tuple[str, nn.Module]]] = []  # by layer, modules that may have state in attributes
         self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
         self.sight = 0  # another number where modules, their modes, or what needs a gradient are others
         self._sights: dict[tuple[Any, ...], int] = {}
@@ -179,6 +181,7 @@ class LayerState:
             norms = [module for module in modules if isinstance(module, _NormBase)]
             self._normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
             parts = (*self._layers, self._loss_fn)
+            self.watched = [modules_of_the_user(layer) for layer in self._layers]
             self.seeders = [seeder(self._device, in_python=draws_in_python(part)) for part in parts]
 
     def _buffers(self) -> list[Tensor]:

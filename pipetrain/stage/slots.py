@@ -137,8 +137,8 @@ class LateBoundSet:
         """F goes on to its next layer, which gets `value` and runs under what this returns."""
         self.layer += 1
         self._starts.append(len(self._slots))
-        if self._witness is not None and self.layer:
-            self._witness.end_layer()
+        if self._witness is not None:
+            self._turn_witness()
         is_free = self.layer in self.free
         if self._outputs is not None:
             tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -151,6 +151,14 @@ class LateBoundSet:
         if self._outputs is None:
             return hooks
         return _both(hooks, self._outputs.in_forward(self.layer, self._slots.__len__))
+
+    def _turn_witness(self, *, ends: bool = False) -> None:
+        assert self._witness is not None
+        layer = self.layer if ends else self.layer - 1
+        if layer >= 0 and (name := self._witness.end_layer()) is not None:
+            raise self._mismatch(layer, f"would change its attribute {name} again, which F did not in its first step")
+        if not ends and self.layer not in self.whole:
+            self._witness.start_layer(self.layer)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
         """The layer that F is in cannot go on with hooks."""
@@ -211,7 +219,7 @@ class LateBoundSet:
         self._is_in_forward = False
         self._starts.append(len(self._slots))
         if self._witness is not None:
-            self._witness.end_layer()
+            self._turn_witness(ends=True)
         if changing:
             self._copy_what_changes(changing)
         if needed:

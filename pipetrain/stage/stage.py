@@ -220,7 +220,9 @@ class Stage:
             selection=self._selection,
             watches=is_new,
             # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
-            witness=Witness() if witness and not (prove or keep or self._stop is Stop.AT_END) else None,
+            witness=Witness(self.state.watched)
+            if witness and not (prove or keep or self._stop is Stop.AT_END)
+            else None,
             split=split,
         )
         if self.kept.layers:

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,20 @@ def first_change(before: Look, now: Look) -> str | None:
 
 def own_traces(layer: Any) -> Look:
     """What a layer, or a loss, has in its attributes: identities and versions of tensors, values of numbers and texts."""
+    return attributes_of(layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)])
+
+
+def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
+    """The modules below a layer of classes that are neither torch's nor ours, with their names."""
+    modules = layer.named_modules() if isinstance(layer, nn.Module) else ()
+    return [(name, module) for name, module in modules if is_of_the_user(type(module))]
+
+
+def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
+    """As `own_traces`, of some things with their names."""
     found: Look = {}
     seen: set[int] = set()
-    modules = layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)]
-    for path, thing in modules:
+    for path, thing in named:
         if is_of_the_user(type(thing)) or isinstance(thing, nn.Module):
             _note_namespace(path, thing, found, seen, 0)
         else:

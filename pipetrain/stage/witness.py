@@ -1,4 +1,5 @@
-"""The witness: in each step one microbatch of each stage, in turn, of whose saved tensors F and R take checksums, one per layer.
+"""The witness: in each step one microbatch of each stage, in turn, of whose saved tensors F and R take checksums, one per layer; and F looks
+whether it changes attributes of a layer.
 
 So a layer that begins to do something else in R than in F, after its first microbatch was proved, is an error within as many steps as there are
 microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already. Parameters are
@@ -14,15 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pipetrain.stage.traces import Look, attributes_of, first_change
+
 if TYPE_CHECKING:
     from pipetrain.stage.slots import Slot
 
 
 class Witness:
-    """The checksums of one set, by layer."""
+    """The checksums of one set, by layer. `watched`: of each layer the modules that may have state in attributes, with their names."""
 
-    def __init__(self) -> None:
-        self._slots: list[int] = []  # of the layer that F is in
+    def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
+        self._watched = watched
+        self._look: Look | None = None  # at the layer that F is in, as it was before
+        self._slots: list[int] = []  # of that layer
         self._tensors: list[Tensor] = []  # that it has saved in them
         self._layers: list[tuple[list[int], int]] = []  # of those before
 
@@ -32,11 +37,18 @@ class Witness:
             self._slots.append(slot)
             self._tensors.append(tensor)
 
-    def end_layer(self) -> None:
-        """A layer of F has ended: nothing is held of it any more."""
+    def start_layer(self, layer: int) -> None:
+        """F comes to a layer that R will run."""
+        if layer < len(self._watched) and self._watched[layer]:
+            self._look = attributes_of(self._watched[layer])
+
+    def end_layer(self) -> str | None:
+        """A layer of F has ended: nothing is held of it any more. Returns the name of an attribute that it has changed."""
+        layer, look, self._look = len(self._layers), self._look, None
         self._layers.append((self._slots, checksum(self._tensors)))
         self._slots = []
         self._tensors.clear()
+        return None if look is None else first_change(look, attributes_of(self._watched[layer]))
 
     def first_difference(self, slots: Sequence[Slot]) -> int | None:
         """The first layer whose slots R has filled with other values than F saved; None: they are the same."""

@@ -102,6 +102,13 @@ MUTANTS = (
         ("tests/runtime/test_kept_layers.py", "-k", "begins_to_differ"),
     ),
     Mutant(
+        "attributes that begin to change go unseen",
+        "pipetrain/stage/slots.py",
+        "        if layer >= 0 and (name := self._witness.end_layer()) is not None:\n",
+        "        if layer >= 0 and (name := self._witness.end_layer()) is None and False:\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "attribute_that_begins"),
+    ),
+    Mutant(
         "a checksum does not see the order",
         "pipetrain/stage/witness.py",
         "            found = zlib.crc32(plain.numpy(force=True).data, found)\n",

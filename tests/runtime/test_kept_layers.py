@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,39 @@ def test_a_layer_that_begins_to_differ_is_named_in_the_same_step(segments: int) 
         LATER[0].fill_(0.1)
         with pytest.raises(
             RecomputeMismatch, match=r"layer 1 \(DriftsLater\): the recompute saves .* first step.*keep_layers"
+        ):
+            pipeline.step(*batch())
+
+
+class Warm(nn.Module):
+    """Has a running mean in an attribute from some step on, which no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if WARM.is_set():
+            self.mean = 0.9 * self.mean + 0.1 * float(x.detach().mean())
+        return x * self.scale
+
+
+WARM = threading.Event()
+
+
+@pytest.mark.parametrize("verify", ["first", 2])
+def test_an_attribute_that_begins_to_change_is_named_in_the_same_step(verify: str | int) -> None:
+    WARM.clear()
+    model = nn.Sequential(nn.Linear(4, 4), Warm(), nn.Linear(4, 4))
+    policy = RecomputePolicy(last_stage="always", verify=verify)
+    with Pipeline(model, mean_square, num_microbatches=M, recompute=policy) as pipeline:
+        for _ in range(3):
+            pipeline.step(*batch())
+        WARM.set()
+        with pytest.raises(
+            RecomputeMismatch,
+            match=r"layer 1 \(Warm\): the recompute would change its attribute mean again.*keep_layers",
         ):
             pipeline.step(*batch())
 
