@@ -73,3 +73,12 @@ def as_text(signature: Signature) -> str:
     shape, dtype, node = signature
     made = "" if node is type(None) else f" made by {node.__name__.removesuffix('0')}"
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
+
+
+def mismatch(layer: str, what: str) -> RecomputeMismatch:
+    """`what` R of a layer does that F did not."""
+    return RecomputeMismatch(
+        f"{layer}: the recompute {what}. A layer that is recomputed must do the same operations on the same "
+        "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "
+        "changes, or name it in recompute.keep_layers"
+    )

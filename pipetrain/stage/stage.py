@@ -37,8 +37,9 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import Held, Kind, StageInput, StageOutput
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
-from pipetrain.stage.slots import LateBoundSet, SetComplete
+from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.tensor_copies import storage_key
 from pipetrain.stage.witness import Witness
@@ -407,27 +408,27 @@ class Stage:
             return
         # An operation may fill what it has saved later: R ends within a layer only where that is proved of one that saves the same.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
-        late.start_recompute(self._stop if is_proved else Stop.AT_LAYER)
+        again = Recompute(late, self._stop if is_proved else Stop.AT_LAYER)
         try:
             with self.state.as_seen(held.seen) if held.seen.buffers.tensors else nullcontext():
-                self._run_again(held, held.given, late)
+                self._run_again(held, held.given, again)
         finally:
             if held.has_casts:
                 self.casts.end_recompute()
-        late.end_recompute(held.seen.storages(), held.kind.size)
+        again.end(held.seen.storages(), held.kind.size)
         if late.proof is None:
             self.set_bytes[microbatch] = late.num_bytes + late.set_bytes_before
         else:
             self._stop = max(late.proof.stop, self._stop) if self._proved else late.proof.stop
             self._proved = late.last_signatures()
 
-    def _run_again(self, held: Held, given: StageInput, late: LateBoundSet) -> None:
+    def _run_again(self, held: Held, given: StageInput, again: Recompute) -> None:
         value, entered = self._entry.enter(given, held.sink, recomputed=True)
         with AddedLosses() as added:
             value = added.take(value)
             try:
                 for number, call in enumerate(self._calls(held, given, added, is_forward=False)):
-                    hooks = late.start_layer_again()
+                    hooks = again.start_layer()
                     if hooks is None:
                         if number in held.passed:
                             value = self.kept.pass_again(held.passed[number], number, self._anchor)
@@ -439,7 +440,7 @@ class Stage:
             except SetComplete:
                 return
             except BaseException as error:
-                if not late.is_what_was_meant(error):
+                if not again.is_what_was_meant(error):
                     raise
                 return
         self._entry.check(entered)

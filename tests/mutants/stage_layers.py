@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody compares the checksums of F and R",
-        "pipetrain/stage/slots.py",
+        "pipetrain/stage/recompute.py",
         "        if layer is not None:\n",
         "        if False:\n",
         ("tests/runtime/test_kept_layers.py", "-k", "begins_to_differ"),
@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "attributes that begin to change go unseen",
         "pipetrain/stage/slots.py",
-        "        if layer >= 0 and (name := self._witness.end_layer()) is not None:\n",
-        "        if layer >= 0 and (name := self._witness.end_layer()) is None and False:\n",
+        "        if layer >= 0 and (name := self.witness.end_layer()) is not None:\n",
+        "        if layer >= 0 and (name := self.witness.end_layer()) is None and False:\n",
         ("tests/runtime/test_kept_layers.py", "-k", "attribute_that_begins"),
     ),
     Mutant(
@@ -117,9 +117,9 @@ MUTANTS = (
     ),
     Mutant(
         "R runs kept layers",
-        "pipetrain/stage/slots.py",
-        "        if self.layer in self.whole:\n            self._filled",
-        "        if False:\n            self._filled",
+        "pipetrain/stage/recompute.py",
+        "        if self._layer in self._late.whole:\n",
+        "        if False:\n",
         ("tests/runtime/test_kept_layers.py", "-k", "not_run_again"),
     ),
     Mutant(

@@ -152,21 +152,21 @@ MUTANTS = (
     ),
     Mutant(
         "another path of R is not noticed",
-        "pipetrain/stage/slots.py",
+        "pipetrain/stage/recompute.py",
         "        if signature != expected and (signature[:2]",
         "        if False and (signature[:2]",
         ("tests/runtime/test_stage_refusals.py", "-k", "another_path"),
     ),
     Mutant(
         "a slot that fits the next layer",
-        "pipetrain/stage/slots.py",
+        "pipetrain/stage/recompute.py",
         "        if self._filled < expected:",
         "        if False:",
         ("tests/runtime/test_stage_refusals.py", "-k", "another_path and fewer"),
     ),
     Mutant(
         "R does not end early",
-        "pipetrain/stage/slots.py",
+        "pipetrain/stage/recompute.py",
         "        if self._stop is Stop.AT_LAYER and self._filled >= self._end:",
         "        if False:",
         ("tests/runtime/test_stage.py", "-k", "last_slot"),
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "a mismatch that a layer catches is forgotten",
-        "pipetrain/stage/slots.py",
+        "pipetrain/stage/recompute.py",
         "        if self._failure is not None:\n            raise self._failure",
         "        if False:\n            raise self._failure",
         ("tests/regressions/test_saved_tensors.py", "-k", "mismatch_that_a_layer"),
@@ -328,8 +328,8 @@ MUTANTS = (
     Mutant(
         "what R reads of buffers goes when R is launched",
         "pipetrain/stage/stage.py",
-        "        late.end_recompute(held.seen.storages(), held.kind.size)\n",
-        "        late.end_recompute(held.seen.storages(), held.kind.size)\n        held.seen = None\n",
+        "        again.end(held.seen.storages(), held.kind.size)\n",
+        "        again.end(held.seen.storages(), held.kind.size)\n        held.seen = None\n",
         ("tests/runtime/test_stage.py", "-k", "until_its_backward"),
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = (
     Mutant(
         "R ends at its last slot without a proof",
         "pipetrain/stage/stage.py",
-        "late.start_recompute(self._stop if is_proved else Stop.AT_LAYER)",
-        "late.start_recompute(Stop.AT_SLOT)",
+        "Recompute(late, self._stop if is_proved else Stop.AT_LAYER)",
+        "Recompute(late, Stop.AT_SLOT)",
         ("tests/regressions/test_saved_tensors.py", "-k", "operation_that_fills and unproved"),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from in_process import InProcessRun
 
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
-from pipetrain.stage.slots import LateBoundSet
+from pipetrain.stage.recompute import Recompute
 
 LATE = Op.parse("0RECV_B9")
 
@@ -55,13 +55,13 @@ def test_what_is_left_is_an_error(what: str) -> None:
 
 
 def test_slots_of_a_set_that_are_left_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = LateBoundSet.end_recompute
+    end = Recompute.end
 
-    def end_and_hold(late: LateBoundSet, *given: Any) -> None:
-        slots = list(late._slots)
-        end(late, *given)
-        late._slots += slots
+    def end_and_hold(again: Recompute, *given: Any) -> None:
+        slots = list(again._slots)
+        end(again, *given)
+        again._slots += slots
 
-    monkeypatch.setattr(LateBoundSet, "end_recompute", end_and_hold)
+    monkeypatch.setattr(Recompute, "end", end_and_hold)
     with pytest.raises(AssertionError, match="slots are still held after their B"):
         two_ranks().step()

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.slots import LateBoundSet, SetComplete
+from pipetrain.stage.recompute import Recompute, SetComplete
+from pipetrain.stage.slots import LateBoundSet
 
 
 def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
@@ -16,18 +17,18 @@ def forward(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
         return (x * weight).sigmoid().sum()
 
 
-def forward_again(late: LateBoundSet, weight: Tensor, x: Tensor) -> Tensor:
-    hooks = late.start_layer_again()
+def forward_again(again: Recompute, weight: Tensor, x: Tensor) -> Tensor:
+    hooks = again.start_layer()
     assert hooks is not None
     with hooks:
         return (x * weight).sigmoid().sum()
 
 
 def recompute(late: LateBoundSet, weight: Tensor, x: Tensor) -> None:
-    late.start_recompute()
+    again = Recompute(late)
     with pytest.raises(SetComplete):
-        forward_again(late, weight, x)
-    late.end_recompute()
+        forward_again(again, weight, x)
+    again.end()
 
 
 def made(keep: bool) -> tuple[LateBoundSet, ActivationMeter, Tensor, Tensor, Tensor]:
@@ -41,7 +42,7 @@ def made(keep: bool) -> tuple[LateBoundSet, ActivationMeter, Tensor, Tensor, Ten
 
 def test_a_late_bound_set_holds_nothing_until_it_is_recomputed() -> None:
     late, meter, weight, x, loss = made(keep=False)
-    assert (len(late._slots), meter.current_bytes) == (
+    assert (len(late.slots), meter.current_bytes) == (
         3 - 1,
         0,
     )  # x, for the weight's gradient, and the sigmoid's output
@@ -88,11 +89,10 @@ def test_the_graph_of_recompute_is_not_used() -> None:
 
 def test_another_shape_is_refused() -> None:
     late, meter, weight, _, _ = made(keep=False)
-    late.start_recompute()
     with pytest.raises(
         RecomputeMismatch, match=r"layer 0: the recompute saves a tensor \[2, 5\] float32, in F it was a tensor \[5\]"
     ):
-        forward_again(late, weight, torch.randn(2, 5))
+        forward_again(Recompute(late), weight, torch.randn(2, 5))
     assert meter.current_bytes == 0
 
 
@@ -105,10 +105,10 @@ def test_two_layers_are_told_apart() -> None:
         with late.start_layer():
             value = layer(value).tanh()
     late.end_forward()
-    late.start_recompute()
-    hooks = late.start_layer_again()
+    again = Recompute(late)
+    hooks = again.start_layer()
     assert hooks is not None
     with hooks:
         value = layers[0](torch.randn(2, 3))
     with pytest.raises(RecomputeMismatch, match="layer 0: the recompute ended without saving"):
-        late.start_layer_again()
+        again.start_layer()

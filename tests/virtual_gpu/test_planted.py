@@ -180,8 +180,8 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "late.end_recompute(held.seen.storages(), held.kind.size)",
-            "late.end_recompute(held.seen.storages(), held.kind.size); held.seen = None",
+            "again.end(held.seen.storages(), held.kind.size)",
+            "again.end(held.seen.storages(), held.kind.size); held.seen = None",
         ),
         replace(PLAIN, layers=batch_norm),
     ),

@@ -1,0 +1,219 @@
+"""R of one set: the stage runs again under hooks that fill the slots of F, in the same order.
+
+pack(t)   is it what F saved next (shape, dtype, the operation that made it)? Then it fills that slot
+the end   when the last slot is full, or where the proof has shown that R may end; whatever is left of the graph is thrown away
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipetrain.stage.errors import (
+    RecomputeMismatch,
+    SavedTensorChanged,
+    as_text,
+    mismatch,
+    refuses_hooks,
+    saved_changed,
+)
+from pipetrain.stage.meter import SetSize
+from pipetrain.stage.proof import Stop
+from pipetrain.stage.selective import beside_mode
+from pipetrain.stage.slots import LateBoundSet, both
+
+
+class SetComplete(BaseException):
+    """The last slot is full: the rest of R would compute what nobody reads."""
+
+
+# The node of what R begins with behind a layer that it passes over, which in F was that layer's.
+_ENTERED = "GateBackward"
+
+
+class Recompute:
+    """One R of a set, which ends where `stop` says; where there is a proof, with the stage."""
+
+    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT) -> None:
+        self._late = late
+        self._proof = late.proof
+        self._stop = Stop.AT_END if late.proof else stop
+        self._slots = late.slots
+        self._signatures = late.signatures
+        self._end = late.end
+        self._layer = -1  # that R is in
+        self._filled = 0
+        self._most = len(late.slots)  # as many may be filled
+        self._is_complete = False
+        self._failure: RuntimeError | None = None
+
+    def start_layer(self) -> AbstractContextManager[object] | None:
+        """R goes on to its next layer, which runs under what this returns; None: F has kept its set, so that it does not run.
+
+        Raises:
+            SetComplete: R need not go on.
+            RecomputeMismatch: the layer before did something else than in F.
+        """
+        if self._layer >= 0:
+            self._end_layer()
+        if self._stop is Stop.AT_LAYER and self._filled >= self._end:
+            raise SetComplete
+        self._layer += 1
+        if self._layer in self._late.whole:
+            self._filled = self._late.starts[self._layer + 1]
+            return None
+        pack = self._fill if self._proof is None and self._late.casts is None else self._compare
+        if self._late.outputs is None:
+            return saved_tensors_hooks(pack, self._unpack)
+        hooks = saved_tensors_hooks(beside_mode(pack), self._unpack)
+        return both(hooks, self._late.outputs.in_recompute(self._layer, self.fail))
+
+    def _fill(self, tensor: Tensor) -> None:
+        number = self._filled
+        if number >= self._most or (tensor.shape, tensor.dtype, type(tensor.grad_fn)) != self._signatures[number]:
+            self._check_signature(tensor)
+        slot = self._slots[number]
+        # Detached: it would keep the graph of R alive.
+        slot.tensor = tensor.detach()
+        slot.version = tensor._version
+        self._filled = number + 1
+        if self._filled == self._end and self._stop is Stop.AT_SLOT:
+            self._is_complete, self._most = True, 0
+            raise SetComplete
+
+    def _compare(self, tensor: Tensor) -> None:
+        """As `_fill`, for a proof, or where casts are told."""
+        if self._late.casts is not None:
+            self._late.casts.see_again(tensor)
+        if self._proof is None:
+            self._fill(tensor)
+            return
+        self._check_signature(tensor)
+        self._proof.bring(self._slots[self._filled], tensor)
+        self._filled += 1
+        if self._filled == self._end:
+            self._proof.at_last_slot()
+
+    def _check_signature(self, tensor: Tensor) -> None:
+        """R saves this: is it what F saved next?"""
+        if self._is_complete:
+            raise SetComplete
+        signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        if self._filled >= len(self._slots):
+            self.fail(f"saves one tensor more than in F: {as_text(signature)}")
+        expected = self._signatures[self._filled]
+        if signature != expected and (signature[:2] != expected[:2] or signature[2].__name__ != _ENTERED):
+            self.fail(f"saves {as_text(signature)}, in F it was {as_text(expected)}")
+
+    def _unpack(self, _: Any) -> NoReturn:
+        if self._is_complete:
+            raise SetComplete
+        self.fail("takes a gradient inside the layer, which F did not")
+
+    def raise_what_was_meant(self) -> None:
+        """A layer has raised something, or returned: what the hooks had raised through it before counts.
+
+        Raises:
+            SetComplete, RecomputeMismatch
+        """
+        if self._is_complete:
+            raise SetComplete
+        if self._failure is not None:
+            raise self._failure
+
+    def is_what_was_meant(self, error: BaseException) -> bool:
+        """Whether R is complete, although a layer has raised `error`.
+
+        Raises:
+            RecomputeMismatch
+        """
+        if not self._is_complete and self._failure is not None:
+            raise self._failure
+        if not self._is_complete and refuses_hooks(error):
+            self.fail("takes a gradient inside the layer (torch.func), which F did not")
+        return self._is_complete
+
+    def _end_layer(self) -> None:
+        if self._is_complete or self._failure is not None:
+            self.raise_what_was_meant()
+        expected = self._late.starts[self._layer + 1]
+        if self._filled < expected:
+            self._fail_because_it_ended()
+        if self._filled > expected:
+            self.fail(f"saves {self._filled - expected} tensors more than in F")
+        if (
+            self._late.outputs is not None
+            and self._layer not in self._late.whole
+            and (left := self._late.outputs.left(self._layer))
+        ):
+            self.fail(f"ended without {left} of the operations whose outputs F kept")
+        if self._proof is not None:
+            self._proof.at_layer_end(self._late.meter, last=self._late.starts[self._layer] < self._end <= expected)
+
+    def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
+        """R is done: every slot is full and what fills it has not changed. `size` is that of sets of this kind.
+
+        `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
+        microbatches change.
+
+        Raises:
+            RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.
+            SavedTensorChanged: with the layer, and the shape of the tensor.
+        """
+        if not self._is_complete and self._layer >= 0:
+            self._end_layer()
+        if self._filled < self._end:
+            self._fail_because_it_ended()
+        if self._proof is None:
+            self._check_filled()
+            for slot in self._slots if own else ():
+                if slot.tensor is not None and slot.storage() in own:
+                    slot.fill(slot.tensor.data)
+            self._late.count(size or SetSize())
+        else:
+            if (difference := self._difference()) is not None:
+                raise difference
+            self._proof.clear()
+        if self._late.outputs is not None:
+            self._late.set_bytes_before = self._late.saved_outputs_bytes
+        self._slots.clear()
+
+    def _check_filled(self) -> None:
+        for slot in self._slots:
+            if slot.tensor is not None and slot.tensor._version != slot.version:
+                raise saved_changed(self._late.name_of_slot(slot), slot.tensor.shape, "later in the same recompute")
+        if self._late.witness is None:
+            return
+        layer = self._late.witness.first_difference(self._slots)
+        if layer is not None:
+            raise mismatch(
+                self._late.name_of(layer), "saves other values than F did, which it did not in its first step"
+            )
+
+    def fail(self, what: str, layer: int | None = None) -> NoReturn:
+        """R of the layer that it is in did something else than F. Where a layer before had other values already, those are the cause."""
+        if self._failure is None:
+            self._failure = self._difference() or mismatch(
+                self._late.name_of(self._layer if layer is None else layer), what
+            )
+        raise self._failure
+
+    def _fail_because_it_ended(self) -> NoReturn:
+        missing = as_text(self._signatures[self._filled])
+        self.fail(f"ended without saving {missing}, which F saved", self._late.layer_of(self._filled))
+
+    def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
+        """The first value that the proof found to be another than in F, if there is one."""
+        found = None if self._proof is None else self._proof.first_difference()
+        if found is None:
+            return None
+        slot, how = found
+        if slot.tensor is not None and slot.tensor._version != slot.version:
+            where, shape = self._late.name_of_slot(slot), slot.tensor.shape
+            return saved_changed(where, shape, "after its forward, before it was recomputed")
+        what = as_text(self._signatures[slot.number])
+        return mismatch(self._late.name_of(self._late.layer_of(slot.number)), f"saves {what} with other values: {how}")
