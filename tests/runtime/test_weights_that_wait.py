@@ -17,7 +17,7 @@ from waiting_layers import WIDTH, M, autocast, linear, mean_square, rows
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.slots import SavedTensorChanged
-from pipetrain.stage.split_function import SplitFunction, accumulate
+from pipetrain.stage.split_backward import SplitFunction, accumulate
 from pipetrain.stage.split_linear import linears_split
 from pipetrain.stage.stage import Stage
 
@@ -44,7 +44,7 @@ def test_only_what_w_needs_is_held_and_only_until_then() -> None:
     model = [linear(), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)]
     stage, meter = one_stage(*model), ActivationMeter()
     meter.exclude(parameter for layer in model for parameter in layer.parameters())
-    stage.meter = stage.weights._meter = meter
+    stage.meter = stage.weights.meter = meter
     inputs, targets = rows()
     one = inputs.nbytes
     seen: list[int] = []
@@ -141,7 +141,7 @@ def test_nothing_of_torch_is_replaced_outside_of_a_layer() -> None:
     for waiting in (None, 0):
         run_step([one_stage(Looks(), linear())], *rows(), M, keep=lambda _: False, waiting=waiting)
     assert inside == [True] * 2 * M + [False] * 2 * M
-    with linears_split(), linears_split():
+    with linears_split(None), linears_split(None):
         assert F.linear is not linear_of_torch
         assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).grad_fn is None
     assert (F.linear, torch.addmm) == (linear_of_torch, addmm)
