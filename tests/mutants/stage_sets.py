@@ -62,22 +62,22 @@ MUTANTS = (
     Mutant(
         "what is kept of a product is the memory that an operation writes on",
         "pipetrain/stage/selective.py",
-        "            output = _with(call.output, copy_of)\n",
-        "            output = _with(call.output, _alias)\n",
+        "_with(call.kept.output, copy_of), None",
+        "_with(call.kept.output, _alias), None",
         ("tests/runtime/test_selective.py", "-k", "operation_writes"),
     ),
     Mutant(
         "what torch says to draw random numbers is skipped",
         "pipetrain/stage/selective.py",
-        "        if not rules or met.operation.draws_with(args, kwargs):",
+        "        if not rules or operation.draws_with(args, kwargs):",
         "        if not rules:",
         ("tests/runtime/test_selective.py", "-k", "random"),
     ),
     Mutant(
         "an operation of a library that draws unsaid is skipped",
         "pipetrain/stage/selective.py",
-        "        if is_plain and not is_nested and not has_drawn:",
-        "        if is_plain and not is_nested:",
+        "        if not has_drawn and all(",
+        "        if all(",
         ("tests/runtime/test_selective.py", "-k", "random"),
     ),
     Mutant(
