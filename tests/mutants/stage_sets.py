@@ -13,7 +13,7 @@ MUTANTS = (
     Mutant(
         "each set holds a cast of trained weights",
         "pipetrain/stage/casts.py",
-        "                self._leave_out(known.cdata)\n",
+        "                self._leave_out(new.cdata)\n",
         "                pass\n",
         ("tests/runtime/test_casts.py", "-k", "holds_no_weights"),
     ),
