@@ -48,20 +48,14 @@ class SplitFunction(torch.autograd.Function):
     one after the other, unless a kernel has a better one.
     """
 
+    backward_input: Callable[..., Any]
+    backward_weight: Callable[..., Any]
     _whole: Callable[..., Any] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._whole = vars(cls).get("backward", cls._whole)
         cls.backward = staticmethod(functools.partial(_backward, cls))  # type: ignore[method-assign]
-
-    @staticmethod
-    def backward_input(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def backward_weight(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError
 
     @classmethod
     def apply(cls, *args: Any, **named: Any) -> Any:
