@@ -35,17 +35,11 @@ from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 # What the two words stand for, as torch names what runs.
 OPS_OF: Mapping[str, frozenset[str]] = {
     "matmul": frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
-    "attention": frozenset(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-            "_flash_attention_forward",
-            "_efficient_attention_forward",
-        )
-    ),
+    "attention": frozenset((
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward", "_efficient_attention_forward",
+    )),
 }  # fmt: skip
 # What attention is made of where torch has no fused operation for it.
 _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))

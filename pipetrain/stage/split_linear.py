@@ -93,20 +93,27 @@ def _is_column_major(matrix: Tensor) -> bool:
 
 
 def _split_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    if (call := _call_that_splits(input, weight, bias, num_outputs=weight.shape[0])) is None:
-        return _linear(input, weight, bias)
-    return _multiplied(call, input, weight, bias, is_transposed=True)
+    output = _split_product(input, weight, bias, is_transposed=True)
+    return _linear(input, weight, bias) if output is None else output
 
 
 def _split_addmm(*args: Any, **named: Any) -> Tensor:
+    output = None
     if len(args) == 3 and not named:
         bias, x, weight = args
-        if (call := _call_that_splits(x, weight, bias, num_outputs=weight.shape[-1])) is not None:
-            return _multiplied(call, x, weight, bias, is_transposed=False)
-    return _addmm(*args, **named)
+        output = _split_product(x, weight, bias, is_transposed=False)
+    return _addmm(*args, **named) if output is None else output
 
 
-def _multiplied(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
+    """None: torch's function is to run; where the weight learns, the user is told why."""
+    call = layer_in_force()
+    if call is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    why = why_whole(weight) or _why_not(call, x, weight, bias, is_transposed=is_transposed)
+    if why is not None:
+        call.deferral.weights.tell(call.layer, why)
+        return None
     cast = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -117,19 +124,7 @@ def _multiplied(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None,
     return output
 
 
-def _call_that_splits(x: Tensor, weight: Tensor, bias: Tensor | None, *, num_outputs: int) -> LayerCall | None:
-    """The layer that runs, if this product is one of ours; where its weight learns, and it is not, the user is told why."""
-    call = layer_in_force()
-    if call is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    why = why_whole(weight) or _why_not(call, x, weight, bias, num_outputs)
-    if why is None:
-        return call
-    call.deferral.weights.tell(call.layer, why)
-    return None
-
-
-def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
+def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "it runs under torch.func"
     is_cast, kind = torch.is_autocast_enabled(x.device.type), x.device.type
@@ -140,9 +135,9 @@ def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, nu
     fits = type(x) is Tensor and is_dense(x) and x.dim() > 1
     fits = fits and (x.dtype is weight.dtype or (is_cast and x.dtype is torch.get_autocast_dtype(kind)))
     fits = fits and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous() and weight.is_floating_point()
-    if bias is not None:
-        fits = fits and type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,)
-        fits = fits and bias.dtype is weight.dtype
+    if fits and bias is not None:
+        fits = type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype
+        fits = fits and bias.shape == (weight.shape[0 if is_transposed else 1],)
     return None if fits else "it multiplies other than plain tensors of one dtype"
 
 
