@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipetrain.comm.gloo import GlooReducer
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Op
-from pipetrain.stage.split_function import SplitFunction
+from pipetrain.stage.split_backward import SplitFunction
 
 NUM_SAVED = 16
 _DEVICE = threading.Lock()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -79,15 +79,14 @@ class AddedLosses:
         # Another list for each layer: compiled code depends on how many are in it.
         self.of_layer: list[Tensor] = []
         self.needs_gradient = torch.is_grad_enabled()
-        self._token: Token[AddedLosses | None] | None = None
+        self._around = _IN_FORCE.get()
 
     def __enter__(self) -> AddedLosses:
-        self._token = _IN_FORCE.set(self)
+        _IN_FORCE.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        _IN_FORCE.reset(self._token)
+        _IN_FORCE.set(self._around)
 
     def take(self, value: Any) -> Any:
         """What the first layer gets of the input of a stage."""

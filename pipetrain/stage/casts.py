@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -31,11 +30,6 @@ _CASTING = frozenset((
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
     Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
 ))  # fmt: skip
-# What looks into the memory of a cast and is saved in its stead.
-_VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Unsqueeze", "Squeeze")
-)  # fmt: skip
 
 
 class WeightCasts:
@@ -62,11 +56,9 @@ class WeightCasts:
         """F saves this for backward: of what autocast keeps, nothing is held for a set."""
         weight = self._weight_cast_in(saved)
         if weight is not None:
-            known = self._of_trained.get(id(weight))
-            if known is None:
-                known = self._of_trained[id(weight)] = StorageWeakRef(saved.untyped_storage())  # type: ignore[no-untyped-call]
-            if known.cdata == storage_key(saved):
-                self._leave_out(known.cdata)
+            new = StorageWeakRef(saved.untyped_storage())  # type: ignore[no-untyped-call]
+            if self._of_trained.setdefault(id(weight), new).cdata == new.cdata:
+                self._leave_out(new.cdata)
 
     def see_again(self, saved: Tensor) -> None:
         """R saves this. Where it is no cast that F has made, autocast had forgotten that one, and keeps R's now."""
@@ -83,11 +75,9 @@ class WeightCasts:
 
     def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
         """The weight of which `saved` is a cast, or looks into one."""
-        node: Node | None = saved.grad_fn
-        if node is None or saved.dtype is not torch.get_autocast_dtype(self._device):
+        if saved.dtype is not torch.get_autocast_dtype(self._device):
             return None
-        while node is not None and node.name() in _VIEWS:
-            node = node.next_functions[0][0]
+        node = saved.grad_fn if saved._base is None else saved._base.grad_fn
         if node is None or node.name() != "ToCopyBackward0":
             return None
         return getattr(node.next_functions[0][0], "variable", None)  # a node that accumulates has one

@@ -36,7 +36,8 @@ from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.proof import describe_difference, differ
 from pipetrain.stage.slots import LateBoundSet
-from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.split_backward import Deferral
+from pipetrain.stage.split_linear import split_layer
 from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
 from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
@@ -119,7 +120,7 @@ class FirstLook:
 
         def call(layer: Any, value: Any) -> Any:
             if deferral is not None:
-                layer = stage.weights.split(deferral, number, layer, is_forward=False)
+                layer = split_layer(deferral, number, layer, is_forward=False)
             return stage.casts.once(number, layer, make=True)(value) if stage.casts.is_active() else layer(value)
 
         target = pytree.tree_map_only(Tensor, Tensor.clone, given.target)

@@ -15,7 +15,7 @@ from pipetrain.stage.kept import Passed
 from pipetrain.stage.layer_state import NOTHING_SEEN, Seen
 from pipetrain.stage.meter import CountedBytes, SetSize
 from pipetrain.stage.slots import LateBoundSet
-from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.split_backward import Deferral
 
 
 @dataclass(frozen=True)

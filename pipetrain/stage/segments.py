@@ -12,9 +12,11 @@ microbatch, from seeds to the proof, it does for a part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -69,18 +71,13 @@ class SegmentedStage:
         self.parts: list[Stage] = []
         self._cross = cross
         self._passing: dict[int, _Passing] = {}
-        start = 0
-        for number, size in enumerate(sizes):
+        for number, end in enumerate(accumulate(sizes)):
+            start, loss = end - sizes[number], loss_fn if end == len(layers) else None
             options |= {"first_layer": first_layer + start, "part": PartOf(number, self.layers)}
-            loss = loss_fn if number == len(sizes) - 1 else None
-            self.parts.append(Stage(index, self.layers[start : start + size], loss_fn=loss, **options))
-            start += size
-        seen: dict[int, int] = {}  # the first part that a parameter is of
-        own = [
-            (part, parameter) for part, parameters in enumerate(parameters_of_parts(self)) for parameter in parameters
-        ]
-        shared = {id(parameter): parameter for part, parameter in own if seen.setdefault(id(parameter), part) != part}
-        self._shared = list(shared.values())
+            self.parts.append(Stage(index, self.layers[start:end], loss_fn=loss, **options))
+        parameters = {id(one): one for own in parameters_of_parts(self) for one in own}
+        num_parts = Counter(key for own in parameters_of_parts(self) for key in set(map(id, own)))
+        self._shared = [parameter for key, parameter in parameters.items() if num_parts[key] > 1]
 
     @property
     def device(self) -> torch.device:
@@ -113,31 +110,21 @@ class SegmentedStage:
     # F ------------------------------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        microbatch: int,
-        given: StageInput,
-        *,
-        keep: bool,
-        prove: bool = False,
-        has_backward: bool = True,
-        split: bool = False,
-        witness: bool = False,
+        self, microbatch: int, given: StageInput, *, has_backward: bool = True, split: bool = False, **options: bool
     ) -> StageOutput:
-        """F of all parts, as `Stage.forward`.
+        """F of all parts, as `Stage.forward`, which has the `options`.
 
         Raises:
             TypeError: what may not cross from part to part. As `Stage.forward`.
         """
         assert not split, f"stage {self.index} has parts, and B of parts has no halves"
+        *before, last = self.parts
         inputs = given
-        for part in self.parts:
-            is_last = part is self.parts[-1]
+        for part in before:
             # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
-            output = part.forward(
-                microbatch, inputs, keep=keep, prove=prove, has_backward=is_last and has_backward, witness=witness
-            )
-            if not is_last:
-                inputs = self._handed_over(part, output, inputs)
+            output = part.forward(microbatch, inputs, has_backward=False, **options)
+            inputs = self._handed_over(part, output, inputs)
+        output = last.forward(microbatch, inputs, has_backward=has_backward, **options)
         if has_backward or any(output.wants_gradient):
             self._passing[microbatch] = _Passing(len(given.leaves), shared=[None] * len(self._shared))
         return output

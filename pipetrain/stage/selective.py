@@ -19,34 +19,27 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.stage.casts import has_compiled
-from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.meter import ActivationMeter, CountedBytes
 from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 
 # What the two words stand for, as torch names what runs.
 OPS_OF: Mapping[str, frozenset[str]] = {
     "matmul": frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
-    "attention": frozenset(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-            "_flash_attention_forward",
-            "_efficient_attention_forward",
-        )
-    ),
+    "attention": frozenset((
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward", "_efficient_attention_forward",
+    )),
 }  # fmt: skip
 # What attention is made of where torch has no fused operation for it.
 _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
@@ -66,58 +59,49 @@ class Wanted(Protocol):
     def path(self) -> str: ...
 
 
+# Which operations ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Operation:
-    """What matters here of one operation of torch's."""
+    """What matters here of one operation of torch's.
+
+    `can_be_kept`: it gives new memory and writes into none, and is no cast, which F and R differ in under autocast.
+    """
 
     name: str  # `mm`, or `library::name` where it is not torch's own
-    can_be_kept: (
-        bool  # it gives new memory and writes into none, and is no cast, which F and R differ in under autocast
-    )
+    arguments: tuple[str, ...]
+    writes: tuple[str, ...]  # the arguments that it changes in place
+    can_be_kept: bool
     draws: bool  # it may draw random numbers
-    dropout: int | None  # the place of the argument that says whether it does
     is_foreign: bool  # torch does not say of it whether it draws
-    writes: tuple[tuple[int, str], ...]  # the places and names of the arguments that it changes in place
+
+    def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        place = self.arguments.index(name)
+        return args[place] if place < len(args) else kwargs.get(name)
 
     def draws_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call may draw random numbers."""
-        if not self.draws or self.dropout is None:
-            return self.draws
-        return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0))
+        return self.draws and ("dropout_p" not in self.arguments or bool(self.argument("dropout_p", args, kwargs)))
 
 
-_operations: dict[Any, Operation | None] = {}
-
-
+@cache
 def operation_of(func: Any) -> Operation | None:
     """What is known of an operation that torch dispatches; None: it is none of a plain kind."""
-    if func in _operations:
-        return _operations[func]
-    operation = None
-    if isinstance(func, torch._ops.OpOverload):
-        schema = func._schema
-        library, _, name = schema.name.partition("::")
-        names = [one.name for one in schema.arguments]
-        aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
-        # batch_norm writes its statistics and does not say so.
-        is_new = bool(schema.returns) and not aliases and "running_mean" not in names
-        operation = Operation(
-            name if library == "aten" else schema.name,
-            can_be_kept=is_new and name != "_to_copy",
-            draws=torch.Tag.nondeterministic_seeded in func.tags,
-            dropout=names.index("dropout_p") if "dropout_p" in names else None,
-            is_foreign=library != "aten",
-            writes=tuple(
-                (place, one.name)
-                for place, one in enumerate(schema.arguments)
-                if one.alias_info is not None and one.alias_info.is_write
-            ),
-        )
-    _operations[func] = operation
-    return operation
-
-
-# Which operations ------------------------------------------------------------------------------------------------------
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    schema = func._schema
+    library, _, name = schema.name.partition("::")
+    arguments = tuple(one.name for one in schema.arguments)
+    writes = tuple(one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+    aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+    # batch_norm writes its statistics and does not say so.
+    is_new = bool(schema.returns) and not aliases and "running_mean" not in arguments
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    is_foreign = library != "aten"
+    return Operation(
+        schema.name if is_foreign else name, arguments, writes, is_new and name != "_to_copy", draws, is_foreign
+    )
 
 
 @dataclass(eq=False)
@@ -127,7 +111,7 @@ class _Rule:
     wanted: Wanted
     names: frozenset[str]  # of operations
     layers: Set[int]  # by their number in the stage; the loss has the one after the last layer's
-    modules: Set[int] | None  # identities of the submodules in which it holds; None: in all of the layer
+    modules: Sequence[nn.Module]  # the submodules in which it holds; none: in all of the layer
     is_all_here: bool  # no other stage has some of its layers, nor has it another rule
     is_met: bool  # it has kept something, or it is not known
 
@@ -147,22 +131,86 @@ class _Rule:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Met:
-    """An operation that runs in a layer, where it writes or may be kept by some rules."""
-
-    operation: Operation
-    rules: Sequence[_Rule]
+_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or that some rules may keep
 
 
-def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """`pack`, so that what it does itself does not pass a mode."""
+class Selection:
+    """What is kept in the layers of one stage."""
 
-    def run(tensor: Tensor) -> None:
-        with torch._C._DisableTorchDispatch():  # under a mode `detach` takes eight times as long
-            pack(tensor)
+    def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
+        """Raises:
+        ValueError: an entry that names no operation, or no module of its layer; with the nearest that there is.
+        """
+        self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
+        self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
+        self._open: list[nn.Module] = []  # of the submodules of rules, those that run now
+        self._unfused: set[int] = set()  # layers that run attention in pieces
+        self.is_watched = True  # until the first forward has ended
+        # Per layer, by the operation's identity, for its hash is slow.
+        self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
-    return run
+    def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
+        kinds = _ops_named(one)
+        here, own, is_all_here = set(range(len(layers))), set(range(len(layers) + 1)), False
+        modules: list[nn.Module] = []
+        if one.first is not None and one.last is not None:
+            asked = set(range(one.first - first_layer, one.last - first_layer + 1))
+            own, is_all_here = asked & here, asked <= here
+            modules = [module for n in own for path, module in layers[n].named_modules() if path == one.path]
+            if is_all_here and not modules:
+                raise ValueError(_no_such_module(one, [layers[number] for number in own]))
+            if not modules:
+                return []  # other stages have it
+        inside, is_met = modules if one.path else [], bool(own & self._compiled)
+        return [_Rule(one, kind, own, inside, is_all_here and len(kinds) == 1, is_met) for kind in kinds]
+
+    def kept_nothing(self, stage: str) -> list[str]:
+        """The first forward of `stage` has ended: a line for each entry that kept nothing."""
+        self.is_watched = False
+        lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
+        return [line for line in lines if line is not None]
+
+    def is_seen(self, layer: int) -> bool:
+        """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
+        return layer not in self._compiled
+
+    @contextmanager
+    def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
+        """Around a layer: operations that may be kept, or that write, go through `run`."""
+        if not self.is_seen(layer):
+            yield
+            return
+        self._open.clear()
+        with ExitStack() as hooks:  # no hook stays on a module
+            for module in {module for rule in self._rules if layer in rule.layers for module in rule.modules}:
+                hooks.enter_context(module.register_forward_pre_hook(lambda module, _: self._open.append(module)))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            with _Mode(self._met[layer], partial(self._meet, layer), run):
+                yield
+
+    def _leave(self, *_: Any) -> None:
+        del self._open[-1:]
+
+    def _meet(self, layer: int, func: Any) -> _Met | None:
+        operation, rules = operation_of(func), list[_Rule]()
+        if operation is not None:
+            if operation.name in _SOFTMAX:
+                self._unfused.add(layer)
+            if operation.can_be_kept:
+                rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
+        met = (operation, rules) if operation is not None and (rules or operation.writes) else None
+        self._met[layer][id(func)] = met  # `operation_of` has the function, so that it stays
+        return met
+
+    def keeps(self, met: _Met, args: Any, kwargs: Any) -> bool:
+        """Whether the output of an operation that runs now is to be kept."""
+        operation, rules = met
+        rules = [rule for rule in rules if not rule.modules or any(module in self._open for module in rule.modules)]
+        if not rules or operation.draws_with(args, kwargs):
+            return False
+        for rule in rules:
+            rule.is_met = True
+        return True
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -183,7 +231,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # For each operation of each layer: as few lines as can be.
         try:
-            met = self._met[id(func)]  # its hash is slow
+            met = self._met[id(func)]
         except KeyError:
             met = self._meet(func)
         if met is None:
@@ -191,109 +239,20 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(met, func, args, kwargs or {})
 
 
-class Selection:
-    """What is kept in the layers of one stage."""
+def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """`pack`, so that what it does itself does not pass a mode, under which `detach` takes eight times as long."""
 
-    def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
-        """Raises:
-        ValueError: an entry that names no operation, or no module of its layer; with the nearest that there is.
-        """
-        self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
-        self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
-        self._followed = {module for rule in self._rules for module in rule.modules or ()}
-        self._open: list[int] = []  # of these, those that run now
-        self._unfused: set[int] = set()  # layers that run attention in pieces
-        self.is_watched = True  # until the first forward has ended
-        # Per layer, by the operation's identity.
-        self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
+    def run(tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():
+            pack(tensor)
 
-    def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
-        names = _ops_named(one)
-        kinds = [names & ops for ops in OPS_OF.values()] if one.op is None else [names]
-        here, own, is_all_here = set(range(len(layers))), set(range(len(layers) + 1)), False
-        modules: set[int] | None = None
-        if one.first is not None and one.last is not None:
-            asked = set(range(one.first - first_layer, one.last - first_layer + 1))
-            own, is_all_here = asked & here, asked <= here
-            modules = {id(module) for n in own for path, module in layers[n].named_modules() if path == one.path}
-            if is_all_here and not modules:
-                raise ValueError(_no_such_module(one, [layers[number] for number in own]))
-            if not modules:
-                return []  # other stages have it
-        inside, is_met = modules if one.path else None, bool(own & self._compiled)
-        return [_Rule(one, kind, own, inside, is_all_here and len(kinds) == 1, is_met) for kind in kinds]
-
-    def kept_nothing(self, stage: str) -> list[str]:
-        """The first forward of `stage` has ended: a line for each entry that kept nothing."""
-        self.is_watched = False
-        lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
-        return [line for line in lines if line is not None]
-
-    def is_seen(self, layer: int) -> bool:
-        """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
-        return layer not in self._compiled
-
-    @contextmanager
-    def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
-        """Around a layer: operations that may be kept, or that write, go through `run`."""
-        if layer in self._compiled:  # what torch.compile made runs as it was compiled
-            yield
-        else:
-            with self._following(), _Mode(self._met[layer], partial(self._meet, layer), run):
-                yield
-
-    def _meet(self, layer: int, func: Any) -> _Met | None:
-        operation, rules = operation_of(func), list[_Rule]()
-        if operation is not None:
-            if operation.name in _SOFTMAX:
-                self._unfused.add(layer)
-            if operation.can_be_kept:
-                rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
-        met = _Met(operation, rules) if operation is not None and (rules or operation.writes) else None
-        self._met[layer][id(func)] = met  # `_operations` has the function, so that it stays
-        return met
-
-    def keeps(self, met: _Met, args: Any, kwargs: Any) -> bool:
-        """Whether the output of an operation that runs now is to be kept."""
-        rules = met.rules
-        if self._followed:
-            rules = [rule for rule in rules if rule.modules is None or not rule.modules.isdisjoint(self._open)]
-        if not rules or met.operation.draws_with(args, kwargs):
-            return False
-        for rule in rules:
-            rule.is_met = True
-        return True
-
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Within it, it is known which submodules run. Nothing is left on the modules themselves."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            if id(module) in self._followed:
-                self._open.append(id(module))
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            if id(module) in self._followed and self._open:
-                self._open.pop()
-
-        if not self._followed:
-            yield
-            return
-        self._open.clear()
-        before = torch_module.register_module_forward_pre_hook(enter)
-        after = torch_module.register_module_forward_hook(leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    return run
 
 
-def _ops_named(one: Wanted) -> frozenset[str]:
-    if one.op is None:
-        return frozenset[str]().union(*OPS_OF.values())
-    if one.op in OPS_OF:
-        return OPS_OF[one.op]
+def _ops_named(one: Wanted) -> list[frozenset[str]]:
+    """The operations that an entry means, by kind."""
+    if one.op is None or one.op in OPS_OF:
+        return [OPS_OF[one.op]] if one.op else [*OPS_OF.values()]
     name = re.sub(r"^aten(\.|::)", "", one.op)
     library, _, short = name.rpartition("::")
     known = set(torch._C._dispatch_get_all_op_names())  # scripts know more
@@ -303,9 +262,7 @@ def _ops_named(one: Wanted) -> frozenset[str]:
         (near,) = difflib.get_close_matches(name, [*OPS_OF, *ours], n=1, cutoff=0.0)
         raise ValueError(f"recompute.selective={one}: there is no operation {name!r}; did you mean {near!r}?")
     overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
-    functional = [
-        op for op in overloads if op.name() in known and (operation := operation_of(op)) and operation.can_be_kept
-    ]
+    functional = [op for op in overloads if op.name() in known and (found := operation_of(op)) and found.can_be_kept]
     if not functional:
         raise ValueError(
             f"recompute.selective={one}: {name} is a view or a cast, or changes something in place, so R cannot leave it out; "
@@ -317,7 +274,7 @@ def _ops_named(one: Wanted) -> frozenset[str]:
             f"recompute.selective={one}: {name} is made of other operations, which are what runs; `pipetrain profile` names those "
             f"of this model, {' and '.join(OPS_OF)} are words for the dear ones"
         )
-    return frozenset((name,))
+    return [frozenset((name,))]
 
 
 def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
@@ -332,17 +289,25 @@ def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
 
 
 @dataclass(eq=False)
+class _Kept:
+    """An output that R gets, with aliases; each tensor of it with its version."""
+
+    output: Any
+    held: Sequence[tuple[Tensor, int]]
+    counted: CountedBytes  # in the meter, until this goes
+
+    def has_changed(self) -> bool:
+        return any(tensor._version != version for tensor, version in self.held)
+
+
+@dataclass(eq=False)
 class _Call:
     """One operation of F whose output is wanted, in the order in which its layer ran them."""
 
     func: Any
     shapes: tuple[Any, ...]
     num_slots: int  # of the set when it ran: R is complete before it comes to it again, or not
-    output: Any = None  # what R gets, with aliases; None: R computes it
-    held: Sequence[tuple[Tensor, int, int]] = ()  # each tensor of it, its version and its key in the meter
-
-    def has_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version, _ in self.held)
+    kept: _Kept | None = None  # None: R computes it
 
 
 class KeptOutputs:
@@ -372,22 +337,20 @@ class KeptOutputs:
     def _run_in_forward(
         self, layer: int, num_slots: Callable[[], int], met: _Met, func: Any, args: Any, kwargs: Any
     ) -> Any:
-        for place, name in met.operation.writes:
-            for one in _as_tuple(args[place] if place < len(args) else kwargs.get(name)):
+        operation, _ = met
+        for name in operation.writes:
+            for one in _as_tuple(operation.argument(name, args, kwargs)):
                 if isinstance(one, Tensor):
                     self._before_write(one)
         if not self._selection.keeps(met, args, kwargs):
             return func(*args, **kwargs)
         call = _Call(func, _shapes(args, kwargs), num_slots())
         self._calls[layer].append(call)
-        state = _generators() if met.operation.is_foreign else []
+        state = _generators() if operation.is_foreign else []
         output = func(*args, **kwargs)
-        has_drawn = met.operation.is_foreign and not all(map(torch.equal, state, _generators()))
-        values = _as_tuple(output)
-        is_nested = any(isinstance(value, (list, tuple, dict)) for value in values)
-        is_plain = all(type(value) is Tensor and is_dense(value) for value in values if isinstance(value, Tensor))
-        if is_plain and not is_nested and not has_drawn:
-            self._hold(call, output)
+        has_drawn = operation.is_foreign and not all(map(torch.equal, state, _generators()))
+        if not has_drawn and all(map(_is_plain, _as_tuple(output))):
+            self._keep(call, _with(output, _alias))
         return output
 
     def _run_in_recompute(
@@ -401,31 +364,32 @@ class KeptOutputs:
         self._next[layer] += 1
         if call.func is not func or call.shapes != shapes:
             fail(f"computes {func} of {_told(shapes)} where F computed {call.func} of {_told(call.shapes)}")
-        if call.has_changed():
+        if call.kept is None:
+            return func(*args, **kwargs)
+        if call.kept.has_changed():
             fail(f"finds the output of {func} changed in place after F")
-        return _with(call.output, _alias) if call.held else func(*args, **kwargs)
+        return _with(call.kept.output, _alias)
 
-    def _hold(self, call: _Call, output: Any) -> None:
-        """Keep what `call` gives."""
-        call.output = _with(output, _alias)
-        tensors = [value for value in _as_tuple(call.output) if isinstance(value, Tensor)]
-        call.held = [(tensor, tensor._version, self._meter.hold(tensor)) for tensor in tensors]
+    def _keep(self, call: _Call, output: Any) -> None:
+        tensors = [value for value in _as_tuple(output) if isinstance(value, Tensor)]
+        held = [(tensor, tensor._version) for tensor in tensors]
+        call.kept = _Kept(output, held, CountedBytes(self._meter, 0, tensors))
         self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
     def _before_write(self, tensor: Tensor) -> None:
         """F is about to change this in place: what is kept of its memory is a copy from now on."""
         call = self._by_storage.pop(storage_key(tensor), None)
-        if call is not None and call.held:
-            output = _with(call.output, copy_of)
-            self._let_go(call)
-            self._hold(call, output)
+        if call is not None and call.kept is not None:
+            output, call.kept = _with(call.kept.output, copy_of), None
+            self._keep(call, output)
 
     def end_forward(self, whole: Set[int], num_slots: int) -> None:
         """F is done. R does not run the layers that are `whole`, and ends when the slots up to `num_slots` are full."""
         for layer, calls in self._calls.items():
             for call in calls:
-                if layer in whole or call.num_slots >= num_slots or call.has_changed():
-                    self._let_go(call)
+                has_changed = call.kept is not None and call.kept.has_changed()
+                if layer in whole or call.num_slots >= num_slots or has_changed:
+                    call.kept = None
 
     def left(self, layer: int) -> int:
         """How many of the operations that F ran in `layer` R has not come to."""
@@ -441,31 +405,31 @@ class KeptOutputs:
         return sum(size for key, size in self._sizes().items() if key in storages)
 
     def _sizes(self) -> dict[int, int]:
-        held = [(key, tensor) for calls in self._calls.values() for call in calls for tensor, _, key in call.held]
-        return {key: tensor.untyped_storage().nbytes() for key, tensor in held if key}
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self.tensors()}
+        return {key: size for key, size in sizes.items() if not self._meter.is_left_out(key)}
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for calls in self._calls.values() for call in calls for tensor, _, _ in call.held]
-
-    def _let_go(self, call: _Call) -> None:
-        for _, _, key in call.held:
-            self._meter.release(key)
-        call.output, call.held = None, ()
+        kept = [call.kept for calls in self._calls.values() for call in calls if call.kept is not None]
+        return [tensor for one in kept for tensor, _ in one.held]
 
     def drop(self) -> None:
         """Keep nothing any more."""
         for calls in self._calls.values():
-            for call in calls:
-                self._let_go(call)
+            for call in calls:  # which an error may hold
+                call.kept = None
         self._calls.clear()
         self._by_storage.clear()
-
-    def __del__(self) -> None:
-        self.drop()
 
 
 def _as_tuple(output: Any) -> Sequence[Any]:
     return output if isinstance(output, (tuple, list)) else (output,)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor that can be kept, or holds none."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and is_dense(value)
+    return not isinstance(value, (list, tuple, dict))
 
 
 def _with(output: Any, copy: Callable[[Tensor], Tensor]) -> Any:

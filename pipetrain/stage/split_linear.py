@@ -8,7 +8,7 @@ they run, so for so long a function of ours stands there. (A `TorchFunctionMode`
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipetrain.stage.split_function import SplitFunction, User, user_in_force, why_whole
+from pipetrain.stage.split_backward import IN_FORCE, Deferral, LayerCall, SplitFunction, layer_in_force, why_whole
 from pipetrain.stage.tensor_copies import is_dense, view_into
 
+_Layer = Callable[[Any], Any]
 _linear, _addmm = F.linear, torch.addmm
 
 
@@ -92,56 +93,51 @@ def _is_column_major(matrix: Tensor) -> bool:
 
 
 def _split_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    if torch.compiler.is_compiling() or (user := _user_of(input, weight, bias, num_outputs=weight.shape[0])) is None:
-        return _linear(input, weight, bias)
-    return _multiplied(user, input, weight, bias, is_transposed=True)
+    output = _split_product(input, weight, bias, is_transposed=True)
+    return _linear(input, weight, bias) if output is None else output
 
 
 def _split_addmm(*args: Any, **named: Any) -> Tensor:
-    if not torch.compiler.is_compiling() and len(args) == 3 and not named:
+    output = None
+    if len(args) == 3 and not named:
         bias, x, weight = args
-        if (user := _user_of(x, weight, bias, num_outputs=weight.shape[-1])) is not None:
-            return _multiplied(user, x, weight, bias, is_transposed=False)
-    return _addmm(*args, **named)
+        output = _split_product(x, weight, bias, is_transposed=False)
+    return _addmm(*args, **named) if output is None else output
 
 
-def _multiplied(user: User, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
+    """None: torch's function is to run; where the weight learns, the user is told why."""
+    call = layer_in_force()
+    if call is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    why = why_whole(weight) or _why_not(call, x, weight, bias, is_transposed=is_transposed)
+    if why is not None:
+        call.deferral.weights.tell(call.layer, why)
+        return None
     cast = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         # R finds the cast of F. Where it is gone, the weight has changed, which R says when it ends.
-        cast = user.deferral.weights.cast(weight, make=user.is_forward).detach().to(dtype)
+        cast = call.deferral.weights.cast(weight, make=call.is_forward).detach().to(dtype)
         x = x.to(dtype)
     output: Tensor = SplitLinear.apply(x, weight, bias, is_transposed, cast)
     return output
 
 
-def _user_of(x: Tensor, weight: Tensor, bias: Tensor | None, *, num_outputs: int) -> User | None:
-    """The layer that runs, if this product is one of ours; where its weight learns, and it is not, the user is told why."""
-    user = user_in_force()
-    if user is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    why = why_whole(weight) or _why_not(user, x, weight, bias, num_outputs)
-    if why is None:
-        return user
-    user.tell(why)
-    return None
-
-
-def _why_not(user: User, x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int) -> str | None:
+def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "it runs under torch.func"
     is_cast, kind = torch.is_autocast_enabled(x.device.type), x.device.type
     if is_cast and not (weight.dtype is torch.float32 and torch.is_autocast_cache_enabled()):
         return "it runs under an autocast that does not keep a cast of its weight"
-    if hooks_in_force() is not user.hooks:
+    if hooks_in_force() is not call.hooks:
         return "it runs under torch.utils.checkpoint, or other hooks for saved tensors"
     fits = type(x) is Tensor and is_dense(x) and x.dim() > 1
     fits = fits and (x.dtype is weight.dtype or (is_cast and x.dtype is torch.get_autocast_dtype(kind)))
     fits = fits and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous() and weight.is_floating_point()
-    if bias is not None:
-        fits = fits and type(bias) in (Tensor, nn.Parameter) and bias.shape == (num_outputs,)
-        fits = fits and bias.dtype is weight.dtype
+    if fits and bias is not None:
+        fits = type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype
+        fits = fits and bias.shape == (weight.shape[0 if is_transposed else 1],)
     return None if fits else "it multiplies other than plain tensors of one dtype"
 
 
@@ -156,16 +152,33 @@ _num_inside = 0
 
 
 @contextmanager
-def linears_split() -> Iterator[None]:
-    """Within it, on any thread: only what runs as a `User` notices."""
+def linears_split(call: LayerCall | None) -> Iterator[None]:
+    """What this thread runs within notices that linear layers are split; functions of torch's are replaced for all threads."""
     global _num_inside
+    token = IN_FORCE.set(call)
     with _lock:
         _num_inside += 1
         F.linear, torch.addmm = _split_linear, _split_addmm
     try:
         yield
     finally:
+        IN_FORCE.reset(token)
         with _lock:
             _num_inside -= 1
             if not _num_inside:
                 F.linear, torch.addmm = _linear, _addmm
+
+
+def split_layer(deferral: Deferral, number: int, layer: _Layer, *, is_forward: bool) -> _Layer:
+    """The layer of this number in its stage, or a copy of it, as F or R calls it with split functions."""
+    if number in deferral.weights.whole:
+        return layer
+
+    def run(value: Any) -> Any:
+        # Without hooks the layer is one that takes gradients inside of its forward.
+        if (hooks := hooks_in_force()) is None:
+            return layer(value)
+        with linears_split(LayerCall(deferral, number, hooks, is_forward)):
+            return layer(value)
+
+    return run

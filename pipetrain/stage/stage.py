@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.deferred import DeferredWeights
 from pipetrain.stage.entry import Entry
 from pipetrain.stage.errors import (
     LayerRefused,
@@ -40,7 +39,8 @@ from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
 from pipetrain.stage.slots import LateBoundSet
-from pipetrain.stage.split_function import Deferral
+from pipetrain.stage.split_backward import Deferral, DeferredWeights
+from pipetrain.stage.split_linear import split_layer
 from pipetrain.stage.tensor_copies import storage_key
 from pipetrain.stage.witness import Witness
 
@@ -265,7 +265,7 @@ class Stage:
         """The layers, and the loss, as F or R calls them."""
         calls: list[_Layer] = [*self.layers]
         if held.deferral is not None:
-            calls = self.weights.layers_for(held.deferral, is_forward=is_forward)
+            calls = [split_layer(held.deferral, n, layer, is_forward=is_forward) for n, layer in enumerate(self.layers)]
         if self.loss_fn is not None:
             calls.append(functools.partial(self.weighted_loss, self.loss_fn, given=given, added=added))
         if held.has_casts:
@@ -481,8 +481,7 @@ class Stage:
         if deferral is not None:
             self._deferred[microbatch] = deferral
         if roots:
-            with nullcontext() if deferral is None else deferral.open():
-                self._run_backward(held, roots, seeds)
+            self._run_backward(held, roots, seeds)
         if deferral is not None:  # its place must have room for either
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None

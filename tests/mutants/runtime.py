@@ -418,8 +418,8 @@ MUTANTS = (
     Mutant(
         "what parts give a weight that they share is added at once",
         "pipetrain/stage/segments.py",
-        "        self._shared = list(shared.values())\n",
-        "        self._shared: list[nn.Parameter] = []\n",
+        "if num_parts[key] > 1]",
+        "if num_parts[key] > 9]",
         ("tests/runtime/test_segments.py", "-k", "crosses"),
     ),
     Mutant(

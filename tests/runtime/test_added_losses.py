@@ -169,16 +169,11 @@ def case(layers: Callable[[], Sequence[nn.Module]] = experts, **options: Any) ->
     return Case(f"{layers.__name__} {options}", layers, lambda: rows(9, 12, 9), options=options)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("mode", list(Mode))
-def test_experts_on_one_rank(mode: Mode, num_stages: int) -> None:
-    check_case(case(recompute=mode, stages_per_rank=num_stages))
-
-
+@pytest.mark.parametrize("layers", [experts, all_kinds])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_losses_of_all_kinds(mode: Mode, num_stages: int) -> None:
-    check_case(case(all_kinds, recompute=mode, stages_per_rank=num_stages))
+def test_on_one_rank(mode: Mode, num_stages: int, layers: Callable[[], Sequence[nn.Module]]) -> None:
+    check_case(case(layers, recompute=mode, stages_per_rank=num_stages))
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ from pipetrain.models.transformer import transformer_layers
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.stage import split_backward
 from pipetrain.stage.errors import LayerRefused
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.split_function import Deferral
 from pipetrain.stage.split_linear import SplitLinear
 
 
@@ -63,13 +63,13 @@ class Waited:
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
-    found, run = Waited(set()), Deferral.run
+    found, accumulate = Waited(set()), split_backward.accumulate
 
-    def watched(self: Deferral) -> None:
-        found.seen.update(key for key, count in self._left.items() if count)
-        run(self)
+    def watched(parameter: nn.Parameter, gradient: Tensor) -> None:
+        found.seen.add(id(parameter))
+        accumulate(parameter, gradient)
 
-    monkeypatch.setattr(Deferral, "run", watched)
+    monkeypatch.setattr(split_backward, "accumulate", watched)
     return found
 
 

@@ -439,15 +439,10 @@ def test_an_entry_that_keeps_something_is_not(entry: str) -> None:
     assert stage.kept_bytes[0] > 0
 
 
-@pytest.mark.parametrize("entry", ["attention", "0-4:attention", "0-4"])
+@pytest.mark.parametrize("entry", ["attention", "0-4:attention", "0-4", "0-4.mlp"])
 def test_what_other_stages_may_have_is_not_missed(entry: str) -> None:
     (stage,) = make_stages([linear(), linear()], [2], mean_square, ActivationMeter(), [entry])
     run_step([stage], *batch(), M)
-
-
-def test_a_module_that_only_other_stages_have() -> None:
-    wanted = RecomputePolicy(selective="0-4.mlp").selective
-    Stage(0, [linear()], first_layer=0, device=CPU, meter=ActivationMeter(), selective=wanted)
 
 
 # In a pipeline --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.stage.split_function import SplitFunction
+from pipetrain.stage.split_backward import SplitFunction
 
 WIDTH = 6
 M = 4

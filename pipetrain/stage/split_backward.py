@@ -1,0 +1,328 @@
+"""Backward in two halves: I computes the gradient of the input, W later those of the weights.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimizer waits for the second half.
+
+    F  apply           [1] the node notes the layer that runs
+    I  backward        [2] `backward_input` runs; what `backward_weight` needs moves into the `Deferral`, and the node is freed
+    W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
+
+A weight may wait if split functions alone read it: another reader's gradient would have to be summed with theirs first. The graph of
+the first F that gives it to a split function shows who reads it. If a later F reads it in another way, too, the other reader's part is
+added in I and the rest in W: that gradient is complete, but may differ in the last bit. Where a weight may not wait, both halves run in I.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pipetrain.stage.casts import WeightCasts, has_compiled
+from pipetrain.stage.errors import SavedTensorChanged
+from pipetrain.stage.leaves import is_sharded, leaf_of
+from pipetrain.stage.meter import ActivationMeter, CountedBytes, storages_of
+
+_CALL = "_layer_call"  # the attribute of a node with its `LayerCall`
+
+
+class SplitFunction(torch.autograd.Function):
+    """An autograd function whose backward comes in two halves. A kernel of one's own is a subclass with two more static methods:
+
+    - `backward_input(ctx, *gradients)`: as `backward`, with None for each weight;
+    - `backward_weight(ctx, *gradients)`: as `backward`, with None for everything else.
+
+    The weights are the arguments that need a gradient and get none from the first. The second may run when the graph has been
+    freed: of `ctx` it finds `saved_tensors`, `needs_input_grad` and whatever was set on it. `backward` need not be there: it is
+    one after the other, unless a kernel has a better one.
+    """
+
+    backward_input: Callable[..., Any]
+    backward_weight: Callable[..., Any]
+    _whole: Callable[..., Any] | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._whole = vars(cls).get("backward", cls._whole)
+        cls.backward = staticmethod(functools.partial(_backward, cls))  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any, **named: Any) -> Any:
+        output = super().apply(*args, **named)  # type: ignore[no-untyped-call]
+        if (call := layer_in_force()) is not None and call.is_forward:
+            nodes = [node for one in _as_tuple(output) if (node := getattr(one, "grad_fn", None)) is not None]
+            if nodes:
+                setattr(nodes[0], _CALL, call)
+                call.deferral.weights.meet(args)
+        return output
+
+
+def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None) -> Any:
+    call: LayerCall | None = getattr(ctx, _CALL, None)
+    deferral = None if call is None else call.deferral_of_i()
+    if deferral is None and function._whole is not None:
+        return function._whole(ctx, *gradients)
+    given = _as_tuple(function.backward_input(ctx, *gradients))
+    needed = zip(ctx.needs_input_grad, given)  # arguments with a default may have no place in the first
+    places = [place for place, (needs, gradient) in enumerate(needed) if needs and gradient is None]
+    if not places or (deferral is not None and deferral.takes(function, ctx, gradients, places)):
+        return given
+    late = _as_tuple(function.backward_weight(ctx, *gradients))
+    return tuple(late[place] if place in places else gradient for place, gradient in enumerate(given))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer that runs in F or R with split functions. `hooks` are those for saved tensors under which it was entered."""
+
+    deferral: Deferral
+    layer: int
+    hooks: Any
+    is_forward: bool
+
+    def deferral_of_i(self) -> Deferral | None:
+        """For a backward that runs in I; None: F has not ended.
+
+        A layer that takes a gradient through a node of its own while F runs starts again, without split functions: in the graph of that
+        gradient torch's own nodes sum in another order than ours.
+        """
+        start_again, running = self.deferral.start_again, layer_in_force()
+        if start_again is not None and running is not None and running.layer == self.layer:
+            start_again()
+        return self.deferral if start_again is None else None
+
+
+IN_FORCE: ContextVar[LayerCall | None] = ContextVar("the layer that runs", default=None)
+
+
+def layer_in_force() -> LayerCall | None:
+    """The layer that runs on this thread with split functions."""
+    return None if torch.compiler.is_compiling() else IN_FORCE.get()
+
+
+# I and W --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Late:
+    """`backward_weight` of one node."""
+
+    run: Callable[[], Any]
+    weights: dict[int, Tensor]  # by argument
+    layer: int
+    held: list[tuple[Tensor, int]]  # each tensor that it reads, and its version
+    counted: CountedBytes  # in the meter, until this goes
+
+
+class Deferral:
+    """What of one (stage, microbatch) waits from its I to its W."""
+
+    def __init__(self, weights: DeferredWeights, start_again: Callable[[], NoReturn]) -> None:
+        self.weights = weights
+        self.start_again: Callable[[], NoReturn] | None = start_again  # None: F has ended
+        self._late: deque[_Late] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what waits, each storage once, without those of the weights."""
+        tensors = [tensor for late in self._late for tensor, _ in late.held]
+        sizes = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
+        return sum(size for key, size in sizes.items() if not self.weights.meter.is_left_out(key))
+
+    def takes(
+        self, function: type[SplitFunction], ctx: Any, gradients: tuple[Tensor | None, ...], places: Sequence[int]
+    ) -> bool:
+        """Whether `backward_weight` of this node waits for W, with a copy of its ctx: the node itself holds the graph before it.
+        `places` are those of the weights among its arguments.
+
+        The copy gets the very `gradients` of the node: autograd takes a gradient as `.grad`, to add to it in place, if nobody else holds
+        that tensor, and a view of it would not count as holding.
+        """
+        layer = getattr(ctx, _CALL).layer
+        weights = self.weights.that_may_wait(ctx, layer, places)
+        if not weights:
+            return False
+        # Detached, for what is the output of another node holds that node.
+        saved = tuple(tensor if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
+        copy = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
+        delattr(copy, _CALL)
+        tensors = [tensor for tensor in (*saved, *gradients) if tensor is not None]
+        held = [(tensor, tensor._version) for tensor in tensors]
+        run = functools.partial(function.backward_weight, copy, *gradients)
+        self._late.append(_Late(run, weights, layer, held, CountedBytes(self.weights.meter, 0, tensors)))
+        return True
+
+    def run(self) -> None:
+        """W: add to `.grad` of the weights, in the order of I. Autograd sums what the nodes of a microbatch give a leaf, and adds that.
+
+        Raises:
+            SavedTensorChanged: what waited was changed in place.
+        """
+        left = Counter(id(weight) for late in self._late for weight in late.weights.values())
+        sums: dict[int, Tensor] = {}
+        with torch.no_grad():
+            while self._late:
+                late = self._late.popleft()
+                for tensor, version in late.held:
+                    if tensor._version != version:
+                        raise SavedTensorChanged(
+                            f"{self.weights.name_of(late.layer)}: a tensor {list(tensor.shape)} that W needs was changed in place after "
+                            "I: a backward may not change the gradient that it is given, nor what was saved for it"
+                        )
+                gradients = _as_tuple(late.run())
+                for place, weight in late.weights.items():
+                    key, gradient = id(weight), gradients[place]
+                    if gradient is not None:
+                        sums[key] = sums[key] + gradient if key in sums else gradient
+                    left[key] -= 1
+                    if not left[key] and key in sums:
+                        accumulate(weight, sums.pop(key))
+
+    def drop(self) -> None:
+        """The step has failed: hold nothing any more."""
+        self._late.clear()
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to `.grad`, as autograd does where it makes no graph of it: the first gradient becomes it, with the strides of the
+    parameter, and in the dtype that the parameter wants its gradient in."""
+    dtype = parameter.grad_dtype or gradient.dtype
+    if parameter.grad is not None:
+        parameter.grad += gradient.to(dtype)
+    elif gradient.stride() == parameter.stride() and gradient.dtype == dtype:
+        parameter.grad = gradient
+    else:
+        parameter.grad = torch.empty_like(parameter, dtype=dtype).copy_(gradient)
+
+
+# Which weights --------------------------------------------------------------------------------------------------------
+
+
+def why_whole(weight: Tensor) -> str | None:
+    """Why the gradient of `weight` may not wait for W; None: nothing that can be seen of it forbids it."""
+    if type(weight) is not nn.Parameter:
+        return "its weight is made from a parameter in its forward, or is one of a kind of its own"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has hooks, which would run in I"
+    return None
+
+
+class DeferredWeights:
+    """What is known of the weights of one stage. `name_of(layer)` names a layer of the stage."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter, casts: WeightCasts
+    ) -> None:
+        self.name_of = name_of
+        self.meter = meter
+        self.cast = casts.cast
+        self.whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
+        self._layers = layers
+        # Weight -> what reads it besides split functions, or looks at its gradient; "": nothing.
+        self._other_reader: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self._meets_new = False  # a split function got a weight whose readers are not known
+        self._in_flight: WeakSet[Deferral] = WeakSet()
+        self._told: set[tuple[int, str]] = set()
+        for number, layer in enumerate(layers):
+            if number in self.whole:
+                self.tell(number, "fully_shard gathers its weights and reduces their gradients in a backward")
+            elif has_compiled(layer):
+                self.tell(number, "it is compiled, at least in part")
+
+    def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
+        """For one microbatch, from its F to its W. `start_again` gets out of the layer that F is in, and runs it without hooks."""
+        if not self._in_flight:
+            self._look_for_hooks()
+        deferral = Deferral(self, start_again)
+        self._in_flight.add(deferral)
+        return deferral
+
+    def _look_for_hooks(self) -> None:
+        """Hooks on the nodes that accumulate would run in I, too, where there is nothing to accumulate. Python sees them as long as no
+        graph holds the node."""
+        for number, layer in enumerate(self._layers):
+            for parameter in layer.parameters():
+                learns = parameter.requires_grad and why_whole(parameter) is None
+                if learns and any(gc.get_referents(get_gradient_edge(parameter).node)):
+                    self._other_reader[parameter] = why = "a hook on the node that accumulates its gradient"
+                    self.tell(number, f"{why} would run in I")
+
+    def meet(self, args: Sequence[Any]) -> None:
+        """A split function has got these in F."""
+        self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
+
+    def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
+        """F has ended, and I will run backward from `roots`: what reads the weights that were given to split functions?"""
+        deferral.start_again = None
+        if not self._meets_new:
+            return
+        self._meets_new = False
+        split, other = _readers([root.node for root in roots if root is not None])
+        for leaf, layer in split.items():
+            if leaf not in self._other_reader:
+                self._other_reader[leaf] = name = other.get(leaf, "")
+                if name:
+                    self.tell(layer, f"its weight is read by {name}, too")
+
+    def that_may_wait(self, ctx: Any, layer: int, places: Sequence[int]) -> dict[int, Tensor]:
+        """The weights in these places of a node's arguments; none where one of them may not wait."""
+        # Nodes before this one, in the order of the arguments that need a gradient.
+        before = iter(node for node, _ in ctx.next_functions if node is not None)
+        leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
+        weights = {place: leaf for place in places if (leaf := leaves[place]) is not None and why_whole(leaf) is None}
+        if len(weights) < len(places):
+            self.tell(layer, "a weight of it is no plain parameter, or has hooks")
+            return {}
+        return weights if all(self._other_reader.get(weight) == "" for weight in weights.values()) else {}
+
+    def tell(self, layer: int, why: str) -> None:
+        """A layer's backward stays in I."""
+        if (layer, why) not in self._told:
+            self._told.add((layer, why))
+            warnings.warn(
+                f"{self.name_of(layer)}: gradients of its weights stay in I and do not wait for W: {why}", stacklevel=2
+            )
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """That the node accumulates the gradient of; None: it is none of these nodes."""
+    return leaf_of(node) if type(node).__name__ == "AccumulateGrad" else None
+
+
+def _readers(todo: list[Node]) -> tuple[dict[Tensor, int], dict[Tensor, str]]:
+    """The leaves below these nodes that a split function reads, with its layer; and those that another node reads, with its name."""
+    split: dict[Tensor, int] = {}
+    other: dict[Tensor, str] = {}
+    walked: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in walked:
+            continue
+        walked.add(node)
+        call: LayerCall | None = getattr(node, _CALL, None)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            leaf = _leaf(following)
+            if leaf is None:
+                todo.append(following)
+            elif call is None:
+                other[leaf] = node.name()
+            else:
+                split[leaf] = call.layer
+    return split, other
