@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.leaves import is_sharded
-from pipetrain.stage.modules import modules_below, parameters_of
+from pipetrain.stage.modules import modules_below, parameters_in
 from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import (
     TensorCopies,
@@ -171,7 +171,7 @@ class LayerState:
         of_layers = modules_below(self._layers)
         modules = of_layers if self._loss_fn is None else modules_below(self._roots)
         modes = list(map(_IS_TRAINING, modules))
-        self.parameters = parameters_of(of_layers)
+        self.parameters = parameters_in(of_layers)
         key = (*modes, *map(_REQUIRES_GRAD, self.parameters), *map(id, modules))
         self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:

@@ -53,7 +53,7 @@ class StageOutput:
 
 
 @dataclass(slots=True)
-class Kind:
+class MicrobatchKind:
     """What is known of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
 
     `others` are leaves, of the input and behind them of the output, that a kept set has, too. `is_plain`: nothing that a later F
@@ -74,7 +74,7 @@ class Held:
     given: StageInput | None  # None for a kept set without R: nothing will run again
     num_inputs: int
     has_input_gradient: bool
-    kind: Kind
+    kind: MicrobatchKind
     seeds: list[int]  # of the layers and the loss
     late: LateBoundSet | None = None  # None for a kept set that autograd holds by itself
     deferral: Deferral | None = None  # None: B will run, and not I and W

@@ -21,7 +21,7 @@ def modules_below(roots: Iterable[Any]) -> list[nn.Module]:
     return list(found)
 
 
-def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Every parameter of these modules once, in the order of `nn.Module.parameters`."""
     filled = [module._parameters for module in modules if module._parameters]
     found = {id(parameter): parameter for own in filled for parameter in own.values() if parameter is not None}

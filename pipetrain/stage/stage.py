@@ -33,7 +33,7 @@ from pipetrain.stage.layer_state import LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import Held, Kind, StageInput, StageOutput
+from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.recompute import Recompute, SetComplete
@@ -113,7 +113,7 @@ class Stage:
         )
         self._stop = Stop.AT_LAYER  # where R may end; before a proof
         self._proved: Sequence[Signature] = ()  # with these in the last layer of which R fills slots
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] = []  # of the parameters, in this step
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
         beside = () if part is None else part.layers
@@ -202,12 +202,12 @@ class Stage:
             self._hold(microbatch, held, bytes_before)
         return output
 
-    def _kind_of(self, given: StageInput, *, split: bool, has_casts: bool) -> Kind:
+    def _kind_of(self, given: StageInput, *, split: bool, has_casts: bool) -> MicrobatchKind:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given.leaves]
         key = (self.state.sight, split, given.wants_gradient, given.is_shared, has_casts, *shapes)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind()
+            kind = self._kinds[key] = MicrobatchKind()
         return kind
 
     def _open_set(self, held: Held, *, prove: bool, is_new: bool, split: bool, witness: bool) -> None:
