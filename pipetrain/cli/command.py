@@ -14,7 +14,7 @@ from pipetrain.launcher.outcome import Exit
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 STDOUT = "-"
-_OVERRIDES = "a key, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
+_OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
 
 
 @dataclass(frozen=True)
