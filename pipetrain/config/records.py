@@ -333,7 +333,7 @@ class WandbConfig:
 class ObserveConfig:
     """What is shown and written during training."""
 
-    progress: bool = True  # a progress bar on rank 0 (lines if stderr is no terminal)
+    progress: bool = True  # a progress bar on rank 0 (lines if stderr is not a terminal)
     eval_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
     # Peak floating-point operations per second of one device, at the run's precision; None: `mfu` is null.
