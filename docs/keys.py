@@ -22,13 +22,13 @@ _HEAD = """# Keys
 
 Every key of a configuration. This page is generated: `python docs/keys.py` writes it from `pipetrain/config/records.py`.
 
-`KEY=VALUE` on the command line sets one; `null` stands for None. *resume*: a run that goes on may have another value. *phase*: a
-[phase](USAGE.md#phases) may have another value. All other keys keep their value. A group or an experiment of `conf/` may set other defaults.
+`KEY=VALUE` on the command line sets a key; `null` means None. *May change*: a resumed run (*resume*), or also a [phase](USAGE.md#phases)
+(*phase*), may have another value; all other keys keep theirs. A group or an experiment of `conf/` may set other defaults.
 """
 
 
 def sentences(record: type) -> dict[str, str]:
-    """Field -> its comment, of one record."""
+    """The comment of each field of a record."""
     source = inspect.getsource(record)
     lines = source.splitlines()
     found: dict[str, str] = {}
@@ -53,7 +53,7 @@ def page() -> str:
 
 
 def _table(record: type, prefix: str) -> list[str]:
-    rows = ["| key | default | allowed | | meaning |", "|---|---|---|---|---|"]
+    rows = ["| key | default | allowed | may change | meaning |", "|---|---|---|---|---|"]
     said = sentences(record)
     for field in dataclasses.fields(record):
         path = prefix + field.name
@@ -70,7 +70,7 @@ def _table(record: type, prefix: str) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    """As a sentence of a page, with `null` for None. A word before a colon is a value: it keeps its letters."""
+    """The comment as a sentence, with `null` for None. A word before a colon is a value, so its case stays."""
     text = re.sub(r"\bNone\b", "null", text)
     first = text[:1] if re.match(r"[\w ]{1,12}:|\d", text) else text[:1].upper()
     return first + text[1:] + ("" if text.endswith(".") or not text else ".")
@@ -83,6 +83,7 @@ def _allowed(path: str) -> str:
     if limit.choices:
         return ", ".join(limit.choices)
     told = re.sub(r"^[:\s]*((allowed (is|are)|must be|is|not supported,) )?", "", limit.told.strip()).partition("; ")[0]
+    told = re.sub(r"^(only .+) is$", r"\1", told)
     return told if len(told) <= _MOST else told[:_MOST].rsplit(" ", 1)[0] + " ..."
 
 

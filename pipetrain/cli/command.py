@@ -1,4 +1,4 @@
-"""What a subcommand is, the options that several of them have, and how they say what they found."""
+"""A subcommand, the options that several subcommands share, and how they print their results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipetrain.launcher.outcome import Exit
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 STDOUT = "-"
-_OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
+_OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its options, and what it does (the exit code is what it returns)."""
+    """A subcommand: its options, and the function that runs it and returns the exit code."""
 
     add_arguments: Callable[[Parser], None]
     run: Callable[[Arguments], int]
@@ -30,7 +30,7 @@ def add_overrides(parser: Parser) -> None:
 
 
 def add_json(parser: Parser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="JSON to stdout, and nothing else there; --json=FILE writes it")
+    parser.add_argument("--json", metavar="FILE", help="print only JSON to stdout; --json=FILE writes it to FILE")
 
 
 def add_run(parser: Parser) -> None:
@@ -38,7 +38,7 @@ def add_run(parser: Parser) -> None:
 
 
 def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], object]) -> None:
-    """What a command found: as text (empty: there is none), unless JSON goes to stdout, and as JSON where that is asked for.
+    """Prints the result of a command: as JSON if `--json` is given, and as text (unless it is empty) if stdout has no JSON.
 
     Raises:
         ValueError: the file for JSON cannot be written.
@@ -62,6 +62,6 @@ def say(text: str) -> None:
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
-    """Says why in one line on stderr; returns the exit code."""
+    """Prints the reason in one line on stderr; returns the exit code."""
     say(message)
     return code

@@ -1,4 +1,4 @@
-"""`pipetrain export`: the model of a run as a folder that `from_pretrained` of transformers loads."""
+"""`pipetrain export`: writes the model of a run as a folder that `from_pretrained` of transformers loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipetrain.plan.plan import read_plan
 
 def _add_arguments(parser: Parser) -> None:
     add_run(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make; it must be new")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; it must not exist")
 
 
 def _export(arguments: Arguments) -> int:
@@ -40,7 +40,7 @@ def _export(arguments: Arguments) -> int:
 
 
 def _tensors(folder: RunFolder) -> Mapping[str, Any]:
-    """Those at the end of the run, else of its newest whole snapshot, under transformers' names."""
+    """The weights at the end of the run, or of its newest whole snapshot, under transformers' names."""
     from pipetrain.models.weights import has_weights, read_weights
 
     if has_weights(folder.weights):

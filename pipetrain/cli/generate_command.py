@@ -1,4 +1,4 @@
-"""`pipetrain generate`: text from a trained model, over as many ranks as it was trained on, or others."""
+"""`pipetrain generate`: generates text with a trained model, on as many ranks as in training, or on another number."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def _add_arguments(parser: Parser) -> None:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help=f"the text to go on from (default: {_PROMPT!r}); may be given again",
+        help=f"text that the model continues (default: {_PROMPT!r}); may be given several times",
     )
     parser.add_argument(
-        "--max-new-tokens", "--tokens", type=int, default=200, help="tokens to make at most (default: %(default)s)"
+        "--max-new-tokens", "--tokens", type=int, default=200, help="most tokens to generate (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time (default: 0.8)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest alone")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the likeliest with a share P of the chances"
+        "--top-p", type=float, metavar="P", help="draw only from the likeliest tokens that together have probability P"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
-    parser.add_argument("--system", metavar="TEXT", help="the system message, for a model that chats")
-    parser.add_argument("--raw", action="store_true", help="go on from the text itself, without the chat template")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, for a chat model")
+    parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="with the weights of the snapshot after N steps (default: those at the end, else of the newest snapshot)",
+        help="use the snapshot after N steps (default: the weights at the end of the run, or the newest snapshot)",
     )
-    parser.add_argument("--ranks", type=int, help="processes to run on; 1: this one alone (default: as in training)")
+    parser.add_argument("--ranks", type=int, help="number of processes; 1: this one only (default: as in training)")
 
 
 def _generate(arguments: Arguments) -> int:
@@ -65,7 +65,7 @@ def _generate(arguments: Arguments) -> int:
         generate(config, plan, weights, asked, _write)
         return Exit.DONE
 
-    # All ranks are to choose the same snapshot, while the run may save more.
+    # All ranks must choose the same snapshot, although the run may save more meanwhile.
     step = [] if weights == folder.weights else [f"--step={int(weights.name.removeprefix('step-'))}"]
     outcome = launch(
         "pipetrain.cli",
@@ -77,10 +77,7 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _config(folder: RunFolder) -> RunConfig:
-    """The run's, but for where a Hugging Face model comes from: the run folder has what is needed of it besides weights.
-
-    Those are not read there: they are the run's own.
-    """
+    """The run's configuration. The files of a Hugging Face model come from the run folder, its weights from the training."""
     config = read(folder.config)
     if config.model.name != HUGGING_FACE:
         return config
@@ -90,10 +87,10 @@ def _config(folder: RunFolder) -> RunConfig:
 
 
 def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
-    """That of a replica of the run; on another number of ranks one of its own.
+    """The plan of one replica of the run; for another number of ranks a new plan.
 
     Raises:
-        ValueError: there is none, or the model does not fill so many ranks.
+        ValueError: the run has no plan, or the model has too few layers for so many ranks.
     """
     plan = replace(read_plan(folder.plan), num_replicas=1)
     if num_ranks is None or whole_number("--ranks", num_ranks) == plan.num_ranks:
@@ -102,7 +99,7 @@ def _plan(folder: RunFolder, num_ranks: int | None) -> Plan:
 
 
 def _asked(arguments: Arguments) -> Asked:
-    """What can be said of it before a process starts, is.
+    """What the user asks for, checked before a process starts.
 
     Raises:
         ValueError: an empty prompt; numbers out of range.
@@ -113,10 +110,10 @@ def _asked(arguments: Arguments) -> Asked:
     same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}
     asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.max_new_tokens, **same)
     if not all(asked.prompts):
-        raise ValueError("--prompt is empty: the model goes on from a text of at least one character")
+        raise ValueError("--prompt is empty: the model needs at least one character to continue")
     for option, texts in (("--prompt", asked.prompts), ("--system", (asked.system or "",))):
         if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
-            raise ValueError(f"{option} has bytes that are no UTF-8: set a UTF-8 locale, or write it in one")
+            raise ValueError(f"{option} has bytes that are not UTF-8: set a UTF-8 locale")
     if asked.num_tokens < 1:
         raise ValueError(f"--max-new-tokens={asked.num_tokens}: at least 1 is needed")
     Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
@@ -124,11 +121,11 @@ def _asked(arguments: Arguments) -> Asked:
 
 
 def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> Path:
-    """Where the run left its weights: the folder of those at its end, or a whole snapshot. To a rank its launcher says which, and has
+    """The folder of the weights at the end of the run, or a whole snapshot. A rank gets the choice from its launcher, which has
     checked it.
 
     Raises:
-        ValueError: there are none; or nobody said which, and there are snapshots alone.
+        ValueError: there are no weights; or a rank did not get a choice, and there are only snapshots.
     """
     from pipetrain.models.weights import check_weights, has_weights
     from pipetrain.snapshot.files import path_of, steps_in
@@ -140,7 +137,7 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
         return folder.weights
     if is_rank and step is None:
         raise ValueError(
-            f"{folder.path} has snapshots alone, to which more may come: choose one with --step=N on all ranks"
+            f"{folder.path} has only snapshots, and more may follow: choose one with --step=N on all ranks"
         )
     if step is None:
         snapshot = find(folder.path, say)
@@ -155,7 +152,7 @@ def _weights(folder: RunFolder, step: int | None, *, is_rank: bool = False) -> P
 
 
 def _words(arguments: Arguments) -> list[str]:
-    """The options again, for the ranks."""
+    """The options, as arguments for the ranks."""
     words = []
     for name, value in vars(arguments).items():
         if name not in ("run", "ranks", "step") and value is not None and value is not False:
@@ -170,7 +167,7 @@ def _write(text: str) -> None:
 
 
 def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
-    """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
+    """Runs one rank of torchrun, then ends the process: after a failure threads may wait for ranks that are gone."""
     rank = int(os.environ["RANK"])
     announce(rank)
     import torch

@@ -1,6 +1,6 @@
-"""The `pipetrain` command: which subcommand is meant, and what is said where it fails.
+"""The `pipetrain` command: finds the subcommand, runs it, and prints one line if it fails.
 
-Each subcommand has a file of its own, loaded when it is meant, and loads torch when it runs, so that the light ones stay fast.
+Each subcommand is a file, which is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pipetrain.launcher.outcome import Exit
 
 COMMANDS = {
     "train": "train a model over pipeline stages",
-    "show": "draw a schedule and say what it costs",
-    "profile": "measure what each layer takes and holds, and what is worth keeping",
-    "report": "what a run did, and what it was predicted to do; or several runs compared",
+    "show": "draw a schedule and its cost, without running it",
+    "profile": "measure time and memory of each layer, and list outputs that are worth keeping",
+    "report": "print what a run did, measured and predicted; or compare several runs",
     "verify": "compare every schedule and mode with one process, bit for bit",
-    "generate": "text from a trained model",
-    "export": "a trained Hugging Face model as a folder of transformers",
-    "tokenize": "a corpus as token ids on disk, ahead of training",
+    "generate": "generate text with a trained model",
+    "export": "write a trained Hugging Face model as a folder for from_pretrained",
+    "tokenize": "write a corpus as token ids to disk, before training",
 }
-_BENCH, _BENCH_HELP = "bench", "comparisons with other systems, measured on this machine"  # has options of its own
-_MANY_OBJECTS = 10_000  # that Python makes before it looks for cycles among the newest, in place of 700
+_BENCH, _BENCH_HELP = "bench", "measure this machine against other systems"  # has its own options
+_MANY_OBJECTS = 10_000  # new objects before Python's next garbage collection, in place of 700
 
 
 def command() -> int:
-    """`pipetrain ARGV` as a process of its own, which has nothing else to do: it starts and ends a third sooner.
+    """`pipetrain ARGV` in a process that does nothing else: starting and ending then take a third less time.
 
-    Loading torch makes some 400,000 objects that all stay; the collector would look through them again and again, and once more at the end.
+    Loading torch makes some 400,000 objects that stay. Without this the garbage collector would search them many times.
     """
     gc.set_threshold(_MANY_OBJECTS)
     code = main()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Command = importlib.import_module(f"pipetrain.cli.{words[0]}_command").COMMAND
     parser = Parser(prog=f"pipetrain {words[0]}", description=COMMANDS[words[0]], allow_abbrev=False)
     command.add_arguments(parser)
-    # `--json` alone must not take the override behind it for its file
+    # `--json` alone must not take the next override as its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
     if given := getattr(arguments, "overrides", None):
         arguments.overrides = current_overrides(given, say)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(str(error))
     except KeyboardInterrupt:
         return refuse("interrupted", Exit.FAILED)
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         sys.stderr.close()
         return Exit.DONE
 

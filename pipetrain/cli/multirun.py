@@ -1,7 +1,7 @@
 """`pipetrain train --multirun`: several runs by Hydra's multirun, whose task is `pipetrain train` in a run folder of its own.
 
 A launcher of Hydra (basic, submitit_local, submitit_slurm) calls `run_job` once per job, in this process or in one on another
-machine. Each job leaves how it ended in `<sweep folder>/jobs/`, so that a job whose process is gone is missed.
+machine. Each job writes its exit code to `<sweep folder>/jobs/`, so a job whose process has died is noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
 
 _LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
 _SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"
-# What asks a run to stop, and as what it is passed on. SLURM and submitit send USR1 or USR2 before the time is up.
+# Signals that stop a run, and the signal that the run gets. SLURM and submitit send USR1 or USR2 before the time limit.
 _FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -53,11 +53,11 @@ class Job:
     number: int  # from 0
     overrides: tuple[str, ...]
     run_dir: str | None = None  # None: not started
-    code: int | None = None  # its exit code; None: it has not said how it ended
+    code: int | None = None  # its exit code; None: unknown
 
 
 def run_all(arguments: Arguments, check: Callable[[RunConfig], object]) -> int:
-    """A run for each combination of values; each job is asked for by `check` before any starts. Returns the exit code of the whole."""
+    """Starts a run for each combination of values, after `check` has accepted every job. Returns the exit code of the sweep."""
     folder, jobs = sweep(arguments.overrides, check)
     shared = set.intersection(*(set(job.overrides) for job in jobs))
     swept = [" ".join(text for text in job.overrides if text not in shared) for job in jobs]
@@ -76,10 +76,10 @@ def run_all(arguments: Arguments, check: Callable[[RunConfig], object]) -> int:
 
 
 def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tuple[Path, list[Job]]:
-    """Runs all jobs of `overrides`; returns the sweep folder and how each job ended.
+    """Runs all jobs of `overrides`; returns the sweep folder and the jobs with their exit codes.
 
     Raises:
-        ConfigError: a configuration that makes no run (`check` is asked for each job), before any job starts.
+        ConfigError: the configuration of a job cannot run (`check`). No job has started then.
     """
     ours = [text for text in overrides if not _is_hydras(text)]
     hydras = [text for text in overrides if _is_hydras(text)]
@@ -91,9 +91,9 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
         file.unlink()
     chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
-    # Hydra ends the process where a job's process is gone, and a request to stop ends the sweep: all jobs are told below.
+    # Hydra ends the process if a job's process dies, and a request to stop ends the sweep: the result of every job is read below.
     words = ["--multirun", *ours, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
-    before, sys.argv = sys.argv, ["pipetrain", *words]  # where hydra.main reads its arguments
+    before, sys.argv = sys.argv, ["pipetrain", *words]  # from which hydra.main reads its arguments
     try:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_job)()
@@ -109,7 +109,7 @@ def run_job(config: Any) -> int:
     """The task that Hydra's launchers call: `pipetrain train` with this job's overrides; returns its exit code.
 
     Raises:
-        KeyboardInterrupt: somebody wants all to stop; the jobs that wait in this process are not started.
+        KeyboardInterrupt: the sweep was asked to stop; jobs that wait in this process are not started.
     """
     runtime = HydraConfig.get()
     job = Job(
@@ -129,7 +129,7 @@ def run_job(config: Any) -> int:
 
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs `command` with its stdout on our stderr and passes requests to stop on; its exit code, and whether there was one."""
+    """Runs `command` with its stdout on our stderr and forwards signals to stop. Returns its exit code, and whether there was a signal."""
     asked: list[signal.Signals] = []
     started: list[subprocess.Popen[bytes]] = []
 
@@ -141,7 +141,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
     before = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
     try:
         started.append(subprocess.Popen(command, stdout=sys.stderr.fileno()))
-        for signum in asked:  # came while it was started
+        for signum in asked:  # signals that arrived while it was started
             started[0].send_signal(signum)
         code = started[0].wait()
     finally:
@@ -151,7 +151,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def expand(overrides: Sequence[str]) -> list[Job]:
-    """The jobs as Hydra's basic sweeper makes and numbers them, which tells of none before it starts them."""
+    """The jobs, made and numbered as Hydra's basic sweeper does it (it gives no list before it starts them)."""
     values: dict[str, list[str]] = {}
     try:
         for one in OverridesParser.create().parse_overrides(list(overrides)):
@@ -166,7 +166,7 @@ def expand(overrides: Sequence[str]) -> list[Job]:
 
 
 def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> str:
-    """Each makes a run, in a folder of its own; returns the name of the experiment."""
+    """Checks that every job can run and has a folder of its own; returns the name of the experiment."""
     seen: dict[Path, int] = {}
     for job in jobs:
         try:
@@ -183,7 +183,7 @@ def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> st
 
 
 def _check_hydra(overrides: Sequence[str]) -> None:
-    """Hydra's own keys, such as the launcher. What they may name is listed: with others Hydra would run any code."""
+    """Checks Hydra's own keys, such as the launcher. Only listed values are allowed: with others Hydra would run any code."""
     for text in overrides:
         check_override(text)
         key, _, value = text.lstrip("+~").partition("=")
@@ -208,7 +208,7 @@ def _is_hydras(override: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """As Hydra reads text of any signs."""
+    """Text quoted so that Hydra reads any characters in it."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -1,4 +1,4 @@
-"""`pipetrain profile`: what each layer of the model takes and holds on this device, and which outputs are worth keeping."""
+"""`pipetrain profile`: measures time and memory of each layer on this device, and lists outputs that are worth keeping."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_json(parser)
     parser.add_argument(
-        "--out", metavar="FILE", default="profile.json", help="where it is written (default: %(default)s)"
+        "--out", metavar="FILE", default="profile.json", help="the file to write (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="times are medians of so many (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="measurements of which the median is taken (default: %(default)s)"
+    )
 
 
 def _profile(arguments: Arguments) -> int:

@@ -1,6 +1,6 @@
-"""`pipetrain report`: what a run did, and what it was predicted to do; or several runs beside each other.
+"""`pipetrain report`: prints what a run did, measured and predicted; or compares several runs.
 
-Of several: what differs in their configurations, what came out, and their losses in one plot.
+For several runs it prints the keys that differ and the results, and draws their losses in one plot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipetrain.monitor.lines import read_lines
 from pipetrain.monitor.report import RunReport, as_markdown, most, read_report
 
 _FORMATS = (".svg", ".png", ".html")
-# They say where a run is and how it was watched, not what it did.
+# Keys that do not change what a run computes.
 _NOT_COMPARED = ("run_dir", "resume", "experiment", "observe.", "snapshot.", "cost.")
 
 
@@ -37,7 +37,7 @@ def _add_arguments(parser: Parser) -> None:
         help="a run folder, `latest` (default) or a sweep folder; several are compared",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write FILE.svg, .png or .html: the loss of each run over its steps"
+        "--out", metavar="FILE", help="draw the loss of each run over its steps, as FILE.svg, .png or .html"
     )
     add_json(parser)
 
@@ -52,7 +52,7 @@ def _report(arguments: Arguments) -> int:
 
 
 def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
-    """What can be read is told; a run that cannot is named, and then the exit code is not 0."""
+    """Compares the runs that can be read. If a run cannot be read, stderr names it and the exit code is not 0."""
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None and out.suffix not in _FORMATS:
         raise ValueError(f"--out={out}: {out.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
@@ -67,19 +67,19 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
 
 
 def reported(run_dir: str | None) -> Any:
-    """What the run in this folder has reported, as plain values; None: nothing, or there was no run."""
+    """The report of the run in this folder, as plain values; None: there is no report, or no run."""
     report = None if run_dir is None else RunFolder(Path(run_dir)).report
     return json.loads(report.read_text()) if report is not None and report.is_file() else None
 
 
 @dataclass(frozen=True)
 class _ComparedRun:
-    """One run that has come to its end."""
+    """One finished run."""
 
-    name: str  # short, and different from those beside it
+    name: str  # short, and different for each run
     folder: RunFolder
     report: RunReport
-    differs: Mapping[str, Any]  # the keys in which the compared runs are not all alike
+    differs: Mapping[str, Any]  # the keys whose values differ between the compared runs
 
     def as_json(self) -> dict[str, Any]:
         return {"run": str(self.folder.path), "differs": dict(self.differs), **asdict(self.report)}

@@ -1,4 +1,4 @@
-"""`pipetrain show`: what a schedule costs, drawn: one, or two of them beside each other."""
+"""`pipetrain show`: draws a schedule and its cost, or compares two schedules."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def _add_arguments(parser: Parser) -> None:
         "--out", metavar="FILE", help="write FILE.svg, .html, .json, .csv or .trace.json (for Perfetto)"
     )
     parser.add_argument(
-        "--phase", type=int, metavar="N", help="the schedule of this phase, from 0 (default: the first)"
+        "--phase", type=int, metavar="N", help="show the schedule of phase N, counted from 0 (default: 0)"
     )
-    parser.add_argument("--against", metavar="'KEY=VALUE ...'", help="a second schedule: the first with these changes")
+    parser.add_argument(
+        "--against", metavar="'KEY=VALUE ...'", help="compare with a second schedule: the first with these changes"
+    )
     parser.add_argument(
         "--mesh",
         action="store_true",
-        help="draw the ranks of all replicas, too: who is where, what each holds, and what is sent from where to where",
+        help="also draw the ranks of all replicas: their nodes, what each rank holds, and what it sends to which rank",
     )
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 
@@ -66,7 +68,7 @@ def _show(arguments: Arguments) -> int:
 def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
     config = load(overrides)
     if config.plan.profile is not None:
-        # A schedule for that run has its stages and its microbatches, where nothing else is said.
+        # The schedule has the stages and microbatches of that run, unless the user sets others.
         profile = read_profile(config.plan.profile)
         if profile.costs is not None:
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
@@ -87,8 +89,8 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     pictures = []
     for one in shown:
         steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
-        sought = None if one.proof is None else f"step {one.proof}"
-        notes = (pairs_in_csv(one.schedule.family), sought, idle_places(one.schedule))
+        proven = None if one.proof is None else f"step {one.proof}"
+        notes = (pairs_in_csv(one.schedule.family), proven, idle_places(one.schedule))
         parts = (one.title, steps, ranks_table(one.breakdown).as_text(), *notes)
         pictures.append("\n\n".join(filter(None, parts)))
     kinds = [event.op.kind for one in shown for event in one.timeline.events]
@@ -96,7 +98,7 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
 
 
 def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:
-    """The schedules in the format that the name of `path` asks for. With `meshes` a page and JSON have these, too.
+    """Writes the schedules in the format of the ending of `path`. A page and JSON also have the `meshes`.
 
     Raises:
         ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
@@ -115,7 +117,7 @@ def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown
 
 
 def _values(shown: Sequence[Shown], meshes: Sequence[MeshShown]) -> Any:
-    """As `--json` and FILE.json have them: a list where there are several."""
+    """The values for `--json` and FILE.json: a list if there are several schedules."""
     values = [one.as_json() for one in shown]
     for value, mesh in zip(values, meshes):
         value["mesh"] = mesh.as_json()

@@ -1,4 +1,4 @@
-"""`pipetrain tokenize`: a corpus becomes tokens ahead of training, on all cores."""
+"""`pipetrain tokenize`: writes a corpus as token ids before training, on all cores."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def _add_arguments(parser: Parser) -> None:
-    parser.add_argument("path", metavar="PATH", help="what to tokenize: data.path of the run to come")
+    parser.add_argument("path", metavar="PATH", help="the corpus: data.path of the later run")
     add_overrides(parser)
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        help="write the tokens there, for data=memmap data.path=FOLDER; without it into the cache, where `train` finds them",
+        help="write the tokens to FOLDER, for data=memmap data.path=FOLDER (default: to the cache, in which `train` finds them)",
     )
 
 
 def _tokenize(arguments: Arguments) -> int:
     path = Path(arguments.path)
     if not any(override.startswith("data=") for override in arguments.overrides):
-        # What reads it, by its name.
+        # The source that can read the corpus, by the names of its files.
         is_set = path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         has_lines = ".jsonl" in path.suffixes or (path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None)
         arguments.overrides.insert(0, f"data={'hf' if is_set else 'jsonl' if has_lines else 'text'}")
@@ -45,7 +45,7 @@ def _tokenize(arguments: Arguments) -> int:
     tokenizer = make_tokenizer(data, config.model.path)
     if tokenizer is None or (out is None and not is_cached(data, tokenizer)):
         raise ValueError(
-            f"{arguments.path}: bytes and token ids are read as they are, and nothing is kept of them; give the tokenizer, "
+            f"{arguments.path}: bytes and token ids are read as they are and not cached; set a tokenizer, "
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
     if out is not None and out.exists():
@@ -66,10 +66,10 @@ def _tokenize(arguments: Arguments) -> int:
 
 
 def tokenize_ahead(config: RunConfig) -> None:
-    """The tokens of a run that starts on this machine, before its ranks: once, with a bar, and what is wrong is told by one process.
+    """Tokenizes for a run that starts on this machine, before its ranks start: with a progress bar, and with one message for a mistake.
 
     Raises:
-        ValueError: there are none, or a document is no sample.
+        ValueError: there are no tokens, or a document cannot be a sample.
     """
     from pipetrain.data.dataset import make_data, make_tokenizer
     from pipetrain.data.tokenizing import is_cached
@@ -84,14 +84,14 @@ def tokenize_ahead(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None] | None]:
-    """What is to be told how much is done, from 0 to 1: a bar on a terminal, lines elsewhere. Nothing is shown where nothing is told."""
+    """A function that shows the progress, from 0 to 1: as a bar on a terminal, else as lines. None if nothing is shown."""
     if not shown:
         yield None
     elif not sys.stderr.isatty():
         said_at = time.monotonic()
 
         def tell(share: float) -> None:
-            """A line every few seconds; none for what takes less."""
+            """Prints a line every few seconds."""
             nonlocal said_at
             if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
                 said_at = time.monotonic()

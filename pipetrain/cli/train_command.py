@@ -1,4 +1,4 @@
-"""`pipetrain train`: refuses what cannot run, then becomes ranks on this machine, a job of SLURM, or several runs."""
+"""`pipetrain train`: checks the configuration, then starts ranks on this machine, a SLURM job, or a sweep."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_json(parser)
     parser.add_argument(
-        "--multirun", "-m", action="store_true", help="a run for each combination of values, as in seed=1,2,3"
+        "--multirun", "-m", action="store_true", help="start a run for each combination of values, as in seed=1,2,3"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="with cluster=slurm: print the job script, submit nothing"
+        "--dry-run", action="store_true", help="with cluster=slurm: print the job script and submit nothing"
     )
 
 
@@ -50,8 +50,8 @@ def _train(arguments: Arguments) -> int:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
     if becomes_a_job and config.resume not in (None, AUTO):
         raise ValueError(
-            f"resume={config.resume}: a job goes on from the snapshots of its own run folder, so that it can be put back into the "
-            "queue; use resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
+            f"resume={config.resume}: a job resumes from the snapshots of its own run folder, so that it can return to the queue; use "
+            "resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
         )
     plan = check_train(config).plan
     ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
@@ -59,10 +59,10 @@ def _train(arguments: Arguments) -> int:
 
 
 def check_train(config: RunConfig) -> Run:
-    """All that can be said of a run before a process starts.
+    """Checks all of a run that can be checked before a process starts.
 
     Raises:
-        ValueError: it cannot be; with the key, the value and what to type instead.
+        ValueError: it cannot run; the message has the key, the value and what to type instead.
     """
     bring_model(config.model, timeout_seconds=config.timeout_seconds)
     phases = prepare_phases(config)
@@ -72,7 +72,7 @@ def check_train(config: RunConfig) -> Run:
     check_start(config.resume, config.init_from, config.run_dir)
     check_unclaimed(config.run_dir, again=config.resume == AUTO)
     check_available(config)
-    from pipetrain.data.dataset import check_text  # with torch, so after what can be refused without
+    from pipetrain.data.dataset import check_text  # loads torch, so after the checks that do not need it
 
     for phase in phases_of(config):
         with naming_phase(phase, config):
@@ -86,7 +86,7 @@ def check_train(config: RunConfig) -> Run:
 
 
 def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
-    """The ranks of this machine, until they have ended."""
+    """Starts the ranks of this machine and waits until they have ended."""
     from pipetrain.cli.tokenize_command import tokenize_ahead
 
     tokenize_ahead(config)
@@ -103,14 +103,14 @@ def _start(config: RunConfig, arguments: Arguments, ranks_per_node: int) -> int:
 
 
 def _nodes(config: RunConfig) -> Nodes | None:
-    """The machines that meet; None: this one alone."""
+    """The machines of the run; None: only this one."""
     cluster = config.cluster
     if cluster.rendezvous is not None:
         node_rank = node_rank_in_slurm(cluster.num_nodes)
         return Nodes(cluster.num_nodes, cluster.rendezvous, node_rank, config.timeout_seconds)
     if cluster.num_nodes > 1:
         raise ValueError(
-            f"cluster.num_nodes={cluster.num_nodes}: say where they meet, cluster.rendezvous=HOST:PORT of the first, and type the "
+            f"cluster.num_nodes={cluster.num_nodes}: set cluster.rendezvous=HOST:PORT of the first, where they meet, and type the "
             "same command on each of them; or cluster=slurm, which does that in a job"
         )
     check_not_a_slurm_task()
@@ -133,8 +133,8 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
     )
     if config.snapshot.every_steps is None:
         say(
-            "snapshot.every_steps is not set: the job saves when it is told to stop, and a machine that is lost costs "
-            "the whole run; snapshot=regular saves every 100 steps"
+            "snapshot.every_steps is not set: the job saves only when it is asked to stop, and a lost machine costs the whole run; "
+            "snapshot=regular saves every 100 steps"
         )
     if arguments.dry_run:
         print(script, end="")

@@ -1,4 +1,4 @@
-"""`pipetrain verify`: whether pipelines on this machine compute what one process computes, and how runs end under faults."""
+"""`pipetrain verify`: compares pipelines on this machine with one process, and runs with faults with undisturbed ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _LAYERS = (
 
 def _add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "own", nargs="?", metavar="MODULE:FUNCTION", help="layers of your own instead: which of them can be recomputed"
+        "own",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="verify your own layers, and list those that can be recomputed",
     )
     parser.add_argument(
-        "--batch", metavar="MODULE:FUNCTION", help="what gives (inputs, targets), where the first function does not"
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="function that returns (inputs, targets), if the first function does not",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases: two ranks, fewer modes")
-    parser.add_argument("--layers", action="store_true", help="says where the tests of layers of every kind are")
-    parser.add_argument(
-        "--faults", action="store_true", help="runs with faults on purpose instead: killed ranks and the like"
-    )
+    parser.add_argument("--layers", action="store_true", help="say where the tests of all kinds of layers are")
+    parser.add_argument("--faults", action="store_true", help="run with faults on purpose, such as killed ranks")
     add_json(parser)
 
 

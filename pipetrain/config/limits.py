@@ -1,8 +1,8 @@
-"""The marks that stand beside a field of the records: which values it may have, and whether a run that goes on, or a phase, may change it.
+"""The marks of the fields of the records: which values a key may have, and whether a resumed run or a phase may change it.
 
     steps: MayChange[Annotated[int, at_least(1)]] = 200  # optimizer steps
 
-They are part of the type for readers and for `schema.py`, which checks values by them; Python's own types do not see them.
+They are part of the type, for readers and for `schema.py`, which checks values against them. Type checkers ignore them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pipetrain.config.problem import nearest, shown
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that a key may have; null is left to its type unless `of_null`. `told` follows `key=value` in the message."""
+    """The values that a key may have; its type decides about null, unless `of_null`. `told` follows `key=value` in the message."""
 
     holds: Callable[[Any], object]  # true or false
     told: str
-    choices: tuple[str, ...] = ()  # where these are all: the nearest is named
+    choices: tuple[str, ...] = ()  # all allowed values, if they are a list: a message names the nearest
     of_null: bool = False
-    most: float = math.inf  # and the largest number, where that needs a sentence of its own
+    most: float = math.inf  # the largest number, if it has its own message
 
     def problem(self, key: str, value: Any) -> str | None:
-        """What to tell a user of `key=value`; None: it is allowed."""
+        """The message about `key=value`; None: it is allowed."""
         if isinstance(value, (int, float)) and self.most < value < math.inf:
             return f"{key}={value}: allowed is {self.most} at most"
         if (value is None and not self.of_null) or (_is_finite(value) and self.holds(value)):
@@ -40,7 +40,7 @@ class Limit:
 
 
 def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
-    """A number from `least` on, to `most`."""
+    """A number of at least `least`, and at most `most`."""
     return Limit(lambda value: value >= least, told.format(least), most=most)
 
 
@@ -66,7 +66,7 @@ def one_of(*words: str) -> Limit:
 
 
 def choice_of(*words: str) -> Limit:
-    """One word of a list; the nearest is named to who mistypes."""
+    """One word of a list; the message about another word names the nearest."""
     return Limit(lambda value: value in words, f": allowed are {', '.join(words)}", choices=words)
 
 
@@ -84,17 +84,17 @@ def only(supported: object, instead: str) -> Limit:
 class May(Enum):
     """Who may change a key, or all keys of a group."""
 
-    RESUME = "a run that goes on from a snapshot"
+    RESUME = "a run that resumes from a snapshot"
     PHASE = "a phase of the run"
 
 
 _T = TypeVar("_T")
-MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value: it is part of what the run computes
+MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value, on which the results depend
 PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the whole run
 
 
 def _is_finite(value: object) -> bool:
-    """Neither inf nor nan, nor a list with one of them; what is no number is."""
+    """Whether the value is not inf or nan, and no list with one of them. Text is finite."""
     return all(math.isfinite(entry) for entry in _entries(value) if isinstance(entry, float))
 
 

@@ -1,7 +1,7 @@
-"""From `conf/` and overrides to a `RunConfig`, and back to YAML. The only place that knows omegaconf and Hydra.
+"""Makes a `RunConfig` from `conf/` and overrides, and YAML from a `RunConfig`. The only file of this room that imports omegaconf and Hydra.
 
-The defaults are those of the records. Hydra gets them as a configuration named `records`, with which the defaults list of
-`conf/config.yaml` begins; a file in `conf/` says what it has that differs.
+The defaults are those of the records. Hydra gets them as a configuration named `records`, the first entry of the defaults list of
+`conf/config.yaml`. A file in `conf/` has only the keys whose values differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choices() -> dict[str, list[str]]:
 def load(overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
 
-    Keys, choices and types are checked here; whether the values make a run is for `together.py` to say.
+    Keys, choices and types are checked here; `together.py` checks whether the values fit together.
 
     Raises:
         ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
@@ -77,7 +77,7 @@ def read(path: Path) -> RunConfig:
     """The configuration that a run wrote into its folder.
 
     Raises:
-        ConfigError: there is no such file, or it is not a configuration of this version.
+        ConfigError: the file does not exist, or is not a configuration of this version.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a run folder holds config.yaml")
@@ -94,20 +94,20 @@ def as_yaml(config: RunConfig) -> str:
 
 @functools.cache
 def _composed(*chosen: str) -> DictConfig:
-    """What files of `conf/` make together. Values are set after it, so that a sweep composes once for all its jobs."""
+    """The configuration that files of `conf/` make together. Values are set later, so a sweep composes only once for all its jobs."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
         return compose("config", overrides=list(chosen))
 
 
 def _from_values(values: Any) -> RunConfig:
     if not isinstance(values, dict):
-        raise ConfigError(f"a configuration is a mapping from keys to values, this is {type(values).__name__}")
+        raise ConfigError(f"a configuration is a mapping from keys to values, but this is {type(values).__name__}")
     check_values(values)
     return build(RunConfig, current_values(values))
 
 
 def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
-    """One override: readable, of a key or group that exists, with one value."""
+    """One override, checked: it can be read, its key or group exists, and it has one value."""
     if "=" not in text or text.startswith("="):
         raise ConfigError(f"{text}: an override is key=value, as in steps=50{nearest(text, ['steps', *groups])}")
     try:
@@ -141,4 +141,4 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-ConfigStore.instance().store("records", _plain(dataclasses.asdict(RunConfig())))  # what conf/config.yaml begins with
+ConfigStore.instance().store("records", _plain(dataclasses.asdict(RunConfig())))  # the first entry of conf/config.yaml

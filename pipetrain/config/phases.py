@@ -1,11 +1,11 @@
-"""What changes over a run: its phases, each with a configuration of its own.
+"""The phases of a run, each with its own configuration.
 
     phases: [{from: 0, recompute: {sets: 1}}, {from: 5000, recompute: {sets: 3}, data: {sequence_length: 2048}}]
 
     steps 1 to 5000     the run's configuration, with recompute.sets=1
     steps from 5001 on  the run's configuration, with recompute.sets=3 and data.sequence_length=2048
 
-What a phase does not name is as the run has it, and not as the phase before had it.
+A key that a phase does not name has the run's value, not that of the phase before.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ FROM = "from"
 _LIKE = "as in {from: 5000, recompute: {sets: 3}}"
 _MAY = (
     "a phase may change recompute.*, data.global_batch_size, data.sequence_length and pipeline.num_microbatches; "
-    "what else there is holds for the whole run"
+    "all other keys hold for the whole run"
 )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps from `first_step` (from 1) on, until the next phase begins or the run ends."""
+    """The steps from `first_step` (from 1), until the next phase begins or the run ends."""
 
     number: int  # from 0
     first_step: int
-    config: RunConfig  # the run's, with what the phase changes; it has no phases itself
+    config: RunConfig  # the run's configuration with the changes of the phase; it has no phases
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run in their order; one where it says of none. Whether their values make a run is for `together.py` to say.
+    """The phases of a run in order; one phase if the run has none. `together.py` checks their values.
 
     Raises:
-        ConfigError: phases that do not follow one another from step 0 on, or a key that no phase has or may change.
+        ConfigError: the phases do not begin at step 0, are not in order, or have a key that a phase may not change.
     """
     whole = replace(config, phases=())
     found = [_phase(number, given, whole) for number, given in enumerate(config.phases)] or [Phase(0, 1, whole)]
@@ -73,7 +73,7 @@ def steps_of_phases(phases: Sequence[Phase], last_step: int) -> Iterator[tuple[P
 
 @contextmanager
 def naming_phase(phase: Phase, config: RunConfig) -> Iterator[None]:
-    """What is wrong with a phase says which it is, where the run has any.
+    """An error names the phase, if the run has phases.
 
     Raises:
         ValueError: that of the block.
@@ -87,8 +87,8 @@ def naming_phase(phase: Phase, config: RunConfig) -> Iterator[None]:
 
 
 def batches_before(config: Mapping[str, Any], step: int) -> list[tuple[int, Any, Any]]:
-    """What the batches of the first `step` steps were, of a configuration as plain values: (steps done before, samples, tokens of a
-    sample) for each change. A run that goes on must have the same behind it."""
+    """The batches of the first `step` steps, from a configuration of plain values: (steps done before, samples, tokens of a sample) for each
+    change. A resumed run must have had the same."""
     data, found = config.get("data", {}), list[tuple[int, Any, Any]]()
     for phase in config.get("phases") or [{FROM: 0}]:
         given = dict(leaves(phase))
@@ -99,7 +99,7 @@ def batches_before(config: Mapping[str, Any], step: int) -> list[tuple[int, Any,
 
 
 def value_in_step(config: Mapping[str, Any], key: str, step: int) -> Any:
-    """What a key that phases may change is in a step, from 1, of a configuration as plain values."""
+    """The value in a step (from 1) of a key that phases may change, from a configuration of plain values."""
     given: Mapping[str, Any] = next((phase for phase in reversed(config.get("phases") or ()) if phase[FROM] < step), {})
     group, name = key.split(".")
     return dict(leaves(given)).get(key, config[group][name])
@@ -108,7 +108,7 @@ def value_in_step(config: Mapping[str, Any], key: str, step: int) -> Any:
 def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:
     key = f"phases[{number}]"
     if FROM not in given:
-        raise ConfigError(f"{key}: it does not say when it begins; add from, the steps done before it, {_LIKE}")
+        raise ConfigError(f"{key}: it has no `from`; add the number of steps done before it, {_LIKE}")
     done = given[FROM]
     if type(done) is not int or done < 0:
         raise ConfigError(f"{key}.from={done}: allowed is a number of steps, 0 or more, {_LIKE}")
@@ -116,7 +116,7 @@ def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:
         check_key(path, f"{key}.")
         if path not in phase_keys():
             if path in ("pipeline.balance", "pipeline.num_stages", "pipeline.placement", "pipeline.stages_per_rank"):
-                raise ConfigError(f"{key}.{path}: layers stay where they are over a run; {_MAY}")
+                raise ConfigError(f"{key}.{path}: layers stay on their stages during a run; {_MAY}")
             is_group = any(known.startswith(f"{path}.") for known in phase_keys())
             raise ConfigError(f"{key}.{path}: {f'this is a group with keys of its own, {_LIKE}' if is_group else _MAY}")
         config = with_value(config, path, value, f"{key}.{path}")
@@ -124,7 +124,7 @@ def _phase(number: int, given: Mapping[str, Any], config: RunConfig) -> Phase:
 
 
 def leaves(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key; of a group that is no mapping, the group itself."""
+    """Every value by its dotted key; for a group that is not a mapping, the group itself."""
     for name, value in values.items():
         key = f"{path}{name}"
         if isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in keys()):

@@ -1,4 +1,4 @@
-"""What is said to a user whose configuration cannot work."""
+"""Messages about a configuration that cannot run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class ConfigError(ValueError):
     """A mistake in the configuration: the message names the key, the value, what is allowed and what to type."""
 
 
-_REPLACED = {"deepspeed_fused_adam": "adamw"}  # what is no longer offered, and what does the same
+_REPLACED = {"deepspeed_fused_adam": "adamw"}  # values that are no longer offered, and their replacement
 
 
 def nearest(text: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
-    """`; did you mean 'x'?` with the choice that looks most like `text`, or nothing where none does."""
+    """`; did you mean 'x'?` with the choice most similar to `text`, or nothing if none is similar."""
     found = difflib.get_close_matches(_REPLACED.get(text, text), list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -26,7 +26,7 @@ def not_a_choice(key: str, value: object, choices: Iterable[str]) -> ConfigError
 
 
 def shown(value: object) -> str:
-    """A value as a configuration has it."""
+    """A value as it is written in a configuration."""
     if isinstance(value, tuple):
         return str(list(value))
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """The configuration of a run, typed: one frozen record per group of `conf/`; per field its range, its default and a sentence.
 
-Only `load.py` makes these from files and overrides; everything else is given them. What a field may be, and whether a run
-that goes on may change it, is part of its type (`limits.py`). What several keys must be together stands in `together.py`.
+Only `load.py` makes these from files and overrides. The type of a field says which values it may have, and whether a resumed run may
+change it (`limits.py`). `together.py` checks keys that must fit each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipetrain.config.limits import (
 )
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
-HUGGING_FACE = "hf"  # the model.name of what transformers has
+HUGGING_FACE = "hf"  # the model.name of a model of transformers
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ORDERS = ("replica-stage", "stage-replica")
@@ -75,15 +75,16 @@ _Targets = Annotated[
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters beside linear layers that stay as they are (model=hf): only these are trained."""
+    """Low-rank adapters of linear layers (model=hf). Only the adapters are trained."""
 
-    rank: Annotated[int | None, at_least(1, most=2**20)] = None  # numbers between the two matrices; None: no adapters
-    # Which linear layers, each the end of a name: q_proj, or layers.11.mlp.up_proj for one alone.
+    # Inner dimension of the two matrices; None: no adapters.
+    rank: Annotated[int | None, at_least(1, most=2**20)] = None
+    # Linear layers that get adapters, each by the end of its name: q_proj, or layers.11.mlp.up_proj for a single one.
     targets: _Targets = ("q_proj", "v_proj")
     # Decoder layers that get adapters, from 0; None: all.
     layers: Annotated[tuple[int, ...] | None, each(0, 10_000, "the number of a decoder layer")] = None
-    alpha: _Positive | None = None  # what they give is multiplied by alpha / rank; None: by 1
-    merge: MayChange[bool] = True  # whether `export` adds them to the weights, else it writes them as PEFT does
+    alpha: _Positive | None = None  # the adapters' output is multiplied by alpha / rank; None: by 1
+    merge: MayChange[bool] = True  # whether `export` adds the adapters to the weights; else it writes them as PEFT does
 
 
 @dataclass(frozen=True)
@@ -98,19 +99,19 @@ class ModelConfig:
     num_key_value_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
     # Width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8).
     intermediate_size: Size | None = None
-    vocab_size: Size | None = None  # number of tokens; None: what the tokenizer has
-    max_position_embeddings: Size = 1024  # the longest sequence that positions are made for
+    vocab_size: Size | None = None  # size of the vocabulary; None: that of the tokenizer
+    max_position_embeddings: Size = 1024  # longest sequence of positions
     rope_theta: _Positive = 10_000.0  # base of the rotary frequencies
-    dropout: _Probability = 0.0  # in attention output, MLP output and embedding
-    norm_epsilon: _Positive = 1e-5  # added under the root of a norm
+    dropout: _Probability = 0.0  # dropout in attention output, MLP output and embedding
+    norm_epsilon: _Positive = 1e-5  # added to the variance in a norm, under the root
     # For model=hf: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct.
     path: MayChange[str | None] = None
-    revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
-    # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
+    revision: MayChange[str | None] = None  # branch, tag or commit on the hub; None: the main branch
+    # For model=hf: `pretrained` reads the weights, `random` reads only the configuration and makes random weights.
     weights: MayChange[Annotated[str, one_of("pretrained", "random")]] = "pretrained"
-    # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
+    # Type of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: as `precision` says.
     dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
-    # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
+    # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: transformers chooses.
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
@@ -133,80 +134,86 @@ _AssistantOnly = Annotated[
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and how it becomes samples."""
+    """The data of training, and how it becomes samples."""
 
     # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) or `memmap` (token ids).
     name: str = "stdlib"
     path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
-    pattern: MayChange[str] = "**/*.txt"  # which files of the folder are read, as a glob; each may be one of .gz, too
+    # Glob of the files in the folder that are read; files ending in .gz are unpacked.
+    pattern: MayChange[str] = "**/*.txt"
     subset: str | None = None  # hf: the configuration of a data set that has several
-    split: str = "train"  # hf: the split that is trained on
-    text_field: str = "text"  # jsonl and hf: the field that holds the text, where there are no `messages`
+    split: str = "train"  # hf: the split for training
+    text_field: str = "text"  # jsonl and hf: the field with the text, if there are no `messages`
     # How text becomes tokens: `byte` (256 tokens), or a tokenizer's folder or name; null: the one of the model in model.path.
     tokenizer: str | None = "byte"
     # What a sample is: `stream` (a piece of one long row of tokens), `packed` (whole documents, side by side) or `padded` (one
     # document); null: packed for chats, stream for all else.
     layout: Annotated[str | None, choice_of(*LAYOUTS)] = None
-    # Of a chat, in the loss: the answers (true), the last answer (`last`) or every token (false).
+    # Tokens of a chat that count in the loss: the answers (true), the last answer (`last`) or every token (false).
     assistant_only_loss: _AssistantOnly = True
-    template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
+    template_date: _Date = "2026-01-01"  # the date that chat templates get which ask for today's
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
-    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
-    # Where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
+    # What to do with a document that cannot be a sample.
+    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"
+    # Folder of the tokens; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
     cache_dir: MayChange[str | None] = None
-    global_batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
+    global_batch_size: PerPhase[Size] = 16  # samples of a step, over all replicas
     sequence_length: PerPhase[Size] = 256  # tokens per sample that are predicted
-    eval_path: MayChange[str | None] = None  # what is held out, if apart; null: eval_fraction of data.path
-    eval_split: str | None = None  # hf: the split that is held out; null: eval_fraction of data.split
+    eval_path: MayChange[str | None] = None  # held-out data in a place of its own; null: eval_fraction of data.path
+    eval_split: str | None = None  # hf: the held-out split; null: eval_fraction of data.split
     eval_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
-    eval_bytes: MayChange[Count] = 204_800  # how much of the held-out part an evaluation reads at most, in tokens
+    eval_bytes: MayChange[Count] = 204_800  # most tokens of the held-out part that an evaluation reads
 
     @property
     def counted(self) -> str:
-        """What counts in the loss of a chat: `answers`, `last` or `all`."""
+        """Which tokens of a chat count in the loss: `answers`, `last` or `all`."""
         return LAST if self.assistant_only_loss == LAST else ANSWERS if self.assistant_only_loss else ALL
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is cut and in which order the ops run."""
+    """How the model is cut into stages, and in which order ops run."""
 
     schedule: str = "gpipe"  # name of a schedule family, `auto`, or a CSV file
-    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = 30.0  # auto: the longest search; 0: its rule alone
-    num_stages: Stages | None = None  # stages of the whole model; None: ranks of a replica x stages_per_rank
-    stages_per_rank: Stages = 1  # stages that live on one rank (interleaving)
-    # Which rank holds which stage: `loop` (round the ranks of a replica), `v` (to the last rank and back), or a list, a rank per
-    # stage.
+    # auto: longest search; 0: only the rule, without a search.
+    search_seconds: Annotated[float, at_least(0, most=_YEAR)] = 30.0
+    num_stages: Stages | None = None  # stages of the model; None: ranks of a replica x stages_per_rank
+    stages_per_rank: Stages = 1  # stages on each rank (virtual stages)
+    # Which rank holds which stage: `loop` (stage s on rank s modulo ranks), `v` (V-shaped: rank 0 holds the first and the last stage), or
+    # a list with the rank of each stage.
     placement: str | tuple[int, ...] = "loop"
-    num_microbatches: PerPhase[Count] = 8  # slices of a batch
+    num_microbatches: PerPhase[Count] = 8  # microbatches of a step, per replica
     balance: str | tuple[int, ...] = "auto"  # layers per stage, or `auto`
-    # Make I (the gradient of the input) and W (those of the weights, where the stage would wait) of each B.
+    # Split each B in two: I (gradient of the input) and W (gradients of the weights, in time in which the stage would wait).
     split_backward: bool = False
-    warmup: int | tuple[int, ...] | None = None  # 1f1b: forwards in flight, one number or one per stage; None: classic
+    # 1f1b: microbatches in flight on stage 0, or one number per stage; None: classic 1F1B.
+    warmup: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is recomputed, and when. `RecomputePolicy` has a field per key and checks the values (`check_schedule`)."""
+    """What is recomputed, and when.
+
+    `RecomputePolicy` has the same fields and checks their values (`check_schedule`).
+    """
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
-    # Sets of a stage alive at once, kept or recomputed; one number or one per stage. None: one, or with `segments` one part.
+    # Activation slots of a stage, for kept and recomputed sets: one number, or one per stage. None: one set, or with `segments` one part.
     sets: int | float | tuple[int, ...] | tuple[float, ...] | None = None
-    keep: str | int | None = (
-        None  # whether places are used to keep sets: `none` or `auto`; None: `auto` with more than one place
-    )
-    # The most microbatches of a stage between F and B, one number or one per stage; None: any.
+    # Whether free slots are used to keep sets: `none` or `auto`; None: `auto` with more than one slot.
+    keep: str | int | None = None
+    # Most microbatches in flight (between F and B) on a stage: one number, or one per stage; None: no bound.
     stash: int | tuple[int, ...] | None = None
-    last_stage: str = "auto"  # `auto`: the last stage has no R, where a whole set has room; `always`: it has
-    # In how many parts a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
+    last_stage: str = "auto"  # `auto`: the last stage has no R if it has room for a whole set; `always`: it has R
+    # Number of parts in which a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
     segments: int | str = 1
-    # Outputs that stay from F to B, so that R need not compute them: `matmul`, `attention`, an operation as torch names it (`mm`), layers
-    # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of such; None: R computes all.
+    # Outputs that stay from F to B and that R does not compute: `matmul`, `attention`, an operation as torch names it (`mm`), layers
+    # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of these; None: R computes all.
     selective: str | tuple[str, ...] | None = None
-    # Layers whose saved tensors stay from F to B, and that run once, by number (`3`, `2-5`) or kind (`MyLayer`), or a list of such.
+    # Layers that are kept (they run once, and their saved tensors stay from F to B): by number (`3`, `2-5`), by kind (`MyLayer`), or a list.
     keep_layers: str | int | tuple[str | int, ...] | None = None
-    # Which recomputed microbatches are compared with their forward: `first` of each kind of step, `every`, `off`, or a number
-    # N: one every N steps, in turn.
+    # Which recomputed microbatches are compared with their forward: `first` (the first of each kind of step), `every`, `off`, or a number
+    # N (one every N steps, in turn).
     verify: str | int = "first"
 
 
@@ -227,14 +234,14 @@ _Replicas = Annotated[
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Copies of the pipeline and what they share."""
+    """Replicas of the pipeline, and what they share."""
 
-    # Whole copies of the pipeline, each of which takes its share of a batch: a number, or `auto` (as many as the ranks allow).
+    # Replicas of the pipeline, which share each batch: a number, or `auto` (as many as the ranks allow).
     num_replicas: _Replicas = 1
-    # Which ranks are neighbours, and so share a machine: the stages of a replica (`replica-stage`), or the replicas of a
-    # stage (`stage-replica`).
+    # Ranks with neighbouring numbers, which share a machine: the stages of a replica (`replica-stage`), or the replicas of a stage
+    # (`stage-replica`).
     order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
-    # Steps between two comparisons of the replicas' weights, which are compared before each snapshot, too; None: they never are.
+    # Steps between two comparisons of the replicas' weights, which are also compared before each snapshot; None: never.
     check_every_steps: Count | None = 100
     # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
     zero_stage: Annotated[int, within(0, 3)] = 0
@@ -244,13 +251,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """How messages go from stage to stage."""
+    """How messages are sent from stage to stage."""
 
-    prefetch: Amount = 2  # tensors of an edge received before they are used; 0: just in time
-    # NCCL's communicators: one for each `edge` of stages and direction, or one for each `pair` of ranks and direction.
+    prefetch: Amount = 2  # tensors of an edge that are received before they are used; 0: just in time
+    # NCCL communicators: one per `edge` of stages and direction, or one per `pair` of ranks and direction.
     communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
-    # What carries them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (memory of the host and gloo, on GPUs without NCCL
-    # between them and for several ranks on one).
+    # Library that sends them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (gloo through pinned host memory, for GPUs that
+    # NCCL does not connect and for several ranks on one GPU).
     backend: Annotated[str, one_of(*EDGES)] = "auto"
 
 
@@ -274,7 +281,7 @@ class OptimConfig:
 
     # `adamw` (torch's fused one) or `deepspeed_cpu_adam` (state on the host).
     name: Annotated[str, choice_of(*OPTIMIZERS)] = ADAMW
-    learning_rate: Annotated[float, more_than(0)] = 3e-3  # at the end of the warm-up
+    learning_rate: Annotated[float, more_than(0)] = 3e-3  # the largest learning rate, at the end of the warm-up
     weight_decay: Annotated[float, at_least(0)] = 0.1  # for matrices only
     betas: _Betas = (0.9, 0.95)  # decay of the two moments
     warmup_steps: Amount = 20  # steps of linear warm-up
@@ -286,19 +293,19 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What happens to a step whose loss or gradient cannot be right, before it changes a weight."""
+    """What to do with a step whose loss or gradient is not finite or far too large, before it changes a weight."""
 
-    # The loss or the gradient norm is not finite: `stop`, `skip` the step or `rollback` to a snapshot.
+    # If the loss or the gradient norm is not finite: `stop`, `skip` the step, or `rollback` to a snapshot.
     not_finite: Annotated[str, choice_of("stop", "skip", "rollback")] = "stop"
-    # A loss or gradient norm is far above the latest ones.
+    # If the loss or the gradient norm is far above the latest ones: the same, or `off`.
     spike: Annotated[str, choice_of("off", "stop", "skip", "rollback")] = "off"
     # A spike is a loss above spike_factor x the median of the last spike_window losses.
     spike_factor: Annotated[float, more_than(1)] = 3.0
-    # The same for the gradient norm; None: it is not looked at.
+    # The same for the gradient norm; None: norms are not checked for spikes.
     spike_norm_factor: Annotated[float | None, more_than(1)] = None
-    spike_window: Count = 20  # steps that the median is taken of; there is no spike before there are so many
-    max_skips: Amount = 10  # steps skipped in a row, after which the run stops
-    max_rollbacks: Amount = 3  # rollbacks of a run, after which it stops
+    spike_window: Count = 20  # steps of the median; before so many steps nothing is a spike
+    max_skips: Amount = 10  # most steps skipped in a row; then the run stops
+    max_rollbacks: Amount = 3  # most rollbacks of a run; then it stops
 
 
 @dataclass(frozen=True)
@@ -306,8 +313,8 @@ class SnapshotConfig:
     """Saved training state."""
 
     every_steps: Count | None = None  # steps between snapshots; None: only when the run is asked to stop
-    keep_last: Count = 2  # how many snapshots are kept, the newest
-    keep_every: Count | None = None  # every keep_every-th of the regular ones stays for good; None: none does
+    keep_last: Count = 2  # number of newest snapshots that are kept
+    keep_every: Count | None = None  # every keep_every-th regular snapshot is never deleted; None: all may be
 
 
 @dataclass(frozen=True)
@@ -316,20 +323,20 @@ class WandbConfig:
 
     # `disabled`, `offline` (files in the run folder) or `online`.
     mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
-    project: str = "pipetrain"  # project name there
-    name: str | None = None  # the run's name there; None: that of its folder
-    group: str | None = None  # the group of runs that it belongs to
-    tags: tuple[str, ...] = ()  # words to find it by
+    project: str = "pipetrain"  # project in wandb
+    name: str | None = None  # name of the run in wandb; None: that of its folder
+    group: str | None = None  # group of runs in wandb
+    tags: tuple[str, ...] = ()  # tags of the run in wandb
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What is shown and written while training."""
+    """What is shown and written during training."""
 
-    progress: bool = True  # a progress bar on rank 0 (lines where stderr is no terminal)
+    progress: bool = True  # a progress bar on rank 0 (lines if stderr is not a terminal)
     eval_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
-    # Floating-point operations that one device can do in a second, at the run's precision; None: `mfu` is null.
+    # Peak floating-point operations per second of one device, at the run's precision; None: `mfu` is null.
     peak_flops_per_second: Annotated[float | None, more_than(0)] = None
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -358,24 +365,25 @@ _Options = Annotated[
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Where the processes run. What only SLURM reads comes below `device`."""
+    """Where the processes run. The keys after `device` are for SLURM."""
 
-    # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own.
+    # `local`: this machine, and others on which the same command is typed; `slurm`: a SLURM job.
     name: Annotated[str, one_of("local", "slurm")] = "local"
     num_nodes: Stages = 1  # machines
     ranks_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
-    # HOST:PORT of the first machine, where several meet; in a job its script sets it.
+    # HOST:PORT of the first machine, where several machines meet; a job's script sets it.
     rendezvous: _Address | None = None
     # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
     device: Annotated[str, one_of("gpu", "cpu")] = "gpu"
-    partition: Name | None = None  # where the job waits; None: the cluster's default
-    account: Name | None = None  # who pays for the job; None: the user's default
-    time_limit: _TimeLimit | None = None  # of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's
+    partition: Name | None = None  # partition of the job; None: the cluster's default
+    account: Name | None = None  # account that is charged; None: the user's default
+    # Time limit of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's.
+    time_limit: _TimeLimit | None = None
     cpus_per_rank: Count | None = None  # CPU cores per rank; None: threads_per_rank
-    interface: Name | None = None  # network device between machines, such as ib0; None: the one of the machine's name
-    signal_seconds: Count = 120  # how long before its time limit the job is told to save and stop
-    requeue: bool = True  # whether the job waits again after a time limit, a preemption or a failure, and goes on
-    max_restarts: Amount = 3  # restarts in a row without a newer snapshot, after which the job gives up
+    interface: Name | None = None  # network device between machines, such as ib0; None: that of the machine's host name
+    signal_seconds: Count = 120  # how long before its time limit SLURM signals the job to save and stop
+    requeue: bool = True  # whether the job is queued again after a time limit, a preemption or a failure, and resumes
+    max_restarts: Amount = 3  # most restarts in a row without a newer snapshot; then the job gives up
     options: _Options = ()  # more options of sbatch, as in ["--qos=long","--exclusive"]
 
 
@@ -393,38 +401,38 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
-    reduce_seconds: _Seconds = 0.0  # adding up a stage's gradients over the replicas, or what stages share
-    # A stage's input in sets, by bytes: 1 / (16 x layers) or so of a GPT's stage; None: inputs are not counted.
+    reduce_seconds: _Seconds = 0.0  # summing a stage's gradients over replicas, or those of shared parameters
+    # Bytes of a stage's input, as a fraction of its set: about 1 / (16 x layers) for a GPT; None: inputs are not counted.
     input_share: _Share | None = None
-    # What recompute.selective keeps of a microbatch, in sets, by bytes; None: nothing, or not counted.
+    # Bytes that recompute.selective keeps of a microbatch, as a fraction of the set; None: nothing, or not counted.
     kept_share: _Share | None = None
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is known before a run is planned."""
+    """Measurements from which a run is planned."""
 
-    # A run that ended: its folder, `latest`, or its profile.json. `auto` seeks the order for what its ops took, and `show` draws with it.
-    # Or what `pipetrain profile` wrote: by its layers' bytes `recompute.segments` cuts stages into parts, too.
+    # A finished run (its folder, `latest`, or its profile.json), or a file of `pipetrain profile`. A schedule or balance of `auto` is
+    # searched for these times, `show` draws with them, and `recompute.segments` cuts stages into parts by the bytes of layers.
     profile: str | None = None
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, whole. A run that goes on keeps what it computes: the seed, the data, the model."""
+    """A whole run. A resumed run keeps the keys on which its results depend: the seed, the data, the model."""
 
-    experiment: MayChange[str] = "quickstart"  # name of the experiment, part of the run folder's name
-    seed: Amount = 0  # of weights, dropout and data order
+    experiment: MayChange[str] = "quickstart"  # name of the experiment; part of the run folder's name
+    seed: Amount = 0  # seed of weights, dropout and data order
     steps: MayChange[Count | None] = None  # optimizer steps; None: those of `epochs`, or 200
-    # Steps as times through the training data.
+    # Length of the run as passes through the training data, in place of `steps`.
     epochs: MayChange[Annotated[float | None, more_than(0, most=10**9)]] = None
-    # Weights and layers in float32 (`fp32`) or in bfloat16 (`bf16-true`, see optim.masters), or float32 weights and layers under autocast
-    # (`bf16-mixed`); `auto`: fp32 on the CPU, bf16-mixed on a GPU.
+    # `fp32`: weights and layers in float32; `bf16-true`: both in bfloat16 (see optim.masters); `bf16-mixed`: weights in float32, layers
+    # under autocast; `auto`: fp32 on a CPU, bf16-mixed on a GPU.
     precision: Annotated[str, choice_of(*WEIGHTS_IN)] = "auto"
     run_dir: MayChange[str | None] = None  # the run folder; None: runs/<date>/<time>-<experiment>
-    # Snapshot to go on from, or `auto`: the newest whole one in run_dir, a fresh start without.
+    # Snapshot from which to resume, or `auto`: the newest whole one in run_dir; if there is none, the run starts at step 1.
     resume: MayChange[str | None] = None
-    # Weights to start from: a snapshot, the folder of a run that is done, a safetensors file.
+    # Weights to start from: a snapshot, the folder of a finished run, or a safetensors file.
     init_from: MayChange[str | None] = None
     timeout_seconds: MayChange[Annotated[float, more_than(0, most=_YEAR)]] = 600.0  # longest wait for another rank
     threads_per_rank: MayChange[Annotated[int, at_least(1, most=1024)]] = 1  # CPU threads of one rank
@@ -442,12 +450,12 @@ class RunConfig:
     observe: MayChange[ObserveConfig] = field(default_factory=ObserveConfig)
     cluster: MayChange[ClusterConfig] = field(default_factory=ClusterConfig)
     cost: MayChange[CostConfig] = field(default_factory=CostConfig)
-    # What changes over the run: a list of phases, each with `from` (the steps done before it begins) and the keys that have another value
-    # in it, as in [{from: 0}, {from: 5000, recompute: {sets: 3}}]; none: nothing does.
+    # Keys that change during the run: a list of phases, each with `from` (the steps done before it begins) and the keys with another
+    # value, as in [{from: 0}, {from: 5000, recompute: {sets: 3}}].
     phases: MayChange[tuple[Mapping[str, Any], ...]] = ()
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run, where they are known: with `epochs` not before the data is (`with_steps`)."""
+        """Optimizer steps of the run. With `epochs` they are known once the data is (`with_steps`)."""
         assert self.steps is not None or self.epochs is None, "steps of epochs are not known yet"
         return DEFAULT_STEPS if self.steps is None else self.steps

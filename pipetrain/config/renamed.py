@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions: they load as what they are called now, the names of torchtitan, Megatron and Hugging Face."""
+"""Keys and values of earlier versions, and their current names, which are those of torchtitan, Megatron and Hugging Face."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Tell = Callable[[str], object]
 
 
 def current_key(path: str) -> str:
-    """What the key `path` of an earlier version is called now."""
+    """The current name of the key `path` of an earlier version."""
     return _KEYS.get(path, path)
 
 
 def current_overrides(overrides: Sequence[str], tell: Tell) -> list[str]:
-    """The overrides, with today's keys and values; each that changes is told in one line."""
+    """The overrides with current keys and values; `tell` gets one line for each that changes."""
     found = []
     for text in overrides:
         old, equals, value = text.partition("=")
@@ -55,7 +55,7 @@ def current_overrides(overrides: Sequence[str], tell: Tell) -> list[str]:
 
 
 def current_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration of plain values, that of a run or of a phase, with today's keys and values."""
+    """A configuration of plain values (of a run or a phase) with current keys and values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         path = current_key(f"{prefix}{name}")

@@ -1,4 +1,4 @@
-"""The keys of a configuration, read off the records: the type of each, the values that it may have, and who may change it."""
+"""The keys of a configuration, read from the records: the type of each, its allowed values, and who may change it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipetrain.config.secrets import check_name
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Any)
 
-# Keys of earlier versions, and what is there instead.
+# Keys of earlier versions, and what to use instead.
 _GONE = {
-    "recompute.ahead": "the places of a stage are one pool, recompute.sets; recompute.ahead=a of before is recompute.sets=a "
+    "recompute.ahead": "recompute.sets counts all activation slots of a stage now; recompute.ahead=a is recompute.sets=a "
     "recompute.keep=none",
 }
 _NAMES_OF_MANY = {int: "integers", str: "texts"}
@@ -28,7 +28,7 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 @functools.cache
 def _marked(record: Any = RunConfig, above: tuple[Any, ...] = ()) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Every key by its dotted path, `model` as well as `model.name`: the type of its value, and the marks beside it and its group."""
+    """Every key by its dotted path, `model` as well as `model.name`: the type of its value, and the marks of the key and of its group."""
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     types_alone = typing.get_type_hints(record)
     for name, hint in typing.get_type_hints(record, include_extras=True).items():
@@ -45,28 +45,28 @@ def keys(record: Any = RunConfig) -> dict[str, Any]:
 
 
 def limits(record: Any = RunConfig) -> dict[str, Limit]:
-    """The keys, by their dotted path, that may not have every value of their type."""
+    """The limit of each key, by its dotted path, if it may not have every value of its type."""
     return {path: mark for path, (_, marks) in _marked(record).items() for mark in marks if isinstance(mark, Limit)}
 
 
 def guarded_keys(record: Any = RunConfig) -> list[str]:
-    """The keys whose value a run that goes on must keep: all but those marked `MayChange`, by themselves or with their group."""
+    """The keys whose value a resumed run must keep: all but those marked `MayChange`, alone or with their group."""
     return [path for path, marks in _leaves(record) if May.RESUME not in marks]
 
 
 @functools.cache
 def phase_keys(record: Any = RunConfig) -> tuple[str, ...]:
-    """The keys whose value a phase may change: those marked `PerPhase`, by themselves or with their group."""
+    """The keys whose value a phase may change: those marked `PerPhase`, alone or with their group."""
     return tuple(path for path, marks in _leaves(record) if May.PHASE in marks)
 
 
 def _leaves(record: Any) -> list[tuple[str, tuple[Any, ...]]]:
-    """The keys that are no groups, with their marks."""
+    """The keys without the groups, with their marks."""
     return [(path, marks) for path, (kind, marks) in _marked(record).items() if not _is_record(kind)]
 
 
 def with_value(record: _R, path: str, value: Any, called: str | None = None) -> _R:
-    """The record with another value of the key `path`, checked against its type; `called`: what the key is in a message.
+    """The record with another value of the key `path`, checked against its type; `called`: the name of the key in a message.
 
     Raises:
         ConfigError: a value of the wrong type.
@@ -80,7 +80,7 @@ def with_value(record: _R, path: str, value: Any, called: str | None = None) -> 
 
 
 def check_limits(record: Any, prefix: str = "") -> None:
-    """The values of a record, each beside the mark of its field. `prefix` is what its keys begin with, as in `optim.`.
+    """Checks the values of a record against the marks of its fields. `prefix` is the start of its keys, as in `optim.`.
 
     Raises:
         ConfigError: a value that its key may not have.
@@ -92,7 +92,7 @@ def check_limits(record: Any, prefix: str = "") -> None:
 
 
 def _marks(hint: Any) -> tuple[Any, ...]:
-    """What `Annotated` adds to a type, or to one of those that a union joins."""
+    """The marks that `Annotated` adds to a type, or to a type of a union."""
     if typing.get_origin(hint) is Annotated:
         return (*hint.__metadata__, *_marks(hint.__origin__))
     if typing.get_origin(hint) in (Union, types.UnionType):
@@ -105,7 +105,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def check_key(path: str, prefix: str = "") -> None:
-    """`prefix`: what a message has in front of the key, as in `phases[1].`.
+    """Checks that a key exists. `prefix`: text before the key in a message, as in `phases[1].`.
 
     Raises:
         ConfigError: no record has this key; the message names the nearest, or that it is no place for code or secrets.
@@ -146,7 +146,7 @@ def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = ""
 
 
 def _convert(path: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`: numbers stay what they are, an integer may stand for a float, a list becomes a tuple."""
+    """`value` as `kind`: an integer may be given for a float, and a list becomes a tuple."""
     allowed = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
     for option in allowed:
         fits, converted = _fit(value, option)

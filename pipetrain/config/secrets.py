@@ -1,6 +1,6 @@
-"""What must not stand in a configuration, because it is written to config.yaml and into every snapshot: secrets.
+"""Refuses secrets in a configuration, because it is written to config.yaml and into every snapshot.
 
-Nor may it name code to run: there is no key for that, and Hydra's own (`_target_`) are refused.
+It also refuses keys that name code to run, such as Hydra's `_target_`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from pipetrain.config.problem import ConfigError
 
-# Words that a name of a secret ends with, as in WANDB_API_KEY or hub.token. `tokenizer` is another word.
+# Last words of the names of secrets, as in WANDB_API_KEY or hub.token. (`tokenizer` is another word.)
 _SECRET_WORDS = frozenset({"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"})
-_SHORTEST_SECRET = 8  # a shorter value of an environment variable may stand in a path by chance
+_SHORTEST_SECRET = 8  # a shorter value of an environment variable may be part of a path by chance
 _INNER_KEY = re.compile(r"[{,]\s*['\"]?([\w.]+)['\"]?\s*:")  # of `{mode: offline, project: x}`
-# Hydra makes objects of mappings with these. pipetrain never does; a user who writes one expects it to.
+# Hydra makes objects from mappings with these keys. pipetrain never does, so such a key is a mistake.
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_", "_self_", "_call_"})
 
 
@@ -27,10 +27,10 @@ def looks_secret(name: str) -> bool:
 
 
 def check_name(path: str) -> None:
-    """A dotted key that a user wrote, before it is looked up.
+    """Checks a dotted key that a user wrote, before it is looked up.
 
     Raises:
-        ConfigError: it names code to run, or a secret. The value is in no message.
+        ConfigError: the key names code to run, or a secret. The message does not have the value.
     """
     if _CODE_KEYS & set(re.split(r"[./@:]", path)):
         raise ConfigError(
@@ -44,10 +44,10 @@ def check_name(path: str) -> None:
 
 
 def check_override(text: str) -> None:
-    """An override as it was typed: its key, and the keys of a mapping in its value.
+    """Checks an override as it was typed: its key, and the keys of a mapping in its value.
 
     Raises:
-        ConfigError: as `check_name`. No later message may repeat the text then.
+        ConfigError: as `check_name`.
     """
     key, _, value = text.partition("=")
     for name in (key.lstrip("+~").strip(), *_INNER_KEY.findall(value)):
@@ -55,10 +55,10 @@ def check_override(text: str) -> None:
 
 
 def check_values(values: Any) -> None:
-    """No value holds what an environment variable with the name of a secret holds (`${oc.env:WANDB_API_KEY}`, or pasted).
+    """Checks that no value contains the value of an environment variable that is a secret (`${oc.env:WANDB_API_KEY}`, or pasted).
 
     Raises:
-        ConfigError: with the key and the variable, and without the value.
+        ConfigError: the message has the key and the variable, not the value.
     """
     secrets = {
         value: name for name, value in os.environ.items() if looks_secret(name) and len(value) >= _SHORTEST_SECRET

@@ -1,7 +1,7 @@
-"""Whether the values of a configuration make a run: each within its range, and keys that must fit each other.
+"""Checks the values of a configuration: each within its range, and keys that must fit each other.
 
-A range stands beside its field in `records.py`, and those of `recompute` in the policy that is made of it. What model, data, plan,
-schedule and engine need for themselves is checked where those are made.
+`records.py` has the range of each field; `RecomputePolicy` has those of `recompute`. Model, data, plan, schedule and engine check their
+own needs when they are made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipetrain.schedule.policy import RecomputePolicy
 
 
 def check_schedule(config: RunConfig) -> None:
-    """The keys that a schedule is made from and simulated on: `pipeline`, `recompute` and `transport`, `cluster` and `cost`.
+    """Checks the keys from which a schedule is made and simulated: `pipeline`, `recompute`, `transport`, `cluster` and `cost`.
 
     Raises:
         ConfigError: a value out of range, or one that is not supported.
@@ -37,7 +37,7 @@ def check_schedule(config: RunConfig) -> None:
 
 
 def check_run(config: RunConfig) -> None:
-    """Every key of a training run.
+    """Checks every key of a training run.
 
     Raises:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
@@ -47,9 +47,8 @@ def check_run(config: RunConfig) -> None:
     by_profile = "auto" in (config.pipeline.schedule, config.pipeline.balance) or in_parts
     if config.plan.profile is not None and not by_profile:
         raise ConfigError(
-            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} has its order whatever ops take, and "
-            "pipeline.balance its layers; use `auto` for one of them, or leave plan.profile out (`pipetrain show` draws any schedule "
-            "with it)"
+            f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} and the given pipeline.balance do not use measured "
+            "times; use `auto` for one of them, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
         )
     if config.pipeline.schedule == "auto" and config.pipeline.search_seconds >= config.timeout_seconds:
         raise ConfigError(
@@ -63,7 +62,7 @@ def check_run(config: RunConfig) -> None:
     check_limits(config)
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(
-            f"steps={config.steps} epochs={config.epochs:g}: both say how long the run is; give one, and type steps=null or epochs=null for the other"
+            f"steps={config.steps} epochs={config.epochs:g}: both set the length of the run; give one, and type steps=null or epochs=null for the other"
         )
     phases_of(config)
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
@@ -81,10 +80,10 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_samples(config: RunConfig, num_replicas: int) -> None:
-    """Whether each microbatch of each replica gets a sample.
+    """Checks that each microbatch of each replica gets a sample.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one gets none.
     """
     batch_size, num_microbatches = config.data.global_batch_size, config.pipeline.num_microbatches
     if batch_size < num_replicas * num_microbatches:
@@ -98,9 +97,9 @@ def check_samples(config: RunConfig, num_replicas: int) -> None:
 
 
 def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
-    """The configuration with its number of steps, now that the data is known: `epochs` times through it, rounded up to steps.
+    """The configuration with its number of steps, now that the data is known: `epochs` passes through it, rounded up to whole steps.
 
-    `samples_per_epoch` are those of each phase. Of a phase that ends before, its share of an epoch counts.
+    `samples_per_epoch` has a number for each phase. A phase that ends early counts as its share of an epoch.
 
     Raises:
         ConfigError: a phase would not begin.
@@ -120,14 +119,14 @@ def with_steps(config: RunConfig, *samples_per_epoch: int) -> RunConfig:
 
 
 def _check_snapshots(config: RunConfig) -> None:
-    """What needs regular snapshots has them."""
+    """Checks that keys which need regular snapshots have them."""
     if config.snapshot.every_steps is not None:
         return
     set_it = "set snapshot.every_steps, as in snapshot.every_steps=100"
     for key, value in (("guard.not_finite", config.guard.not_finite), ("guard.spike", config.guard.spike)):
         if value == "rollback":
-            raise ConfigError(f"{key}=rollback: goes back to the newest snapshot, and there would be none; {set_it}")
+            raise ConfigError(f"{key}=rollback: returns to the newest snapshot, and the run would have none; {set_it}")
     if (keep := config.snapshot.keep_every) is not None:
         raise ConfigError(
-            f"snapshot.keep_every={keep}: keeps some of the regular snapshots, and there are none; {set_it}"
+            f"snapshot.keep_every={keep}: keeps some of the regular snapshots, and the run has none; {set_it}"
         )

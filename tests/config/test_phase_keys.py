@@ -63,7 +63,7 @@ def test_what_a_phase_may_change() -> None:
 MISTAKES = {
     "5": ["phases=5", "a list of groups of keys, as in [{key: value}"],
     "[5]": ["phases=[5]", "a list of groups of keys"],
-    "[{recompute:{sets:1}}]": ["phases[0]: it does not say when it begins", "{from: 5000, recompute: {sets: 3}}"],
+    "[{recompute:{sets:1}}]": ["phases[0]: it has no `from`", "{from: 5000, recompute: {sets: 3}}"],
     "[{from:10}]": ["phases[0].from=10", "begins with the run", "from: 0"],
     "[{from:0},{from:9},{from:9}]": ["phases[2].from=9", "phases[1] begins after 9 steps"],
     "[{from:0},{from:9},{from:5}]": ["phases[2].from=5", "phases[1] begins after 9 steps"],
@@ -72,7 +72,7 @@ MISTAKES = {
     "[{from:0},{from:true}]": ["phases[1].from=True", "a number of steps"],
     "[{from:0},{from:200}]": ["phases[1].from=200", "steps=200"],
     "[{from:0,optim:{learning_rate:1}}]": ["phases[0].optim.learning_rate", "recompute.*, data.global_batch_size"],
-    "[{from:0,pipeline:{balance:[3,3]}}]": ["phases[0].pipeline.balance", "layers stay where they are"],
+    "[{from:0,pipeline:{balance:[3,3]}}]": ["phases[0].pipeline.balance", "layers stay on their stages"],
     "[{from:0,recompute:inline}]": ["phases[0].recompute", "a group"],
     "[{from:0,recompute:{mod:inline}}]": ["phases[0].recompute.mod", "did you mean 'recompute.mode'"],
     "[{from:0,data:{global_batch_size:x}}]": ["phases[0].data.global_batch_size=x", "an integer"],

@@ -119,7 +119,7 @@ def test_ranks_that_nobody_launched_are_told_which_snapshot(
     """More may be saved while they start."""
     run = RunFolder(pathlib.Path(shutil.copytree(saved_run, tmp_path / "run")))
     shutil.rmtree(run.weights)
-    with pytest.raises(ValueError, match=r"has snapshots alone, .* choose one with --step=N on all ranks"):
+    with pytest.raises(ValueError, match=r"has only snapshots, .* choose one with --step=N on all ranks"):
         generate_command._weights(run, None, is_rank=True)
     chosen = generate_command._weights(run, None)
     launched: list[str] = []
@@ -211,7 +211,7 @@ def test_without_transformers_a_line_says_so(
     ("words", "message"),
     [
         (["--prompt="], "--prompt is empty"),
-        (["--prompt=a\udcff"], "--prompt has bytes that are no UTF-8"),
+        (["--prompt=a\udcff"], "--prompt has bytes that are not UTF-8"),
         (["--tokens=0"], "--max-new-tokens=0: at least 1"),
         (["--temperature=-1"], "temperature=-1"),
         (["--temperature=0", "--top-k=3"], "temperature=0 takes the likeliest"),

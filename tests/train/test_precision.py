@@ -223,7 +223,7 @@ REFUSED = {
     "engine=deepspeed model.compile=true": "model.compile=true: not supported by engine=deepspeed",
     "engine=deepspeed model.name=hf model.path=there": "model.name=hf: not supported by engine=deepspeed",
     "model.dtype=float16": "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out",
-    "steps=3 epochs=1": "steps=3 epochs=1: both say how long the run is; give one",
+    "steps=3 epochs=1": "steps=3 epochs=1: both set the length of the run; give one",
     "epochs=0 steps=null": "epochs=0.0: allowed is more than 0",
 }
 
