@@ -18,12 +18,11 @@ import torch
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from pipetrain.comm.ahead import Ahead, Line
+from pipetrain.comm.ahead import Ahead
 from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.comm.device_clock import StepClock
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.kinds import MESSAGE_LANES
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
 _Span = tuple[Lane, Op, Event, Event]
 
@@ -54,7 +53,7 @@ class Lanes:
         self._rank = rank
         self._compute = device.stream(priority=HIGH)
         self._recompute = device.stream(priority=LOW)
-        self._messages: dict[Line, Stream] = {}
+        self._messages: dict[Queue, Stream] = {}
         self._ended: dict[Op, Event] = {}
         self._spare: list[Event] = []
         self._spans: list[_Span] = []
@@ -87,7 +86,7 @@ class Lanes:
             if event is not None:
                 self.device.wait(stream, event)  # [1]
         if self.ahead is not None:
-            self.ahead.launch(line_of(lane, op), waits)
+            self.ahead.launch(queue_of(lane, op), waits)
         return self.device.on(stream)
 
     @contextmanager
@@ -100,7 +99,7 @@ class Lanes:
         end = self._ended[op] = self._record(stream)  # [3]
         self._spans.append((lane, op, start, end))
         if self.ahead is not None:
-            self.ahead.end(line_of(lane, op), op)
+            self.ahead.end(queue_of(lane, op), op)
 
     def _record(self, stream: Stream) -> Event:
         return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
@@ -109,7 +108,7 @@ class Lanes:
         """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
         end = self._ended[op] = self.device.record(self._stream(lane, op))
         if self.ahead is not None:
-            self.ahead.end(line_of(lane, op), op)
+            self.ahead.end(queue_of(lane, op), op)
         return end
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
@@ -139,7 +138,7 @@ class Lanes:
             return self._compute
         if lane is Lane.RECOMPUTE:
             return self._recompute
-        key = line_of(lane, op)
+        key = queue_of(lane, op)
         if key not in self._messages:
             self._messages[key] = self.device.stream(priority=HIGH)
         return self._messages[key]
@@ -155,11 +154,6 @@ class _Spans(list[_Span]):
     def __del__(self) -> None:
         for _, _, start, end in self:
             self._spare += (start, end)
-
-
-def line_of(lane: Lane, op: Op) -> Line:
-    """The stream of an op."""
-    return (op.stage, op.kind) if lane in MESSAGE_LANES else lane
 
 
 def make_lanes(rank: int, device: torch.device) -> Lanes:

@@ -19,10 +19,10 @@ from pipetrain.comm.ends import Collect, Edges, End, Inbound, Outbound, Reducer
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.comm.gloo import GlooEdges
-from pipetrain.comm.lanes import Lanes, line_of
+from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.pinned import PinnedEdges
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, queue_of
 from pipetrain.stage.meter import ActivationMeter
 
 _MOST_NAMED = 8  # ranks, in a message
@@ -187,7 +187,7 @@ class Transport:
             ring = self._rings.get((op.stage, op.kind))
             if ring is None:
                 assert self._lanes.ahead is not None
-                ring = self._rings[op.stage, op.kind] = Ring(self._lanes.ahead, line_of(Lane.RECV, op), self._device)
+                ring = self._rings[op.stage, op.kind] = Ring(self._lanes.ahead, queue_of(Lane.RECV, op), self._device)
             return [ring.take(tensor) for tensor in form.tensors]
         return [tensor.empty(self._device) for tensor in form.tensors]
 
@@ -235,7 +235,7 @@ class Transport:
         def left() -> None:
             if end.reads_later:
                 assert self._lanes.ahead is not None
-                self._lanes.ahead.hold(line_of(Lane.SEND, op), op, let_go)
+                self._lanes.ahead.hold(queue_of(Lane.SEND, op), op, let_go)
             else:
                 let_go()
             self._unsent.discard(op)
