@@ -51,9 +51,10 @@ class Lanes:
         self.device = device
         self.ahead = Ahead() if device.runs_ahead else None
         self._rank = rank
-        self._compute = device.stream(priority=HIGH)
-        self._recompute = device.stream(priority=LOW)
-        self._messages: dict[Queue, Stream] = {}
+        self._streams: dict[Queue, Stream] = {
+            Lane.COMPUTE: device.stream(priority=HIGH),
+            Lane.RECOMPUTE: device.stream(priority=LOW),
+        }
         self._ended: dict[Op, Event] = {}
         self._spare: list[Event] = []
         self._spans: list[_Span] = []
@@ -65,16 +66,16 @@ class Lanes:
         self._spans = [] if self.ahead is None else _Spans(self._spare)
         self._host = []
         caller = self.device.current()
-        for stream in self._streams():
+        for stream in self._streams.values():
             self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
         self._clock = self.device.clock()
 
     def end_step(self) -> None:
         caller = self.device.current()
-        for stream in self._streams():
+        for stream in self._streams.values():
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
         if self.ahead is not None:
-            for stream in self._streams():
+            for stream in self._streams.values():
                 self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next
             self.ahead.join()
 
@@ -128,20 +129,11 @@ class Lanes:
 
         return Recording(resolve, has_ended, clock.error_seconds)
 
-    def _streams(self) -> Iterator[Stream]:
-        yield self._compute
-        yield self._recompute
-        yield from self._messages.values()
-
     def _stream(self, lane: Lane, op: Op) -> Stream:
-        if lane is Lane.COMPUTE:
-            return self._compute
-        if lane is Lane.RECOMPUTE:
-            return self._recompute
-        key = queue_of(lane, op)
-        if key not in self._messages:
-            self._messages[key] = self.device.stream(priority=HIGH)
-        return self._messages[key]
+        queue = queue_of(lane, op)
+        if queue not in self._streams:
+            self._streams[queue] = self.device.stream(priority=HIGH)
+        return self._streams[queue]
 
 
 class _Spans(list[_Span]):
