@@ -315,7 +315,7 @@ _WHOLE = "a whole number, 1 or more"
 
 
 def _is_whole(number: float) -> bool:
-    return number >= 1 and float(number).is_integer()
+    return isinstance(number, int) and number >= 1
 
 
 def _sets(value: Any, *, in_parts: bool) -> Any:
@@ -330,12 +330,12 @@ def _sets(value: Any, *, in_parts: bool) -> Any:
 def _per_stage(key: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> Any:
     """A number, or a tuple of them, one per stage; a configuration gives whole ones as floats."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    numbers = tuple(value) if is_list else (value,)
+    given = tuple(value) if is_list else (value,)
+    numbers = tuple(int(one) if isinstance(one, float) and one.is_integer() else one for one in given)
     known = all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
     if not numbers or not known or not all(map(fits, numbers)):
         shown = list(numbers) if is_list else value
         raise ValueError(f"{key}={shown!r}: allowed is {allowed}, or a list with one per stage")
-    numbers = tuple(int(number) if float(number).is_integer() else number for number in numbers)
     return numbers if is_list else numbers[0]
 
 
