@@ -12,8 +12,8 @@ know, such as an op of another rank, nobody may wait for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction
 from pipetrain.schedule.op import Lane, Op, Queue, queue_of
@@ -84,6 +84,11 @@ class Schedule:
             for lane, ops in lanes.items():
                 for op in ops:
                     yield rank, lane, op
+
+    def with_compute(self, lanes: Iterable[Iterable[Op]]) -> Schedule:
+        """The same with other compute lanes, one per rank."""
+        pairs = zip(self.lanes, lanes)
+        return replace(self, lanes=tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in pairs))
 
     def comes_after(self, op: Op) -> tuple[Op, ...]:
         """All without whose end, or start in a queue of messages, `op` does not start: its waits, and the op before it in its queue."""
