@@ -22,13 +22,14 @@ import enum
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.messages import writes_boundary
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
 
 _SLOPES = (1.0, 1.5, 2.0, 2.5, 3.0, math.inf)  # microbatches in flight per stage behind: 1 is 1F1B, inf GPipe
 _EXTRAS = (0, 1, 2)
@@ -56,6 +57,12 @@ class OrderProblem:
     def way_back(self) -> tuple[Kind, ...]:
         """The ops of a microbatch's backward: B, or I and W."""
         return PASS_SEQUENCES[Direction.BACKWARD][-1 if self.split_backward else 0]
+
+    def least_seconds(self) -> float:
+        """What no order's step is shorter than, whatever sets it keeps."""
+        policy = replace(self.policy, keep=Keep.AUTO)
+        first, split = self.first_backward, self.split_backward
+        return bound(self.costs, self.num_microbatches, policy=policy, first_backward=first, split_backward=split)
 
     def chooses(self, stage: int) -> bool:
         """Whether sets of `stage` may be kept or not. The last stage runs each B right after its F, and so keeps them all."""
