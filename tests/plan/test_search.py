@@ -22,8 +22,7 @@ from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search import search
-from pipetrain.schedule.search.climb import Effort, climb
-from pipetrain.schedule.search.list_order import OrderProblem, list_order
+from pipetrain.schedule.search.list_order import Effort, OrderProblem, climb, list_order
 from pipetrain.schedule.search.polish import Polished, polish
 from pipetrain.schedule.search.search import CachedOrder, FoundSchedule, best_schedule, cache_folder, write_order
 from pipetrain.schedule.simulate import simulate

@@ -24,8 +24,7 @@ from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.search.climb import Effort
-from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem
+from pipetrain.schedule.search.list_order import Effort, ListedOrder, OrderProblem
 from pipetrain.schedule.simulate import simulate
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)

@@ -1,6 +1,6 @@
 """`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
 
-    rule, families ──► best ──► search from there (`climb.py`, with ortools then `polish.py`) ──► FoundSchedule
+    rule, families ──► best ──► search from there (`climb`, with ortools then `polish.py`) ──► FoundSchedule
                                       └ its orders are simulated as all are: what counts is the step that runs
 
 What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
@@ -27,7 +27,7 @@ from pipetrain.schedule.policy import Keep
 from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.climb import Effort, climb
+from pipetrain.schedule.search.list_order import Effort, climb
 from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
 
