@@ -21,7 +21,6 @@ from pipetrain.config.limits import (
     each,
     matching,
     more_than,
-    one_of,
     only,
     within,
 )
@@ -107,9 +106,9 @@ class ModelConfig:
     path: MayChange[str | None] = None
     revision: MayChange[str | None] = None  # branch, tag or commit of a name of the hub; None: its main branch
     # For model=hf: `pretrained` reads the weights, `random` takes the config alone.
-    weights: MayChange[Annotated[str, one_of("pretrained", "random")]] = "pretrained"
+    weights: MayChange[Annotated[str, choice_of("pretrained", "random")]] = "pretrained"
     # Of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: what `precision` says.
-    dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
+    dtype: Annotated[str | None, choice_of("auto", "float32", "bfloat16", "float16")] = None
     # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: its own choice.
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -151,7 +150,9 @@ class DataConfig:
     assistant_only_loss: _AssistantOnly = True
     template_date: _Date = "2026-01-01"  # what chat templates that ask for today's date are told
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
-    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"  # what happens at a document that is no sample
+    on_error: MayChange[Annotated[str, choice_of("stop", "skip")]] = (
+        "stop"  # what happens at a document that is no sample
+    )
     # Where tokens are kept; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
     cache_dir: MayChange[str | None] = None
     global_batch_size: PerPhase[Size] = 16  # samples of a whole step, over all replicas
@@ -233,7 +234,7 @@ class ParallelConfig:
     num_replicas: _Replicas = 1
     # Which ranks are neighbours, and so share a machine: the stages of a replica (`replica-stage`), or the replicas of a
     # stage (`stage-replica`).
-    order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
+    order: Annotated[str, choice_of(*ORDERS)] = ORDERS[0]
     # Steps between two comparisons of the replicas' weights, which are compared before each snapshot, too; None: they never are.
     check_every_steps: Count | None = 100
     # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
@@ -248,10 +249,10 @@ class TransportConfig:
 
     prefetch: Amount = 2  # tensors of an edge received before they are used; 0: just in time
     # NCCL's communicators: one for each `edge` of stages and direction, or one for each `pair` of ranks and direction.
-    communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
+    communicators: Annotated[str, choice_of(*COMMUNICATORS)] = "edge"
     # What carries them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (memory of the host and gloo, on GPUs without NCCL
     # between them and for several ranks on one).
-    backend: Annotated[str, one_of(*EDGES)] = "auto"
+    backend: Annotated[str, choice_of(*EDGES)] = "auto"
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class EngineConfig:
     """Which runtime trains."""
 
     # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine.
-    name: Annotated[str, one_of(NATIVE, DEEPSPEED)] = NATIVE
+    name: Annotated[str, choice_of(NATIVE, DEEPSPEED)] = NATIVE
 
 
 _Betas = Annotated[
@@ -281,7 +282,7 @@ class OptimConfig:
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     max_grad_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
     # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
-    masters: Annotated[str, one_of("auto", "off")] = "auto"
+    masters: Annotated[str, choice_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ class WandbConfig:
     """The wandb tracker."""
 
     # `disabled`, `offline` (files in the run folder) or `online`.
-    mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
+    mode: Annotated[str, choice_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project name there
     name: str | None = None  # the run's name there; None: that of its folder
     group: str | None = None  # the group of runs that it belongs to
@@ -361,13 +362,13 @@ class ClusterConfig:
     """Where the processes run. What only SLURM reads comes below `device`."""
 
     # `local`: this machine, and others where the same command is typed; `slurm`: a job of its own.
-    name: Annotated[str, one_of("local", "slurm")] = "local"
+    name: Annotated[str, choice_of("local", "slurm")] = "local"
     num_nodes: Stages = 1  # machines
     ranks_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
     # HOST:PORT of the first machine, where several meet; in a job its script sets it.
     rendezvous: _Address | None = None
     # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
-    device: Annotated[str, one_of("gpu", "cpu")] = "gpu"
+    device: Annotated[str, choice_of("gpu", "cpu")] = "gpu"
     partition: Name | None = None  # where the job waits; None: the cluster's default
     account: Name | None = None  # who pays for the job; None: the user's default
     time_limit: _TimeLimit | None = None  # of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's
