@@ -61,7 +61,6 @@ def test_what_computes_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
     drawn = {kind for kind in Kind if kind.computes or kind in REDUCING}
     assert {kind.row.looks for kind in drawn} == set(LOOKS)
     assert all(kind.row.looks is None for kind in Kind if kind not in drawn)
-    assert {kind for kind in Kind if kind.row.in_csv} == {kind for kind in Kind if kind.computes}
 
 
 def test_messages_meet() -> None:
