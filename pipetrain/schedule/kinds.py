@@ -97,6 +97,11 @@ class KindRow:
     runs: bool = True  # whether the executor has an entry for it
 
     @property
+    def uses_edge_after(self) -> bool:
+        """Of a message: whether it goes over the edge after its stage, and not over that before."""
+        return (self.direction is Direction.FORWARD) == (self.lane is Lane.SEND)
+
+    @property
     def looks(self) -> str | None:
         """How it is drawn, a name in `monitor/draw/palette.py`; None: not at all, as a message."""
         return None if self.cost is None or self.lane in MESSAGE_LANES else self.cost.replace("_", " ")
