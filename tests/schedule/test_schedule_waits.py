@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from spelled import lane, waits
 
 from pipetrain.schedule.alive import idle_places, peak_sets
 from pipetrain.schedule.check import ScheduleError, check
@@ -10,15 +11,6 @@ from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Keep, RecomputePolicy
-from pipetrain.schedule.schedule import Schedule
-
-
-def waits(schedule: Schedule, op: str) -> set[str]:
-    return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
-
-
-def lane(schedule: Schedule, rank: int, lane: Lane) -> str:
-    return " ".join(map(str, schedule.lane(rank, lane)))
 
 
 def test_overlap() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from random_schedules import with_lane
 from shows import show
+from spelled import lane, waits
 
 from pipetrain.monitor.draw.chrome_trace import chrome_trace
 from pipetrain.monitor.draw.page import html
@@ -24,7 +25,6 @@ from pipetrain.schedule.kinds import Holding
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
 EQUAL = {"forward": 1, "backward": 2, "recompute": 1}
@@ -62,14 +62,6 @@ rank 2 ......F0-I0<F1-I1<F2-I2<W0+...F3-I3<W1+W2+W3+......
 @pytest.mark.parametrize("mode", STAIRCASES)
 def test_staircase(mode: str) -> None:
     assert "\n" + staircase(three_by_four(mode).timeline) + "\n" == STAIRCASES[mode]
-
-
-def lane(schedule: Schedule, rank: int, lane: Lane) -> str:
-    return " ".join(map(str, schedule.lane(rank, lane)))
-
-
-def waits(schedule: Schedule, op: str) -> set[str]:
-    return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
 
 
 def test_i_takes_and_gives_the_gradients() -> None:
