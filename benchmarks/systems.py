@@ -24,7 +24,7 @@ from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import best_schedule
 
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # round and round; there and back; other families here have one

@@ -24,7 +24,7 @@ from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.make import make, make_schedule
 from pipetrain.schedule.policy import Keep, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import best_schedule
 from pipetrain.schedule.simulate import simulate
 

@@ -12,37 +12,36 @@ when the device gets there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from pipetrain.comm.forms import TensorForm
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, Queue
 
-Line = Hashable  # a stream of the lanes: `Lane.COMPUTE`, `Lane.RECOMPUTE`, `Lane.REDUCE`, or stage and kind of a queue of messages
 Moment = int  # so many ops of the compute lane have been launched
 
 
 class Ahead:
     """The clocks of one rank's streams. For the thread that launches.
 
-    An op's clock has a count for each line: how many of its ops have ended when the op has.
+    An op's clock has a count for each line, the stream of a queue: how many of its ops have ended when the op has.
     """
 
     def __init__(self) -> None:
-        self._clocks: dict[Line, dict[Line, int]] = {}  # of what a line is given next
-        self._ends: dict[Op, dict[Line, int]] = {}
-        self._joined: dict[Line, int] = {}  # what every line comes after
+        self._clocks: dict[Queue, dict[Queue, int]] = {}  # of what a line is given next
+        self._ends: dict[Op, dict[Queue, int]] = {}
+        self._joined: dict[Queue, int] = {}  # what every line comes after
         self._is_open = False  # whether an op of the compute lane is being launched
-        self._held: dict[Line, deque[tuple[int, Callable[[], None]]]] = {}
+        self._held: dict[Queue, deque[tuple[int, Callable[[], None]]]] = {}
         self._watchers: list[Callable[[Moment], None]] = []
 
     def watch(self, look: Callable[[Moment], None]) -> None:
         """`look(moment)` is called before each op is launched: what has been let go of by now was read before `moment`."""
         self._watchers.append(look)
 
-    def launch(self, line: Line, waits: Iterable[Op]) -> None:
+    def launch(self, line: Queue, waits: Iterable[Op]) -> None:
         """An op is about to be given to `line`, whose stream waits for the ends of `waits` now."""
         for look in self._watchers:
             look(self._clock(Lane.COMPUTE).get(Lane.COMPUTE, 0) + self._is_open)
@@ -55,7 +54,7 @@ class Ahead:
             self._is_open = True
             self._let_go(clock)
 
-    def end(self, line: Line, op: Op) -> None:
+    def end(self, line: Queue, op: Op) -> None:
         """`op` was given to `line`, and its end is an event that others may wait for."""
         clock = self._clock(line)
         clock[line] = clock.get(line, 0) + 1
@@ -63,11 +62,11 @@ class Ahead:
         if line is Lane.COMPUTE:
             self._is_open = False
 
-    def hold(self, line: Line, op: Op, let_go: Callable[[], None]) -> None:
+    def hold(self, line: Queue, op: Op, let_go: Callable[[], None]) -> None:
         """Call `let_go` when the compute stream comes after `op`, which `line` was given."""
         self._held.setdefault(line, deque()).append((self._ends[op][line], let_go))
 
-    def comes_after(self, line: Line, moment: Moment) -> bool:
+    def comes_after(self, line: Queue, moment: Moment) -> bool:
         """Whether what `line` is given from now on comes after all that the compute lane had been given at `moment`."""
         return moment <= max(self._clock(line).get(Lane.COMPUTE, 0), self._joined.get(Lane.COMPUTE, 0))
 
@@ -78,10 +77,10 @@ class Ahead:
         self._is_open = False
         self._let_go(self._joined)
 
-    def _clock(self, line: Line) -> dict[Line, int]:
+    def _clock(self, line: Queue) -> dict[Queue, int]:
         return self._clocks.setdefault(line, {})
 
-    def _let_go(self, clock: dict[Line, int]) -> None:
+    def _let_go(self, clock: dict[Queue, int]) -> None:
         for line, held in self._held.items():
             passed = max(clock.get(line, 0), self._joined.get(line, 0))
             while held and held[0][0] <= passed:
@@ -100,7 +99,7 @@ class Ring:
     cover it yet, there is one buffer more.
     """
 
-    def __init__(self, ahead: Ahead, line: Line, device: torch.device) -> None:
+    def __init__(self, ahead: Ahead, line: Queue, device: torch.device) -> None:
         self._ahead = ahead
         self._line = line
         self._device = device
@@ -136,4 +135,4 @@ class Ring:
             self._taken = [memory for memory in self._taken if not any(memory is other for other in free)]
 
 
-_NOTHING: dict[Line, int] = {}
+_NOTHING: dict[Queue, int] = {}

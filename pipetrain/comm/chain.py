@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed import Store
 
-from pipetrain.comm.courier import Courier, Transfer, finish
+from pipetrain.comm.courier import Courier, Pair, Transfer, break_off, finish, make_pair
 from pipetrain.comm.failure import Monitor, PipelineError
-from pipetrain.comm.pair import Pair, break_off, make_pair
 
 HandOn = Callable[[bytes | None], bytes]
 

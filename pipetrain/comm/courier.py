@@ -1,16 +1,24 @@
-"""A thread that waits, so that the thread that computes need not."""
+"""Communicators over gloo, for messages of the host, and a thread that waits for them, so that the thread that computes need not.
+
+Of two ranks: the chain and the stage edges on a CPU. Of several in a ring: those that add up.
+"""
 
 from __future__ import annotations
 
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
-from torch.distributed import Work
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
-from pipetrain.comm.failure import Monitor
+from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.torch_distributed import connecting_on_use
 
 # How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
 # long, because a gloo wait that times out breaks the connection.
@@ -82,3 +90,72 @@ def finish(work: Work | None) -> None:
 
 def _raise(error: RuntimeError) -> None:
     raise error
+
+
+_TAG_NOBODY_SENDS = 1
+
+
+class Pair(Protocol):
+    """A communicator of two ranks, 0 and 1; or of several, in a ring."""
+
+    def send(self, tensors: list[Tensor], target: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work: ...
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
+
+
+def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pair:
+    """A communicator of two ranks. `name` is unique and the same on both; `place` is 0 on one and 1 on the other.
+
+    Raises:
+        PipelineError: the other rank did not come.
+    """
+    with _naming(name, timeout_seconds, "the other rank"):
+        return ProcessGroupGloo(PrefixStore(name, store), place, 2, timedelta(seconds=timeout_seconds))  # type: ignore[return-value]
+
+
+def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_seconds: float) -> Pair:
+    """A communicator of `num_ranks` ranks, which add up: each connects to those before and after it alone. `name` is unique and the same on
+    all; `place` counts from 0.
+
+    Raises:
+        PipelineError: another rank did not come.
+    """
+    if num_ranks == 2:
+        return make_pair(store, name, place, timeout_seconds)
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_seconds)
+    with _naming(name, timeout_seconds, f"one of {num_ranks} ranks"):
+        with connecting_on_use():
+            ring: Pair = ProcessGroupGloo(PrefixStore(name, store), place, num_ranks, options.timeout)  # type: ignore[assignment]
+        ring.allreduce([torch.zeros(1)], options).wait(options.timeout)  # now, and not in a step
+        return ring
+
+
+@contextmanager
+def _naming(name: str, timeout_seconds: float, who: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(
+            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): {who} did not start, or its "
+            f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
+        ) from error
+
+
+def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
+    """The places with which that one is connected."""
+    return sorted({(place - 1) % num_ranks, (place + 1) % num_ranks})
+
+
+def break_off(pair: Pair, other: int, patience_seconds: float = 1e-3) -> bool:
+    """Close the connection under whoever waits on it, here and at the other end. Returns whether it was closed already: with some
+    patience, for who has lost one of several and asks which.
+
+    A thread that is inside a gloo wait when the interpreter ends would bring the process down with it, and the other rank
+    should not have to wait for this process to end. A receive that times out closes its pair: so one is made to.
+    """
+    try:
+        pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(seconds=patience_seconds))
+    except RuntimeError as error:
+        return "imed out" not in str(error)
+    return False

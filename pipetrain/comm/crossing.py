@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.comm.forms import is_plain
-from pipetrain.comm.structures import leaf_names, spec_text
+from pipetrain.comm.forms import is_plain, leaf_names, spec_text
 
 # Of numpy's search for an entry in common; beyond it two views count as overlapping.
 _MOST_WORK = 10_000

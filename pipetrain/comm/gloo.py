@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Store
 
-from pipetrain.comm.courier import FOREVER, Courier, Transfer, finish
+from pipetrain.comm.courier import (
+    FOREVER,
+    Courier,
+    Pair,
+    Transfer,
+    break_off,
+    finish,
+    make_pair,
+    make_ring,
+    neighbours_in_ring,
+)
 from pipetrain.comm.ends import Arrived, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, flat_bytes
 from pipetrain.comm.lanes import Lanes
-from pipetrain.comm.pair import Pair, break_off, make_pair, make_ring, neighbours_in_ring
 from pipetrain.schedule.op import Lane, Op
 
 _TAG = 0

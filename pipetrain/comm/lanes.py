@@ -18,12 +18,11 @@ import torch
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from pipetrain.comm.ahead import Ahead, Line
+from pipetrain.comm.ahead import Ahead
 from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.comm.device_clock import StepClock
 from pipetrain.schedule.events import OpEvent
-from pipetrain.schedule.kinds import MESSAGE_LANES
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
 _Span = tuple[Lane, Op, Event, Event]
 
@@ -52,9 +51,10 @@ class Lanes:
         self.device = device
         self.ahead = Ahead() if device.runs_ahead else None
         self._rank = rank
-        self._compute = device.stream(priority=HIGH)
-        self._recompute = device.stream(priority=LOW)
-        self._messages: dict[Line, Stream] = {}
+        self._streams: dict[Queue, Stream] = {
+            Lane.COMPUTE: device.stream(priority=HIGH),
+            Lane.RECOMPUTE: device.stream(priority=LOW),
+        }
         self._ended: dict[Op, Event] = {}
         self._spare: list[Event] = []
         self._spans: list[_Span] = []
@@ -66,16 +66,16 @@ class Lanes:
         self._spans = [] if self.ahead is None else _Spans(self._spare)
         self._host = []
         caller = self.device.current()
-        for stream in self._streams():
+        for stream in self._streams.values():
             self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
         self._clock = self.device.clock()
 
     def end_step(self) -> None:
         caller = self.device.current()
-        for stream in self._streams():
+        for stream in self._streams.values():
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
         if self.ahead is not None:
-            for stream in self._streams():
+            for stream in self._streams.values():
                 self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next
             self.ahead.join()
 
@@ -87,7 +87,7 @@ class Lanes:
             if event is not None:
                 self.device.wait(stream, event)  # [1]
         if self.ahead is not None:
-            self.ahead.launch(line_of(lane, op), waits)
+            self.ahead.launch(queue_of(lane, op), waits)
         return self.device.on(stream)
 
     @contextmanager
@@ -100,7 +100,7 @@ class Lanes:
         end = self._ended[op] = self._record(stream)  # [3]
         self._spans.append((lane, op, start, end))
         if self.ahead is not None:
-            self.ahead.end(line_of(lane, op), op)
+            self.ahead.end(queue_of(lane, op), op)
 
     def _record(self, stream: Stream) -> Event:
         return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
@@ -109,7 +109,7 @@ class Lanes:
         """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
         end = self._ended[op] = self.device.record(self._stream(lane, op))
         if self.ahead is not None:
-            self.ahead.end(line_of(lane, op), op)
+            self.ahead.end(queue_of(lane, op), op)
         return end
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:
@@ -129,20 +129,11 @@ class Lanes:
 
         return Recording(resolve, has_ended, clock.error_seconds)
 
-    def _streams(self) -> Iterator[Stream]:
-        yield self._compute
-        yield self._recompute
-        yield from self._messages.values()
-
     def _stream(self, lane: Lane, op: Op) -> Stream:
-        if lane is Lane.COMPUTE:
-            return self._compute
-        if lane is Lane.RECOMPUTE:
-            return self._recompute
-        key = line_of(lane, op)
-        if key not in self._messages:
-            self._messages[key] = self.device.stream(priority=HIGH)
-        return self._messages[key]
+        queue = queue_of(lane, op)
+        if queue not in self._streams:
+            self._streams[queue] = self.device.stream(priority=HIGH)
+        return self._streams[queue]
 
 
 class _Spans(list[_Span]):
@@ -155,11 +146,6 @@ class _Spans(list[_Span]):
     def __del__(self) -> None:
         for _, _, start, end in self:
             self._spare += (start, end)
-
-
-def line_of(lane: Lane, op: Op) -> Line:
-    """The stream of an op."""
-    return (op.stage, op.kind) if lane in MESSAGE_LANES else lane
 
 
 def make_lanes(rank: int, device: torch.device) -> Lanes:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupNCCL, Store
 
-from pipetrain.comm.courier import Courier
+from pipetrain.comm.courier import Courier, Pair, break_off, make_pair
 from pipetrain.comm.device import Device
 from pipetrain.comm.ends import Arrived, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, flat_bytes
 from pipetrain.comm.gloo import receive_form, send_form
 from pipetrain.comm.lanes import Lanes
-from pipetrain.comm.pair import Pair, break_off, make_pair
 from pipetrain.schedule.op import Lane, Op
 
 _TAG = 0

@@ -19,10 +19,10 @@ from pipetrain.comm.ends import Collect, Edges, End, Inbound, Outbound, Reducer
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, TensorForm, conform, pack, unpack
 from pipetrain.comm.gloo import GlooEdges
-from pipetrain.comm.lanes import Lanes, line_of
+from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.pinned import PinnedEdges
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, queue_of
 from pipetrain.stage.meter import ActivationMeter
 
 _MOST_NAMED = 8  # ranks, in a message
@@ -63,7 +63,6 @@ class Transport:
         self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
         self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
         self._reducers: dict[tuple[int, int | None], Reducer] = {}  # by own stage and the other one
-        self._after: set[tuple[int, Kind]] = set()  # those of either that belong to the edge after their stage
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
@@ -94,7 +93,6 @@ class Transport:
             else:
                 self._outbound[edge, Kind.SEND_F] = edges.outbound(edge, "F", place, peer)
                 self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
-                self._after |= {(edge, Kind.SEND_F), (edge, Kind.RECV_B)}
 
     def _connect_reducers(
         self,
@@ -155,7 +153,7 @@ class Transport:
         assert not self._ended, f"nobody was told that {', '.join(str(op) for op, _ in self._ended)} ended"
 
     def _is_described(self, op: Op) -> bool:
-        return self._described[(op.stage, op.kind) in self._after]
+        return self._described[op.kind.row.uses_edge_after]
 
     def post(self, op: Op) -> None:
         """Post a receive; it waits in its queue for those before it."""
@@ -187,7 +185,7 @@ class Transport:
             ring = self._rings.get((op.stage, op.kind))
             if ring is None:
                 assert self._lanes.ahead is not None
-                ring = self._rings[op.stage, op.kind] = Ring(self._lanes.ahead, line_of(Lane.RECV, op), self._device)
+                ring = self._rings[op.stage, op.kind] = Ring(self._lanes.ahead, queue_of(Lane.RECV, op), self._device)
             return [ring.take(tensor) for tensor in form.tensors]
         return [tensor.empty(self._device) for tensor in form.tensors]
 
@@ -235,7 +233,7 @@ class Transport:
         def left() -> None:
             if end.reads_later:
                 assert self._lanes.ahead is not None
-                self._lanes.ahead.hold(line_of(Lane.SEND, op), op, let_go)
+                self._lanes.ahead.hold(queue_of(Lane.SEND, op), op, let_go)
             else:
                 let_go()
             self._unsent.discard(op)
@@ -255,21 +253,19 @@ class Transport:
 
     def describe(self, op: Op) -> str:
         """What a rank says that waits for a transfer; nothing of another op."""
-        key = (op.stage, op.kind)
-        if op.kind in REDUCING:
-            return f"{self._named(self._rank)} waits in {op} for {self._reducers[op.stage, op.peer].peer}"
-        if key in self._inbound:
-            return f"{self._named(self._rank)} waits in {op} from {self._inbound[key].peer}"
-        return f"{self._named(self._rank)} waits in {op} to {self._outbound[key].peer}" if key in self._outbound else ""
+        end, word = self._end_of(op), {Lane.RECV: "from", Lane.SEND: "to"}.get(op.kind.row.lane, "for")
+        return f"{self._named(self._rank)} waits in {op} {word} {end.peer}" if end is not None else ""
 
     def disconnect(self, op: Op) -> None:
         """Break the connection that carries `op`; every connection of this rank where `op` is no message of it."""
-        key = (op.stage, op.kind)
-        end: End | None = self._inbound.get(key) or self._outbound.get(key)
-        if op.kind in REDUCING:
-            end = self._reducers.get((op.stage, op.peer))
+        end = self._end_of(op)
         for one in [end] if end is not None else self._ends():
             one.abort()
+
+    def _end_of(self, op: Op) -> End | None:
+        if op.kind in REDUCING:
+            return self._reducers.get((op.stage, op.peer))
+        return self._inbound.get((op.stage, op.kind)) or self._outbound.get((op.stage, op.kind))
 
     def _ends(self) -> list[End]:
         return [*self._inbound.values(), *self._outbound.values(), *dict.fromkeys(self._reducers.values())]

@@ -60,11 +60,6 @@ def each(least: float, most: float, what: str) -> Limit:
     return Limit(lambda value: all(least <= entry <= most for entry in _entries(value)), told)
 
 
-def one_of(*words: str) -> Limit:
-    """One of two or three words."""
-    return Limit(lambda value: value in words, f": allowed is {', '.join(words[:-1])} or {words[-1]}")
-
-
 def choice_of(*words: str) -> Limit:
     """One word of a list; the message about another word names the nearest."""
     return Limit(lambda value: value in words, f": allowed are {', '.join(words)}", choices=words)

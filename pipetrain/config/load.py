@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from pipetrain.config.problem import ConfigError, nearest, not_a_choice
+from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
 from pipetrain.config.schema import build, check_key
@@ -126,7 +126,9 @@ def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     if (allowed := groups.get(override.key_or_group)) is None:
         check_key(override.key_or_group)
     elif override.value() not in allowed:
-        raise not_a_choice(override.key_or_group, override.value(), allowed)
+        raise ConfigError(
+            f"{override.key_or_group}={override.value()}: allowed are {', '.join(allowed)}{nearest(str(override.value()), allowed)}"
+        )
     return override
 
 

@@ -21,7 +21,6 @@ from pipetrain.config.limits import (
     each,
     matching,
     more_than,
-    one_of,
     only,
     within,
 )
@@ -108,9 +107,9 @@ class ModelConfig:
     path: MayChange[str | None] = None
     revision: MayChange[str | None] = None  # branch, tag or commit on the hub; None: the main branch
     # For model=hf: `pretrained` reads the weights, `random` reads only the configuration and makes random weights.
-    weights: MayChange[Annotated[str, one_of("pretrained", "random")]] = "pretrained"
+    weights: MayChange[Annotated[str, choice_of("pretrained", "random")]] = "pretrained"
     # Type of the weights: `auto` (as they are stored), float32, bfloat16 or float16; None: as `precision` says.
-    dtype: Annotated[str | None, one_of("auto", "float32", "bfloat16", "float16")] = None
+    dtype: Annotated[str | None, choice_of("auto", "float32", "bfloat16", "float16")] = None
     # For model=hf: how transformers computes attention (`sdpa`, `eager`, `flash_attention_2`, ...); None: transformers chooses.
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -154,7 +153,7 @@ class DataConfig:
     template_date: _Date = "2026-01-01"  # the date that chat templates get which ask for today's
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
     # What to do with a document that cannot be a sample.
-    on_error: MayChange[Annotated[str, one_of("stop", "skip")]] = "stop"
+    on_error: MayChange[Annotated[str, choice_of("stop", "skip")]] = "stop"
     # Folder of the tokens; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
     cache_dir: MayChange[str | None] = None
     global_batch_size: PerPhase[Size] = 16  # samples of a step, over all replicas
@@ -240,7 +239,7 @@ class ParallelConfig:
     num_replicas: _Replicas = 1
     # Ranks with neighbouring numbers, which share a machine: the stages of a replica (`replica-stage`), or the replicas of a stage
     # (`stage-replica`).
-    order: Annotated[str, one_of(*ORDERS)] = ORDERS[0]
+    order: Annotated[str, choice_of(*ORDERS)] = ORDERS[0]
     # Steps between two comparisons of the replicas' weights, which are also compared before each snapshot; None: never.
     check_every_steps: Count | None = 100
     # ZeRO stage: 0, or 1 (each replica holds a share of the optimizer state).
@@ -255,10 +254,10 @@ class TransportConfig:
 
     prefetch: Amount = 2  # tensors of an edge that are received before they are used; 0: just in time
     # NCCL communicators: one per `edge` of stages and direction, or one per `pair` of ranks and direction.
-    communicators: Annotated[str, one_of(*COMMUNICATORS)] = "edge"
+    communicators: Annotated[str, choice_of(*COMMUNICATORS)] = "edge"
     # Library that sends them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (gloo through pinned host memory, for GPUs that
     # NCCL does not connect and for several ranks on one GPU).
-    backend: Annotated[str, one_of(*EDGES)] = "auto"
+    backend: Annotated[str, choice_of(*EDGES)] = "auto"
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ class EngineConfig:
     """Which runtime trains."""
 
     # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine.
-    name: Annotated[str, one_of(NATIVE, DEEPSPEED)] = NATIVE
+    name: Annotated[str, choice_of(NATIVE, DEEPSPEED)] = NATIVE
 
 
 _Betas = Annotated[
@@ -288,7 +287,7 @@ class OptimConfig:
     final_fraction: Annotated[float, within(0, 1)] = 0.1  # learning rate of the last step / learning_rate
     max_grad_norm: Annotated[float | None, more_than(0)] = 1.0  # largest global gradient norm; None: no clipping
     # Float32 copies of bfloat16 weights, which take the updates: `auto` (where there are such weights) or `off`.
-    masters: Annotated[str, one_of("auto", "off")] = "auto"
+    masters: Annotated[str, choice_of("auto", "off")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ class WandbConfig:
     """The wandb tracker."""
 
     # `disabled`, `offline` (files in the run folder) or `online`.
-    mode: Annotated[str, one_of("disabled", "offline", "online")] = "disabled"
+    mode: Annotated[str, choice_of("disabled", "offline", "online")] = "disabled"
     project: str = "pipetrain"  # project in wandb
     name: str | None = None  # name of the run in wandb; None: that of its folder
     group: str | None = None  # group of runs in wandb
@@ -368,13 +367,13 @@ class ClusterConfig:
     """Where the processes run. The keys after `device` are for SLURM."""
 
     # `local`: this machine, and others on which the same command is typed; `slurm`: a SLURM job.
-    name: Annotated[str, one_of("local", "slurm")] = "local"
+    name: Annotated[str, choice_of("local", "slurm")] = "local"
     num_nodes: Stages = 1  # machines
     ranks_per_node: Stages | None = None  # ranks per machine, with or without GPUs; None: as many as the pipeline needs
     # HOST:PORT of the first machine, where several machines meet; a job's script sets it.
     rendezvous: _Address | None = None
     # `gpu`: the job asks for a GPU per rank; `cpu`: ranks compute on CPU cores.
-    device: Annotated[str, one_of("gpu", "cpu")] = "gpu"
+    device: Annotated[str, choice_of("gpu", "cpu")] = "gpu"
     partition: Name | None = None  # partition of the job; None: the cluster's default
     account: Name | None = None  # account that is charged; None: the user's default
     # Time limit of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's.

@@ -13,6 +13,7 @@ from typing import Any
 from pipetrain.config.records import COMMUNICATORS, EDGES
 from pipetrain.plan.balance import balance_by_work, balance_evenly
 from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
+from pipetrain.schedule.policy import not_a_choice
 
 DEFAULT_MICROBATCHES = 8
 
@@ -156,6 +157,12 @@ def make_plan(
         num_stages=None if num_stages is None else whole_number("pipeline.num_stages", num_stages),
         stages_per_rank=whole_number("pipeline.stages_per_rank", stages_per_rank),
     )
+    for key, value, words in (
+        ("transport.communicators", communicators, COMMUNICATORS),
+        ("transport.backend", edges, EDGES),
+    ):
+        if value not in words:
+            raise not_a_choice(key, value, words)
     if not isinstance(split_backward, bool):
         raise ValueError(f"pipeline.split_backward={split_backward!r}: allowed is True or False")
     return Plan(
@@ -166,16 +173,10 @@ def make_plan(
         split_backward=split_backward,
         warmup=warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
         transport_ahead=whole_number("transport.prefetch", transport_ahead, least=0),
-        communicators=_one_of("transport.communicators", communicators, COMMUNICATORS),
-        edges=_one_of("transport.backend", edges, EDGES),
+        communicators=communicators,
+        edges=edges,
         order=order,
     )
-
-
-def _one_of(key: str, value: str, words: Sequence[str]) -> str:
-    if value not in words:
-        raise ValueError(f"{key}={value!r}: allowed is {', '.join(words[:-1])} or {words[-1]}")
-    return value
 
 
 def place_stages(

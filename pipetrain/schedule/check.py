@@ -26,7 +26,7 @@ from pipetrain.schedule.kinds import (
 )
 from pipetrain.schedule.launches import launch_order, recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Lane, Op, Queue, queue_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.reduce import gradients_of, in_turn, reduces_of
 from pipetrain.schedule.schedule import Schedule, in_parts
@@ -34,7 +34,6 @@ from pipetrain.schedule.waits import read_by
 
 Violation = tuple[Op, str]  # the op that breaks the rule, and how
 Rule = Callable[[Schedule], Iterator[Violation]]
-Queue = tuple[object, ...]
 _WITH_PARTS = (RECOMPUTE, *PASS_SEQUENCES[Direction.BACKWARD][0])
 
 
@@ -295,22 +294,22 @@ def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Violation]:
 
 def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
     """An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it."""
-    queue_of: dict[Op, tuple[Queue, int]] = {}
-    queues: dict[Queue, list[Op]] = {}
+    places: dict[Op, tuple[tuple[int, Queue], int]] = {}
+    queues: dict[tuple[int, Queue], list[Op]] = {}
     for rank, lane, op in schedule.ops():
-        queue: Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
+        queue = rank, queue_of(lane, op)
         ops = queues.setdefault(queue, [])
-        queue_of[op] = queue, len(ops)
+        places[op] = queue, len(ops)
         ops.append(op)
     for own, ops in queues.items():
-        ended: dict[Queue, int] = {}  # per queue, the last of its ops that has ended before this one starts
+        ended: dict[tuple[int, Queue], int] = {}  # per queue, the last of its ops that has ended before this one starts
         for number, op in enumerate(ops):
             ended[own] = number - 1  # messages: started, and whatever that one waited for has ended
             for awaited in schedule.waits.get(op, ()):
-                other, place = queue_of[awaited]
+                other, place = places[awaited]
                 ended[other] = max(place, ended.get(other, -1))
             for source in _reads(schedule, op):
-                other, place = queue_of.get(source, (own, -1))  # none of a kind that this microbatch does without
+                other, place = places.get(source, (own, -1))  # none of a kind that this microbatch does without
                 if place > ended.get(other, -1):
                     yield op, f"does not wait for {source}"
 
@@ -373,14 +372,10 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
             seen.add(op)
     yield from ((op, f"is not launched by rank {rank}") for op, rank in home.items())
     place = {op: number for launched in schedule.launch_order for number, op in enumerate(launched)}
-    last: dict[Queue, Op] = {}
-    for rank, lane, op in schedule.ops():
-        queue: Queue = (rank, lane, op.stage, op.kind) if lane in MESSAGE_LANES else (rank, lane)
-        before = last.get(queue)
-        for other in schedule.waits.get(op, ()) if before is None else (*schedule.waits.get(op, ()), before):
+    for op in place:
+        for other in schedule.comes_after(op):
             if place[other] > place[op]:
                 yield op, f"is launched before {other}"
-        last[queue] = op
 
 
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import Direction, Kind, Lane
+from pipetrain.schedule.kinds import Kind
 
 Spread = float | Sequence[float]
 
@@ -75,8 +75,7 @@ class Costs:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages
         if row.peer_kind is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
-        starts_above = (row.direction is Direction.FORWARD) == (row.lane is Lane.SEND)  # the edge after the stage
-        return (*seconds, 0.0) if starts_above else (0.0, *seconds)
+        return (*seconds, 0.0) if row.uses_edge_after else (0.0, *seconds)
 
     @staticmethod
     def spread(

@@ -23,14 +23,13 @@ from pathlib import Path
 
 from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.families import AUTO, ComputeLanes, Shape
-from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, kinds_where
+from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, order_of, with_recompute
 from pipetrain.schedule.schedule import Schedule, in_parts
 
-_KINDS = kinds_where(lambda row: row.in_csv)
 _ALL_KEPT = "keep"  # the line that says so
 _PAIR = "OVERLAP_F_B"
 _PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
@@ -43,20 +42,15 @@ def write_csv(schedule: Schedule) -> str:
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
     compute = (schedule.lane(rank, Lane.COMPUTE) for rank in range(schedule.num_ranks))
     lanes = [list(with_recompute(ops, lambda op: (op.stage, op.microbatch) in recomputed)) for ops in compute]
-    has_r = any(_recomputes(op) for lane in lanes for op in lane)
+    has_r = any(op.kind is RECOMPUTE for lane in lanes for op in lane)
     keeps_all = schedule.kept and schedule.policy.mode is not Mode.NEVER and not has_r
     return csv_of_order(AllKept(lanes) if keeps_all else lanes)
 
 
 def csv_of_order(order: ComputeLanes) -> str:
     """The text of a file that holds the ops of each rank as they are."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    if isinstance(order, AllKept):
-        writer.writerow([_ALL_KEPT])
-    for lane in order:
-        writer.writerow(map(str, lane))
-    return out.getvalue()
+    head = f"{_ALL_KEPT}\n" if isinstance(order, AllKept) else ""
+    return head + "".join(",".join(map(str, lane)) + "\n" for lane in order)
 
 
 def size_of_csv(path: str | Path) -> tuple[int, int, int]:
@@ -100,7 +94,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
             fault = violation_of(op, rank, shape)
             if op in places:
                 fault = "stands in this line twice; allowed is once"
-            elif all_kept and _recomputes(op):
+            elif all_kept and op.kind is RECOMPUTE:
                 fault = f"recomputes a set, but the first line says {_ALL_KEPT!r}; remove one of the two"
             if fault:
                 raise ValueError(f"{place}: {op} {fault}")
@@ -140,10 +134,6 @@ def pairs_in_csv(path: str) -> str | None:
     )
 
 
-def _recomputes(op: Op) -> bool:
-    return op.kind is RECOMPUTE
-
-
 def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
     """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
@@ -178,7 +168,7 @@ def _parsed(place: str, cell: str) -> Op:
         op = Op.parse(cell)
     except ValueError:
         op = None
-    if op is None or op.kind not in _KINDS or op.peer is not None:
+    if op is None or not op.kind.computes or op.peer is not None:
         raise ValueError(
             f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
         )

@@ -6,13 +6,13 @@ those. To add a family, write its generator and put it into `FAMILIES`.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.placement import ranks_named_in, spelling_of, stage_ranks_of
+from pipetrain.schedule.policy import not_a_choice
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,4 @@ def generator_of(family: str) -> Generator:
     """
     if family in FAMILIES:
         return FAMILIES[family]
-    names = [*FAMILIES, AUTO]
-    nearest = difflib.get_close_matches(family, names, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"pipeline.schedule={family!r}: allowed are {', '.join(names)} or a path ending in .csv; "
-        f"did you mean {nearest!r}?"
-    )
+    raise not_a_choice("pipeline.schedule", family, [*FAMILIES, AUTO], " or a path ending in .csv")

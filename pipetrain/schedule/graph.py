@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.schedule.kinds import MESSAGE_LANES
+from pipetrain.schedule.kinds import TRANSFER_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
@@ -53,33 +53,15 @@ def op_graph(schedule: Schedule) -> OpGraph:
     number = {op: place for place, op in enumerate(ops)}
     after: list[list[int]] = [[] for _ in ops]
     num_before = [0] * len(ops)
-    for op, awaited in schedule.waits.items():
-        place = number.get(op)
-        if place is not None:
-            num_before[place] += len(awaited)
-            for other in awaited:
-                before = number.get(other)
-                if before is not None:
-                    after[before].append(place)
-    for first, second in _queue_pairs(ops, lanes):
-        after[first].append(second)
-        num_before[second] += 1
+    for place, op in enumerate(ops):
+        awaited = schedule.comes_after(op) if op_lanes[place] in TRANSFER_LANES else schedule.waits.get(op, ())
+        num_before[place] += len(awaited)
+        for other in awaited:
+            before = number.get(other)
+            if before is not None:
+                after[before].append(place)
     transfers = [op.kind.row.peer_kind is not None for op in ops]
     return OpGraph(ops, ranks, op_lanes, transfers, number, after, num_before, _partners(ops, lanes, number), lanes)
-
-
-def _queue_pairs(ops: list[Op], lanes: list[dict[Lane, range]]) -> list[tuple[int, int]]:
-    """Neighbours in the queues of transfers: of messages one queue for each stage, direction and lane."""
-    pairs = [pair for of_rank in lanes for pair in itertools.pairwise(of_rank[Lane.REDUCE])]
-    last: dict[tuple[int, str, int], int] = {}
-    for rank, of_rank in enumerate(lanes):
-        for lane in MESSAGE_LANES:
-            for place in of_rank[lane]:
-                queue = (ops[place].stage, ops[place].kind, rank)
-                if queue in last:
-                    pairs.append((last[queue], place))
-                last[queue] = place
-    return pairs
 
 
 def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, int]) -> list[int]:
@@ -149,12 +131,6 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
 
 def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:
     """What keeps an op from running: its waits, the op before it in its queue or its chain, or the other end of its transfer."""
-    lane = graph.lanes[graph.ranks[place]][graph.op_lanes[place]]
-    before = range(place - 1, lane.start - 1, -1)
-    if graph.op_lanes[place] in MESSAGE_LANES:
-        op = graph.ops[place]
-        same = ((graph.ops[other].stage, graph.ops[other].kind) == (op.stage, op.kind) for other in before)
-        before = range(next((other for other, one in zip(before, same) if one), -1), -1, -1)
-    candidates = [graph.number[other] for other in schedule.waits.get(graph.ops[place], ()) if other in graph.number]
-    candidates += [*before[:1], chained, graph.partner[place]]
+    awaited = schedule.comes_after(graph.ops[place])
+    candidates = [*(graph.number.get(other, -1) for other in awaited), chained, graph.partner[place]]
     return [other for other in candidates if other >= 0 and not ended[other]]

@@ -47,7 +47,7 @@ def closed_up(draft: Schedule) -> Schedule:
             elif op.kind is not _REST:
                 yield op
 
-    return _with_compute(draft, [lane(_compute(draft, rank)) for rank in range(draft.num_ranks)])
+    return draft.with_compute([lane(_compute(draft, rank)) for rank in range(draft.num_ranks)])
 
 
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
@@ -86,7 +86,7 @@ def _as_given(closed: Schedule, given: Schedule) -> Schedule:
 
 
 def _put_off(closed: Schedule, needs: Mapping[Op, Sequence[Op]], position: Position) -> Schedule:
-    return _with_compute(closed, [_merged(_compute(closed, rank), needs, position) for rank in range(closed.num_ranks)])
+    return closed.with_compute([_merged(_compute(closed, rank), needs, position) for rank in range(closed.num_ranks)])
 
 
 def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: Position) -> Iterator[Op]:
@@ -139,8 +139,3 @@ def _turn_of(op: Op) -> Op:
 
 def _compute(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     return schedule.lane(rank, Lane.COMPUTE)
-
-
-def _with_compute(schedule: Schedule, compute: Iterable[Iterable[Op]]) -> Schedule:
-    lanes = tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in zip(schedule.lanes, compute))
-    return dataclasses.replace(schedule, lanes=lanes)

@@ -94,9 +94,17 @@ class KindRow:
     allocates: frozenset[Holding] = frozenset()  # what the stage holds from its start
     frees: frozenset[Holding] = frozenset()  # ... and until its end
     cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
-    looks: str | None = None  # how it is drawn, a name in monitor/draw/palette.py; None: not at all
-    in_csv: bool = False  # whether a schedule's file holds it
     runs: bool = True  # whether the executor has an entry for it
+
+    @property
+    def uses_edge_after(self) -> bool:
+        """Of a message: whether it goes over the edge after its stage, and not over that before."""
+        return (self.direction is Direction.FORWARD) == (self.lane is Lane.SEND)
+
+    @property
+    def looks(self) -> str | None:
+        """How it is drawn, a name in `monitor/draw/palette.py`; None: not at all, as a message."""
+        return None if self.cost is None or self.lane in MESSAGE_LANES else self.cost.replace("_", " ")
 
     def lane_in(self, overlap: bool) -> Lane:
         """Its lane, where recomputation overlaps or where it does not."""
@@ -111,8 +119,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         send_kind=Kind.SEND_F,
         allocates=frozenset({Holding.STASH, Holding.KEPT_SET}),
         cost="forward",
-        looks="forward",
-        in_csv=True,
     ),
     Kind.R: KindRow(
         Lane.COMPUTE,
@@ -120,8 +126,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         reads=(Kind.F,),
         allocates=frozenset({Holding.RECOMPUTED_SET}),
         cost="recompute",
-        looks="recompute",
-        in_csv=True,
     ),
     Kind.B: KindRow(
         Lane.COMPUTE,
@@ -132,8 +136,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         needs_set=True,
         frees=_EVERYTHING,
         cost="backward",
-        looks="backward",
-        in_csv=True,
     ),
     Kind.I: KindRow(
         Lane.COMPUTE,
@@ -143,8 +145,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         reads=(Kind.F,),
         needs_set=True,
         cost="input_gradient",
-        looks="input gradient",
-        in_csv=True,
     ),
     Kind.W: KindRow(
         Lane.COMPUTE,
@@ -152,8 +152,6 @@ _ROWS: Mapping[Kind, KindRow] = {
         needs_set=True,
         frees=_EVERYTHING,
         cost="weight_gradient",
-        looks="weight gradient",
-        in_csv=True,
     ),
     Kind.SEND_F: KindRow(
         Lane.SEND, direction=Direction.FORWARD, peer_kind=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
@@ -165,7 +163,7 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, peer_kind=Kind.SEND_B, cost="hop_backward"),
     # It reads what all backwards of its stage, or of its part of it, have added up, and gives all who have a copy the sum. Only where
     # the copy is another stage's it meets an op of the same schedule: all replicas run the same one.
-    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce", looks="reduce"),
+    Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
     Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 

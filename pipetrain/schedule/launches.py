@@ -35,9 +35,9 @@ from collections.abc import Iterator, Sequence
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.graph import op_graph, run_order
-from pipetrain.schedule.kinds import MESSAGE_LANES, RECOMPUTE
+from pipetrain.schedule.kinds import RECOMPUTE
 from pipetrain.schedule.messages import partner_of, send_of
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Lane, Op, Queue, queue_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
@@ -76,11 +76,10 @@ def launch_order(schedule: Schedule) -> LaunchOrder:
     if schedule.launch_order:
         return schedule.launch_order
     graph = op_graph(schedule)
-    queues: dict[tuple[Lane, int, Kind], int] = {}
+    queues: dict[Queue, int] = {}
     turns = []
     for op, lane in zip(graph.ops, graph.op_lanes):
-        queue = queues.setdefault((lane, op.stage, op.kind), len(queues)) if lane in MESSAGE_LANES else 0
-        turns.append((_LANES.index(lane), queue))
+        turns.append((_LANES.index(lane), queues.setdefault(queue_of(lane, op), len(queues))))
     alone = dataclasses.replace(graph, partner=[-1] * len(graph.ops))  # a transfer is launched without its other end
     ranks: list[list[Op]] = [[] for _ in range(schedule.num_ranks)]
     for place in run_order(alone, turns):
@@ -126,14 +125,10 @@ def _compute_ended(schedule: Schedule, launched: Sequence[Op]) -> dict[Op, int]:
     """Of each op of a rank, how many ops of its compute lane have ended on the device when it starts, whatever the timing."""
     at_start: dict[Op, int] = {}
     at_end: dict[Op, int] = {}
-    last: dict[tuple[object, ...], Op] = {}
     for op in launched:
-        queue = _queue(schedule, op)
-        before = [*schedule.waits.get(op, ()), *([last[queue]] if queue in last else ())]
-        at_start[op] = at_end[op] = max((at_end[other] for other in before), default=0)
-        if queue == (Lane.COMPUTE,):
+        at_start[op] = at_end[op] = max((at_end[other] for other in schedule.comes_after(op)), default=0)
+        if _lane(schedule, op) is Lane.COMPUTE:
             at_end[op] += 1
-        last[queue] = op
     return at_start
 
 
@@ -162,25 +157,17 @@ def _waits_for_sends(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
 def _waits_of_receives(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
     """[4]"""
     ended: dict[Op, list[int]] = {}  # when an op has ended: of each rank, how many ops of its compute lane have
-    last: dict[tuple[object, ...], Op] = {}
-    posted: dict[tuple[object, ...], int] = {}  # how many have ended when the last receive of a queue is posted
+    posted: dict[Queue, int] = {}  # how many have ended when the last receive of a queue is posted
     nothing = [0] * schedule.num_ranks
-
-    def before(op: Op) -> list[int]:
-        queue = (schedule.stage_ranks[op.stage], *_queue(schedule, op))
-        awaited = [*schedule.waits.get(op, ()), *([last[queue]] if queue in last else ())]
-        last[queue] = op
-        return functools.reduce(_later, (ended[other] for other in awaited), nothing)
-
     for op in order:
         rank, lane = schedule.stage_ranks[op.stage], _lane(schedule, op)
-        ended[op] = before(op)
+        ended[op] = functools.reduce(_later, (ended[other] for other in schedule.comes_after(op)), nothing)
         if lane is Lane.COMPUTE:
             ended[op] = [*ended[op]]
             ended[op][rank] += 1
         elif lane is Lane.RECV:
             sent = ended[partner_of(op)]
-            known, queue = ended[op][rank], (rank, op.stage, op.kind)
+            known, queue = ended[op][rank], queue_of(lane, op)
             if sent[rank] > max(known, posted.get(queue, 0)):
                 yield op, schedule.lane(rank, Lane.COMPUTE)[sent[rank] - 1]
             posted[queue] = max(known, sent[rank], posted.get(queue, 0))
@@ -193,8 +180,3 @@ def _later(first: list[int], second: list[int]) -> list[int]:
 
 def _lane(schedule: Schedule, op: Op) -> Lane:
     return op.kind.row.lane_in(schedule.policy.mode is Mode.OVERLAP)
-
-
-def _queue(schedule: Schedule, op: Op) -> tuple[object, ...]:
-    lane = _lane(schedule, op)
-    return (lane, op.stage, op.kind) if lane in MESSAGE_LANES else (lane,)

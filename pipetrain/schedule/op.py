@@ -13,9 +13,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import REDUCING, Kind, Lane
+from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, Kind, Lane
 
-__all__ = ["Kind", "Lane", "Op"]  # Kind and Lane are re-exported
+__all__ = ["Kind", "Lane", "Op", "Queue", "queue_of"]  # Kind and Lane are re-exported
+
+Queue = Lane | tuple[int, Kind]  # ops of a rank that run, or are posted, in their order
 
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"
@@ -66,3 +68,8 @@ class Op:
             )
         number = {key: None if match[key] is None else int(match[key]) for key in ("microbatch", "part", "peer")}
         return Op(int(match["stage"]), kind, number["microbatch"], number["part"], number["peer"])
+
+
+def queue_of(lane: Lane, op: Op) -> Queue:
+    """The queue in which an op of this lane stands: of messages one for each stage and kind, hence for each stage edge and direction."""
+    return (op.stage, op.kind) if lane in MESSAGE_LANES else lane

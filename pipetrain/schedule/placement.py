@@ -10,8 +10,9 @@ Its one other form is `stage_ranks`: stage s lives on rank `stage_ranks[s]`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
+
+from pipetrain.schedule.policy import not_a_choice
 
 Placement = str | Sequence[int]
 MOST_STAGES = 4096  # a schedule of more takes minutes to make, to check and to draw
@@ -45,13 +46,15 @@ def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None 
         )
     if isinstance(placement, str):
         ranks = num_stages if num_ranks is None else num_ranks
-        rank_of = _named(placement)
+        if placement not in PLACEMENTS:
+            more = ", or a list with the rank of each stage, as in [0,1,1,0]"
+            raise not_a_choice("pipeline.placement", placement, list(PLACEMENTS), more)
         if not 1 <= ranks <= num_stages:
             raise ValueError(
                 f"{ranks} ranks for pipeline.num_stages={num_stages}: each rank holds a stage or more, so use 1 to "
                 f"{num_stages} ranks"
             )
-        return tuple(rank_of(stage, ranks) for stage in range(num_stages))
+        return tuple(PLACEMENTS[placement](stage, ranks) for stage in range(num_stages))
     listed = tuple(placement)
     if len(listed) != num_stages:
         raise ValueError(
@@ -73,16 +76,6 @@ def spelling_of(stage_ranks: Sequence[int]) -> str:
         if all(rank == rank_of(stage, ranks) for stage, rank in enumerate(stage_ranks)):
             return name
     return str(list(stage_ranks))
-
-
-def _named(placement: str) -> Callable[[int, int], int]:
-    if placement in PLACEMENTS:
-        return PLACEMENTS[placement]
-    nearest = difflib.get_close_matches(placement, list(PLACEMENTS), n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"pipeline.placement={placement!r}: allowed are {', '.join(PLACEMENTS)}, or a list with the rank of each stage, as "
-        f"in [0,1,1,0]; did you mean {nearest!r}?"
-    )
 
 
 def _check_ranks(listed: tuple[int, ...], num_ranks: int) -> None:

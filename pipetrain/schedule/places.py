@@ -9,17 +9,19 @@ F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from pipetrain.schedule.alive import KEEPS_SET, places_freed, places_taken
+from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.graph import op_graph, run_order
+from pipetrain.schedule.kinds import Direction
+from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Mode
-from pipetrain.schedule.recompute import Sets, decides_itself, kept_at_once
+from pipetrain.schedule.recompute import Sets, add_recompute, decides_itself, kept_at_once
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.waits import add_waits
 
 Wanted = Callable[[int], bool]  # whether a pattern would keep microbatch i
 
@@ -123,8 +125,6 @@ class _Places:
 
 # R into gaps (recompute.mode=early) -------------------------------------------------------------------------------------------
 
-_MOMENT = 1e-9  # of the step: a shorter wait is none
-
 
 def has_gaps_for_r(schedule: Schedule) -> bool:
     """Whether this pass has anything to do: with one place no R can come before the B in front of it has ended."""
@@ -133,66 +133,20 @@ def has_gaps_for_r(schedule: Schedule) -> bool:
 
 
 def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
-    """The compute lanes of `schedule` with each R before the first op for which its rank waits while a place is free.
+    """`schedule` with each R where it would start in a lane of its own: where its rank waits and a place is free.
 
         one place     F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
         two places    F0 F1 F2 R0 R1 .  B0 B1 R2 B2
 
-    A gap is a wait of the simulated step, and has room for R as long as it is not filled. Messages and waits are those of before.
+    Found by a simulated step with `recompute.mode=overlap`. Messages and waits are those of before.
     """
-    timeline = simulate(schedule, costs)
-    shortest = _MOMENT * timeline.step_seconds
-    lanes = []
-    for rank, of_rank in enumerate(schedule.lanes):
-        gaps, before = {}, 0.0
-        for event in timeline.of_rank(rank):
-            if event.lane is Lane.COMPUTE:
-                gaps[event.op] = event.start - before
-                before = event.end
-        compute = _GapLane(schedule, rank, [max(0.0, gaps[op] - shortest) for op in of_rank[Lane.COMPUTE]])
-        lanes.append({**of_rank, Lane.COMPUTE: compute.with_r_in_gaps(costs)})
-    return dataclasses.replace(schedule, lanes=tuple(lanes))
-
-
-class _GapLane:
-    """One compute lane: its ops, the wait before each, and how many places of a stage are taken while each op runs."""
-
-    def __init__(self, schedule: Schedule, rank: int, gaps: list[float]) -> None:
-        self._ops = schedule.lane(rank, Lane.COMPUTE)
-        self._gaps = gaps
-        self._policy = schedule.policy
-        self._alive: defaultdict[int, list[int]] = defaultdict(list)
-        stages, now = sorted({op.stage for op in self._ops}), defaultdict[int, int](int)
-        for op in self._ops:
-            now[op.stage] += places_taken(schedule, op)
-            for stage in stages:
-                self._alive[stage].append(now[stage])
-            now[op.stage] -= places_freed(schedule, op)
-
-    def with_r_in_gaps(self, costs: Costs) -> tuple[Op, ...]:
-        """The ops, each R before the first op with a wait that has room for it."""
-        seconds, share_of = costs.of(RECOMPUTE), self._policy.share_of
-        before: defaultdict[int, list[Op]] = defaultdict(list)  # what moves to before the op at a place of the lane
-        staying = set()
-        for place, op in enumerate(self._ops):
-            gap = self._gap_for(place, op) if op.kind is RECOMPUTE else None
-            if gap is None:
-                staying.add(place)
-            else:
-                before[gap].append(op)
-                self._gaps[gap] -= seconds[op.stage] * share_of(op.stage, op.part)
-        return tuple(
-            op for place, own in enumerate(self._ops) for op in (*before[place], *((own,) if place in staying else ()))
-        )
-
-    def _gap_for(self, place: int, op: Op) -> int | None:
-        """The first place to which R can go; all from there on then has one place less."""
-        read = Op(op.stage, op.kind.row.reads[0], op.microbatch)
-        alive, size, first = self._alive[op.stage], self._policy.places_of(op.stage), None
-        for earlier in range(place - 1, -1, -1):
-            if self._ops[earlier] == read or (size is not None and alive[earlier] >= size):
-                break
-            first = earlier if self._gaps[earlier] > 0 else first
-        for taken in range(place if first is None else first, place):
-            alive[taken] += 1
-        return first
+    policy = dataclasses.replace(schedule.policy, mode=Mode.OVERLAP)
+    beside = add_messages(add_recompute(dataclasses.replace(schedule, policy=policy)))
+    beside = add_waits(beside, schedule.transport_ahead)
+    graph = op_graph(beside)
+    started = {event.op: event.start for event in simulate(beside, costs).events}
+    compute: list[list[Op]] = [[] for _ in schedule.lanes]
+    for place in run_order(graph, [started[op] for op in graph.ops]):
+        if graph.ops[place].kind.computes:
+            compute[graph.ranks[place]].append(graph.ops[place])
+    return schedule.with_compute(compute)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
 
@@ -128,18 +128,29 @@ class RecomputePolicy:
     verify: str | int = field(default=FIRST, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", _choice("recompute.mode", self.mode, Mode))
-        object.__setattr__(self, "segments", _segments(self.segments))
-        object.__setattr__(self, "sets", _sets(self.sets, in_parts=self.segments != 1))
-        if self.keep is not None:
-            object.__setattr__(self, "keep", _keep(self.keep))
-        if self.stash is not None:
-            reason = "a stage holds a microbatch from its F to its B"
-            object.__setattr__(self, "stash", _numbers("recompute.stash", self.stash, reason))
-        object.__setattr__(self, "last_stage", _choice("recompute.last_stage", self.last_stage, LastStage))
-        object.__setattr__(self, "selective", _outputs(self.selective))
-        object.__setattr__(self, "keep_layers", _layers(self.keep_layers))
-        object.__setattr__(self, "verify", _verify(self.verify))
+        segments = _word_or_number(
+            "recompute.segments", self.segments, (SQRT, LAYERS), f"1 or more parts, {SQRT} or {LAYERS}"
+        )
+        checked = {
+            "mode": _choice("recompute.mode", self.mode, Mode),
+            "segments": segments,
+            "sets": _sets(self.sets, in_parts=segments != 1),
+            "keep": None if self.keep is None else _keep(self.keep),
+            "stash": None if self.stash is None else _per_stage("recompute.stash", self.stash, _WHOLE, _is_whole),
+            "last_stage": _choice("recompute.last_stage", self.last_stage, LastStage),
+            "selective": tuple(
+                one if isinstance(one, Outputs) else Outputs.parse(one) for one in _entries(self.selective)
+            ),
+            "keep_layers": tuple(map(_kept_layer, _entries(self.keep_layers))),
+            "verify": _word_or_number(
+                "recompute.verify",
+                self.verify,
+                (FIRST, EVERY, OFF),
+                f"{FIRST}, {EVERY}, {OFF}, or a number N: one microbatch is proved every N steps",
+            ),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def of(value: str | RecomputePolicy) -> RecomputePolicy:
@@ -252,16 +263,12 @@ class RecomputePolicy:
         """Raises:
         ValueError: `selective` or `keep_layers` names a layer that a model of so many has not.
         """
-        for text in self.keep_layers:
-            numbers = layer_numbers(text)
-            if numbers is not None and numbers.stop > num_layers:
+        ends = [("keep_layers", text, named.stop) for text in self.keep_layers if (named := layer_numbers(text))]
+        ends += [("selective", str(one), one.last + 1) for one in self.selective if one.last is not None]
+        for key, entry, end in ends:
+            if end > num_layers:
                 raise ValueError(
-                    f"recompute.keep_layers={text}: the model has the layers 0 to {num_layers - 1}; name some of these"
-                )
-        for one in self.selective:
-            if one.last is not None and one.last >= num_layers:
-                raise ValueError(
-                    f"recompute.selective={one}: the model has the layers 0 to {num_layers - 1}; name some of these"
+                    f"recompute.{key}={entry}: the model has the layers 0 to {num_layers - 1}; name some of these"
                 )
 
     def check_stages(self, num_stages: int) -> None:
@@ -295,37 +302,41 @@ class RecomputePolicy:
 _NEAR = 0.005  # a multiple of 1/3 may be written 0.333
 
 
-def _segments(value: object) -> int | str:
-    if isinstance(value, str) and value in (SQRT, LAYERS):
+def _word_or_number(key: str, value: Any, words: Sequence[str], allowed: str) -> Any:
+    """One of `words`, or a number, 1 or more; a command line gives a number as text."""
+    if value in words:
         return value
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value  # a command line gives text
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"recompute.segments={value!r}: allowed are 1 or more parts, {SQRT} or {LAYERS}")
-    return number
+    if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
+        raise ValueError(f"{key}={value!r}: allowed are {allowed}")
+    return int(value)
 
 
-def _sets(value: Sets | Sequence[float] | None, *, in_parts: bool) -> Sets | None:
-    """A number, or a tuple of them, one per stage: whole ones where stages have no parts."""
-    reason = "a stage needs a place for its B's set"
-    if not in_parts:
-        return 1 if value is None else _numbers("recompute.sets", _whole(value), reason)  # type: ignore[arg-type]
+_WHOLE = "a whole number, 1 or more"
+
+
+def _is_whole(number: float) -> bool:
+    return isinstance(number, int) and number >= 1
+
+
+def _sets(value: Any, *, in_parts: bool) -> Any:
     if value is None:
-        return None
-    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not numbers or not all(
-        isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers
-    ):
-        raise ValueError(
-            f"recompute.sets={value!r}: allowed is a number above 0, a multiple of 1 / recompute.segments, or a list with one per stage"
-        )
-    return numbers if isinstance(value, Sequence) else numbers[0]
+        return None if in_parts else 1
+    if in_parts:
+        allowed = "a number above 0, a multiple of 1 / recompute.segments"
+        return _per_stage("recompute.sets", value, allowed, lambda number: 0 < number < math.inf)
+    return _per_stage("recompute.sets", value, f"{_WHOLE} (B needs a place for its set)", _is_whole)
 
 
-def _whole(value: object) -> object:
-    """A configuration gives the entries of a list as floats."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_whole(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _per_stage(key: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> Any:
+    """A number, or a tuple of them, one per stage; a configuration gives whole ones as floats."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    given = tuple(value) if is_list else (value,)
+    numbers = tuple(int(one) if isinstance(one, float) and one.is_integer() else one for one in given)
+    known = all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+    if not numbers or not known or not all(map(fits, numbers)):
+        shown = list(numbers) if is_list else value
+        raise ValueError(f"{key}={shown!r}: allowed is {allowed}, or a list with one per stage")
+    return numbers if is_list else numbers[0]
 
 
 def _cut(layers: int, parts: int) -> tuple[int, ...]:
@@ -345,35 +356,20 @@ def _shares(parts: Sequence[Sequence[int]], work: Sequence[float]) -> tuple[tupl
     return tuple(found)
 
 
-def _numbers(key: str, value: PerStage | Sequence[int], reason: str) -> PerStage:
-    """A number, 1 or more, or a tuple of them, one per stage."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
-    shown = list(numbers) if is_list else value
-    if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise ValueError(f"{key}={shown!r}: allowed is a whole number, 1 or more, or a list with one per stage")
-    if min(numbers) < 1:
-        raise ValueError(f"{key}={shown}: allowed is 1 or more, for {reason}")
-    return numbers if is_list else numbers[0]
-
-
-def _outputs(value: object) -> tuple[Outputs, ...]:
+def _entries(value: Any) -> Sequence[Any]:
+    """Those of a list, or the one value; None: none."""
     if value is None:
         return ()
-    entries = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(one if isinstance(one, Outputs) else Outputs.parse(one) for one in entries)
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _layers(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    entries = [str(one) for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    for text in entries:
-        if layer_numbers(text) is None and not text.isidentifier():
-            raise ValueError(
-                f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of such"
-            )
-    return tuple(entries)
+def _kept_layer(entry: object) -> str:
+    text = str(entry)
+    if layer_numbers(text) is None and not text.isidentifier():
+        raise ValueError(
+            f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of such"
+        )
+    return text
 
 
 def layer_numbers(text: str) -> range | None:
@@ -396,21 +392,14 @@ def _keep(value: object) -> Keep:
     return _choice("recompute.keep", str(value), Keep)
 
 
-def _verify(value: str | int) -> str | int:
-    if value in (FIRST, EVERY, OFF):
-        return value
-    # A command line gives a number as text.
-    if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= 1:
-        return int(value)
-    raise ValueError(
-        f"recompute.verify={value!r}: allowed are {FIRST}, {EVERY}, {OFF}, or a number N: one microbatch is proved every N steps"
-    )
-
-
 def _choice(key: str, value: str, choices: type[_T]) -> _T:
     try:
         return choices(value)
     except ValueError:
-        nearest = difflib.get_close_matches(str(value), [choice.value for choice in choices], n=1, cutoff=0.0)
-        hint = f"; did you mean {str(nearest[0])!r}?" if nearest else ""
-        raise ValueError(f"{key}={value!r}: allowed are {', '.join(choices)}{hint}") from None
+        raise not_a_choice(key, value, list(choices)) from None
+
+
+def not_a_choice(key: str, value: object, choices: Sequence[str], more: str = "") -> ValueError:
+    """The error for a value that is none of `choices`: what is allowed, with `more` behind it, and the nearest."""
+    (nearest,) = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)
+    return ValueError(f"{key}={value!r}: allowed are {', '.join(choices)}{more}; did you mean {str(nearest)!r}?")

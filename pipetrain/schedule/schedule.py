@@ -12,11 +12,11 @@ know, such as an op of another rank, nobody may wait for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 from pipetrain.schedule.policy import RecomputePolicy
 
 
@@ -84,6 +84,28 @@ class Schedule:
             for lane, ops in lanes.items():
                 for op in ops:
                     yield rank, lane, op
+
+    def with_compute(self, lanes: Iterable[Iterable[Op]]) -> Schedule:
+        """The same with other compute lanes, one per rank."""
+        pairs = zip(self.lanes, lanes)
+        return replace(self, lanes=tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in pairs))
+
+    def comes_after(self, op: Op) -> tuple[Op, ...]:
+        """All without whose end, or start in a queue of messages, `op` does not start: its waits, and the op before it in its queue."""
+        before = self._before.get(op)
+        return self.waits.get(op, ()) if before is None else (*self.waits.get(op, ()), before)
+
+    @functools.cached_property
+    def _before(self) -> dict[Op, Op]:
+        """Of each op but the first of its queue, the one before it."""
+        found: dict[Op, Op] = {}
+        last: dict[tuple[int, Queue], Op] = {}
+        for rank, lane, op in self.ops():
+            queue = rank, queue_of(lane, op)
+            if queue in last:
+                found[op] = last[queue]
+            last[queue] = op
+        return found
 
     def way(self, direction: Direction, stage: int, microbatch: int | None) -> tuple[Op, ...]:
         """The ops in which `microbatch` passes `stage` in this direction, in order: F; or B, or I and W, or B of each part."""

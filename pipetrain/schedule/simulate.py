@@ -19,8 +19,7 @@ from collections.abc import Callable
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.graph import OpGraph, op_graph
-from pipetrain.schedule.messages import partner_of
+from pipetrain.schedule.graph import OpGraph, find_cycle, op_graph
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.schedule import Schedule
 
@@ -37,13 +36,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of one step, in seconds from the start of the first op. Deterministic.
 
     Raises:
-        ValueError: the costs are for another number of stages, an op has no cost, or the schedule comes to a stop before its end; the
-            message then says which rank waits in which op for what.
+        ValueError: the costs are for another number of stages, an op has no cost, or the schedule deadlocks; the message
+            then has the ops that wait, each for the next.
     """
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
     run = _Run(op_graph(schedule), costs, schedule.policy.share_of)
     run.to_end()
+    if min(run.end, default=0.0) < 0.0:
+        chain = ", which waits for ".join(map(str, find_cycle(schedule)))
+        raise ValueError(f"the schedule comes to a stop: {chain}, which cannot run; `check` says which rule it breaks")
     return Timeline(schedule.num_ranks, run.events())
 
 
@@ -85,8 +87,6 @@ class _Run:
             if not self.ends:
                 break
             now, touched = self.ends[0][0], set()
-        if min(self.end, default=0.0) < 0.0:
-            raise ValueError(f"the schedule comes to a stop: {'; '.join(_stuck(self.graph, self.pending, self.end))}")
 
     def _finish_moment(self, now: float, touched: set[int]) -> tuple[float, set[int]]:
         """Ends all ops that end now; returns the last of their times and the ranks that may have something to start."""
@@ -143,27 +143,3 @@ class _Run:
             for rank, lanes in enumerate(graph.lanes)
             for place in sorted(itertools.chain(*lanes.values()), key=start.__getitem__)
         )
-
-
-def _stuck(graph: OpGraph, pending: list[int], end: list[float]) -> list[str]:
-    """Per rank the first compute op that did not run, or the receive it stands in, and what that waits for."""
-    awaited_by: dict[int, list[int]] = {}
-    for place, followers in enumerate(graph.after):
-        if end[place] < 0.0:
-            for follower in followers:
-                awaited_by.setdefault(follower, []).append(place)
-    lines = []
-    for rank, lanes in enumerate(graph.lanes):
-        head = next((place for lane in (Lane.COMPUTE, Lane.REDUCE) for place in lanes[lane] if end[place] < 0.0), None)
-        if head is None:
-            continue
-        awaited = [graph.ops[place] for place in awaited_by.get(head, [])]
-        receive = next((op for op in awaited if op.kind.row.lane is Lane.RECV), None)
-        if receive is not None:
-            lines.append(f"rank {rank} waits in {receive} for {partner_of(receive)}")
-            continue
-        reasons = [str(op) for op in awaited]
-        if pending[head] > len(reasons):
-            reasons.append("an op that is in no lane")
-        lines.append(f"rank {rank} waits in {graph.ops[head]} for {' and '.join(reasons) or 'its turn'}")
-    return lines

@@ -43,7 +43,7 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import FoundSchedule, best_schedule, cache_folder
 
 _BYTES = 256  # tokens of data.tokenizer=byte

@@ -180,8 +180,8 @@ def test_what_cannot_carry_them(edges: str, device: torch.device, says: str, mon
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"edges": "ncll"}, "transport.backend='ncll': allowed is auto, nccl or pinned"),
-        ({"communicators": "rank"}, "transport.communicators='rank': allowed is edge or pair"),
+        ({"edges": "ncll"}, "transport.backend='ncll': allowed are auto, nccl, pinned; did you mean 'nccl'?"),
+        ({"communicators": "rank"}, "transport.communicators='rank': allowed are edge, pair"),
         ({"transport_ahead": -1}, "transport.prefetch=-1: at least 0"),
     ],
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 from pipetrain.comm.ahead import Ring
 from pipetrain.comm.device import CpuDevice
 from pipetrain.comm.forms import TensorForm
-from pipetrain.comm.lanes import Lanes, line_of
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.comm.lanes import Lanes
+from pipetrain.schedule.op import Kind, Lane, Op, queue_of
 
 CPU = torch.device("cpu")
 FORM = TensorForm((2, 3), (3, 1), torch.float32, needs_gradient=True)
@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.lanes = Lanes(1, RunsAhead())
-        self.ring = Ring(self.lanes.ahead, line_of(Lane.RECV, Op(1, Kind.RECV_F, 0)), CPU)
+        self.ring = Ring(self.lanes.ahead, queue_of(Lane.RECV, Op(1, Kind.RECV_F, 0)), CPU)
         self.held: dict[int, Tensor] = {}
         self.lanes.start_step()
 

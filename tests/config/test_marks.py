@@ -15,7 +15,6 @@ from pipetrain.config.limits import (
     each,
     matching,
     more_than,
-    one_of,
     only,
     within,
 )
@@ -44,7 +43,6 @@ LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
         "k=[1, nan]: allowed is a finite number, a time from 0 to 9, or a list of such numbers",
     ),
     "within": (within(0, 1), [0, 1], [1.1, -0.1], "k=1.1: allowed is from 0 to 1"),
-    "one of": (one_of("a", "b", "c"), ["b"], ["d"], "k=d: allowed is a, b or c"),
     "choice": (choice_of("stop", "skip"), ["skip"], ["skp"], "k=skp: allowed are stop, skip; did you mean 'skip'?"),
     "matching": (matching(r"\d+", "digits"), ["12", 12], ["1 2"], "k=1 2: allowed is digits"),
     "only": (only(False, "wait"), [False], [True], "k=true: not supported, only false is; wait"),

@@ -184,8 +184,8 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
 
     from pipetrain.comm.chain import Chain, Everyone
     from pipetrain.comm.clocks import align_clocks
+    from pipetrain.comm.courier import make_pair
     from pipetrain.comm.failure import FailureBoard, Monitor
-    from pipetrain.comm.pair import make_pair
     from pipetrain.comm.torch_distributed import start_torch_distributed
     from pipetrain.models.spec import spec_of
     from pipetrain.plan.plan import make_plan

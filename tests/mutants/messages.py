@@ -313,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         "a named tuple is read as a tuple",
-        "pipetrain/comm/structures.py",
+        "pipetrain/comm/forms.py",
         '        return pytree.TreeSpec(namedtuple, _imported(record["name"]), children)',
         "        return pytree.TreeSpec(tuple, None, children)",
         ("tests/regressions/test_values_at_a_cut.py", "-k", "structures_at and 2"),

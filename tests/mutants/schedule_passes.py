@@ -6,8 +6,8 @@ MUTANTS = (
     Mutant(
         "early: R goes where no place is free",
         "pipetrain/schedule/places.py",
-        " or (size is not None and alive[earlier] >= size)",
-        "",
+        "policy, mode=Mode.OVERLAP)",
+        "policy, mode=Mode.OVERLAP, sets=4)",
         ("tests/schedule/test_schedule_waits.py", "-k", "early"),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from problems import ORDERS, Cell, cells
 
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.make import make
-from pipetrain.schedule.search.climb import Effort
+from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import CachedOrder, best_schedule, write_order
 from pipetrain.schedule.simulate import simulate
 

@@ -19,10 +19,10 @@ from pipetrain.schedule.make import make, make_schedule, problem_of
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
+from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search import search
-from pipetrain.schedule.search.climb import Effort, climb
-from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
+from pipetrain.schedule.search.list_order import Effort, OrderProblem, climb, list_order
 from pipetrain.schedule.search.polish import Polished, polish
 from pipetrain.schedule.search.search import CachedOrder, FoundSchedule, best_schedule, cache_folder, write_order
 from pipetrain.schedule.simulate import simulate
@@ -127,12 +127,12 @@ def step_of(problem: OrderProblem, lanes: tuple[tuple[Op, ...], ...]) -> float:
     ],
 )
 def test_nothing_beats_what_is_proven(costs: Costs, places: int) -> None:
-    problem = OrderProblem(costs, 3, RecomputePolicy(sets=places))
+    spec = ScheduleSpec("auto", (0, 1), 3, RecomputePolicy(sets=places), costs=costs)
+    problem, start = problem_of(spec, costs), make(spec)
     least = min(step_of(problem, lanes) for lanes in all_orders(problem))
-    start = list_order(problem)
     polished = polish(problem, start, Effort(60))
-    best = min(start.seconds, step_of(problem, polished.order.lanes) if polished.order else start.seconds)
-    assert best == pytest.approx(least)
+    best = [step_of(problem, polished.order.lanes)] if polished.order else []
+    assert min([simulate(start, costs).step_seconds, *best]) == pytest.approx(least)
     assert least * (1 - 2e-3) <= polished.least_seconds <= least * (1 + 1e-9)
 
 
@@ -210,8 +210,8 @@ def test_without_ortools_rules_are_changed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_as_many_steps_find_the_same_order() -> None:
-    problem = problem_of(dataclasses.replace(Cell(4, 8, 0, 1, 36).spec, order=None), Costs.spread(4))
-    found = [polish(problem, list_order(problem), Effort(60, steps=0.02)) for _ in range(2)]
+    spec = dataclasses.replace(Cell(4, 8, 0, 1, 36).spec, order=None)
+    found = [polish(problem_of(spec, Costs.spread(4)), make(spec), Effort(60, steps=0.02)) for _ in range(2)]
     assert found[0].order is not None
     assert found[0] == found[1]
 
@@ -234,9 +234,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
     """The efforts of searches, which last no time and find nothing new."""
     found: list[Effort] = []
 
-    def short(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polished:
+    def short(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
         found.append(effort)
-        return Polished(None, start.seconds - 1)
+        return Polished(None, simulate(start, problem.costs).step_seconds - 1)
 
     monkeypatch.setattr(search, "polish", short)
     monkeypatch.setattr(search, "climb", lambda problem, effort, least_seconds: list_order(problem))

@@ -117,7 +117,7 @@ class _End:
         left()
 
     def _freed(self, op: Op) -> None:
-        self.let_go[op] = dict(self.lanes._compute.after)
+        self.let_go[op] = dict(self.lanes._streams[Lane.COMPUTE].after)
 
     def close(self) -> None: ...
     def abort(self) -> None: ...

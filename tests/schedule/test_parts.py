@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from shows import show
+from spelled import lane
 
 from benchmarks import segments
 from pipetrain.monitor.shown import show_schedule
@@ -28,10 +29,6 @@ def of_two(mode: str, **more: object) -> Schedule:
     """Two stages, two microbatches, two parts."""
     policy = RecomputePolicy(mode, segments=2, **more)  # type: ignore[arg-type]
     return make_schedule(num_stages=2, num_microbatches=2, recompute=policy)
-
-
-def lane(schedule: Schedule, rank: int, lane: Lane = Lane.COMPUTE) -> str:
-    return " ".join(map(str, schedule.lane(rank, lane)))
 
 
 def test_parts_come_back_one_after_the_other_from_the_last() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from spelled import lane, reduces, with_words
 
 from pipetrain.monitor.breakdown import break_down
 from pipetrain.monitor.draw.svg import svg
@@ -16,7 +15,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule, with_first_backward
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
@@ -25,14 +24,6 @@ from pipetrain.schedule.simulate import simulate
 
 def four(family: str = "1f1b", **options: object) -> Schedule:
     return make_schedule(family, num_stages=4, num_microbatches=3, **{"tied": [(0, 3)], **options})  # type: ignore[arg-type]
-
-
-def reduces(schedule: Schedule) -> list[list[str]]:
-    """Of each rank the reduce lane, each op with what it waits for."""
-    return [
-        [f"{op} <- {' '.join(map(str, schedule.waits[op]))}" for op in schedule.lane(rank, Lane.REDUCE)]
-        for rank in range(schedule.num_ranks)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -86,32 +77,23 @@ def test_frozen_stages() -> None:
     assert reduces(with_first_backward(four(), 1)) == [[], [], [], []]
 
 
-def edited(schedule: Schedule, rank: int, ops: str, waits: dict[str, str] | None = None) -> Schedule:
-    lanes = [dict(lanes) for lanes in schedule.lanes]
-    lanes[rank][Lane.REDUCE] = tuple(map(Op.parse, ops.split()))
-    changed = {Op.parse(op): tuple(map(Op.parse, awaited.split())) for op, awaited in (waits or {}).items()}
-    return dataclasses.replace(schedule, lanes=tuple(lanes), waits={**schedule.waits, **changed})
-
-
 BROKEN = {
-    "left out": (edited(four(), 0, "", {"0REDUCE_GRAD.0>3": ""}), "0REDUCE_GRAD.0>3: is missing"),
-    "twice": (edited(four(), 0, "0REDUCE_GRAD.0>3 0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
-    "unasked": (edited(four(), 1, "1REDUCE_GRAD.1>2"), "1REDUCE_GRAD.1>2: reduces a parameter that no two stages share"),
-    "with itself": (edited(four(), 1, "1REDUCE_GRAD.0>1"), "1REDUCE_GRAD.0>1: reduces a parameter that no two stages share"),
-    "no bucket": (edited(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is not spelled with a bucket"),
-    "other rank": (edited(four(), 1, "0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
+    "left out": (with_words(four(), 0, "", {"0REDUCE_GRAD.0>3": ""}), "0REDUCE_GRAD.0>3: is missing"),
+    "twice": (with_words(four(), 0, "0REDUCE_GRAD.0>3 0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
+    "unasked": (with_words(four(), 1, "1REDUCE_GRAD.1>2"), "1REDUCE_GRAD.1>2: reduces a parameter that no two stages share"),
+    "with itself": (with_words(four(), 1, "1REDUCE_GRAD.0>1"), "1REDUCE_GRAD.0>1: reduces a parameter that no two stages share"),
+    "no bucket": (with_words(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is not spelled with a bucket"),
+    "other rank": (with_words(four(), 1, "0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
     "other lane": (
-        dataclasses.replace(
-            four(), lanes=({**four().lanes[0], Lane.SEND: (), Lane.REDUCE: four().lane(0, Lane.SEND)}, *four().lanes[1:])
-        ),
+        with_words(with_words(four(), 0, "", lane=Lane.SEND), 0, lane(four(), 0, Lane.SEND)),
         "0SEND_F0: SEND_F belongs into the send lane, not into reduce",
     ),
-    "too early": (edited(four(), 0, "0REDUCE_GRAD.0>3", {"0REDUCE_GRAD.0>3": "0B1"}), "does not wait for 0B2"),
+    "too early": (with_words(four(), 0, "0REDUCE_GRAD.0>3", {"0REDUCE_GRAD.0>3": "0B1"}), "does not wait for 0B2"),
     "other order of two ranks": (
-        edited(four("gpipe", num_ranks=2, tied=[(0, 3), (0, 1)]), 1, "1REDUCE_GRAD.1>0 3REDUCE_GRAD.0>0"),
+        with_words(four("gpipe", num_ranks=2, tied=[(0, 3), (0, 1)]), 1, "1REDUCE_GRAD.1>0 3REDUCE_GRAD.0>0"),
         "0REDUCE_GRAD.0>3: meets 1REDUCE_GRAD.1>0",
     ),
-    "a backward waits for the sum": (edited(four(), 3, "3REDUCE_GRAD.0>0", {"3B2": "3RECV_F2 3REDUCE_GRAD.0>0"}), "waits for"),
+    "a backward waits for the sum": (with_words(four(), 3, "3REDUCE_GRAD.0>0", {"3B2": "3RECV_F2 3REDUCE_GRAD.0>0"}), "waits for"),
 }  # fmt: skip
 
 
@@ -126,11 +108,11 @@ def test_ranks_that_wait_for_each_other_in_a_ring() -> None:
     """No two of the three ranks meet in two orders, and yet each waits for the next."""
     ring = make_schedule("gpipe", num_stages=3, num_microbatches=2, tied=[(1, 2), (0, 2), (0, 1)])
     check(ring)
-    first = edited(ring, 0, "0REDUCE_GRAD.1>2 0REDUCE_GRAD.2>1")
-    second = edited(first, 1, "1REDUCE_GRAD.2>0 1REDUCE_GRAD.0>2")
-    check(edited(second, 2, "2REDUCE_GRAD.1>0 2REDUCE_GRAD.0>1"))
+    first = with_words(ring, 0, "0REDUCE_GRAD.1>2 0REDUCE_GRAD.2>1")
+    second = with_words(first, 1, "1REDUCE_GRAD.2>0 1REDUCE_GRAD.0>2")
+    check(with_words(second, 2, "2REDUCE_GRAD.1>0 2REDUCE_GRAD.0>1"))
     with pytest.raises(ScheduleError, match=r"There is no deadlock.*\n.*REDUCE_GRAD.*which waits for"):
-        check(edited(second, 2, "2REDUCE_GRAD.0>1 2REDUCE_GRAD.1>0"))
+        check(with_words(second, 2, "2REDUCE_GRAD.0>1 2REDUCE_GRAD.1>0"))
 
 
 def test_what_it_costs() -> None:

@@ -8,6 +8,7 @@ import json
 import pytest
 from examples import examples
 from random_schedules import Case, cases
+from spelled import reduces, with_words
 
 from pipetrain.monitor.draw.chrome_trace import chrome_trace
 from pipetrain.monitor.draw.svg import svg
@@ -34,14 +35,6 @@ THREE_PARTS = RecomputePolicy("inline", segments=3, last_stage="always")  # type
 def of_replicas(family: str | Generator = "1f1b", num_stages: int = 2, **options: object) -> Schedule:
     defaults = {"num_microbatches": 3, "num_replicas": 4}
     return make_schedule(family, num_stages=num_stages, **{**defaults, **options})  # type: ignore[arg-type]
-
-
-def reduces(schedule: Schedule) -> list[list[str]]:
-    """Of each rank the reduce lane, each op with what it waits for."""
-    return [
-        [f"{op} <- {' '.join(map(str, schedule.waits.get(op, ())))}".strip() for op in schedule.lane(rank, Lane.REDUCE)]
-        for rank in range(schedule.num_ranks)
-    ]
 
 
 def in_own_order(_: Shape) -> list[list[Op]]:
@@ -140,29 +133,22 @@ def test_a_schedule_that_was_made_without_a_word_of_replicas() -> None:
     assert reduces(with_first_backward(several, 1))[0] == []
 
 
-def changed(schedule: Schedule, rank: int, ops: str, waits: dict[str, str] | None = None) -> Schedule:
-    lanes = [dict(lanes) for lanes in schedule.lanes]
-    lanes[rank][Lane.REDUCE] = tuple(map(Op.parse, ops.split()))
-    edited = {Op.parse(op): tuple(map(Op.parse, awaited.split())) for op, awaited in (waits or {}).items()}
-    return dataclasses.replace(schedule, lanes=tuple(lanes), waits={**schedule.waits, **edited})
-
-
 INTERLEAVED = of_replicas("interleaved", 4, num_ranks=2)
 PARTS = of_replicas(recompute=THREE_PARTS)
 BROKEN = {
-    "left out": (changed(of_replicas(), 0, "", {"0REDUCE_GRAD.0": ""}), "0REDUCE_GRAD.0: is missing"),
-    "a part left out": (changed(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.0"), "0REDUCE_GRAD.1: is missing"),
-    "twice": (changed(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands there 2 times"),
-    "a part too many": (changed(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1"), "0REDUCE_GRAD.1: is no bucket of 4 replicas"),
+    "left out": (with_words(of_replicas(), 0, "", {"0REDUCE_GRAD.0": ""}), "0REDUCE_GRAD.0: is missing"),
+    "a part left out": (with_words(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.0"), "0REDUCE_GRAD.1: is missing"),
+    "twice": (with_words(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands there 2 times"),
+    "a part too many": (with_words(of_replicas(), 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1"), "0REDUCE_GRAD.1: is no bucket of 4 replicas"),
     "one replica": (dataclasses.replace(of_replicas(), num_replicas=1), "0REDUCE_GRAD.0: there is one replica"),
-    "frozen": (changed(of_replicas(first_backward=1), 0, "0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: is no bucket of 4 replicas"),
-    "other rank": (changed(changed(of_replicas(), 0, ""), 1, "0REDUCE_GRAD.0 1REDUCE_GRAD.0"), "stage 0 lives on rank 0, not on rank 1"),
-    "no bucket": (changed(of_replicas(), 0, "0REDUCE_GRAD"), "0REDUCE_GRAD: is not spelled with a bucket, as 3REDUCE_GRAD.0"),
-    "too early": (changed(of_replicas(), 0, "0REDUCE_GRAD.0", {"0REDUCE_GRAD.0": "0B1"}), "0REDUCE_GRAD.0: does not wait for 0B2"),
-    "a part too early": (changed(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.1 0REDUCE_GRAD.0", {"0REDUCE_GRAD.1": "0B2.2"}), "0REDUCE_GRAD.1: does not wait for 0B2.1"),
-    "first part first": (changed(PARTS, 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1 0REDUCE_GRAD.2"), "0REDUCE_GRAD.0: stands before 0REDUCE_GRAD.1, which"),
-    "first stage first": (changed(INTERLEAVED, 0, "0REDUCE_GRAD.0 2REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands before 2REDUCE_GRAD.0, which"),
-    "a backward waits for the sum": (changed(of_replicas(), 0, "0REDUCE_GRAD.0", {"0B2": "0RECV_B2 0R2 0REDUCE_GRAD.0"}), "0B2: waits for 0REDUCE_GRAD.0, which waits for 0B2"),
+    "frozen": (with_words(of_replicas(first_backward=1), 0, "0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: is no bucket of 4 replicas"),
+    "other rank": (with_words(with_words(of_replicas(), 0, ""), 1, "0REDUCE_GRAD.0 1REDUCE_GRAD.0"), "stage 0 lives on rank 0, not on rank 1"),
+    "no bucket": (with_words(of_replicas(), 0, "0REDUCE_GRAD"), "0REDUCE_GRAD: is not spelled with a bucket, as 3REDUCE_GRAD.0"),
+    "too early": (with_words(of_replicas(), 0, "0REDUCE_GRAD.0", {"0REDUCE_GRAD.0": "0B1"}), "0REDUCE_GRAD.0: does not wait for 0B2"),
+    "a part too early": (with_words(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.1 0REDUCE_GRAD.0", {"0REDUCE_GRAD.1": "0B2.2"}), "0REDUCE_GRAD.1: does not wait for 0B2.1"),
+    "first part first": (with_words(PARTS, 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1 0REDUCE_GRAD.2"), "0REDUCE_GRAD.0: stands before 0REDUCE_GRAD.1, which"),
+    "first stage first": (with_words(INTERLEAVED, 0, "0REDUCE_GRAD.0 2REDUCE_GRAD.0"), "0REDUCE_GRAD.0: stands before 2REDUCE_GRAD.0, which"),
+    "a backward waits for the sum": (with_words(of_replicas(), 0, "0REDUCE_GRAD.0", {"0B2": "0RECV_B2 0R2 0REDUCE_GRAD.0"}), "0B2: waits for 0REDUCE_GRAD.0, which waits for 0B2"),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from random_schedules import with_lane
+import spelled
 from work import calls_per_op
 
 from pipetrain.schedule.check import RULES, ScheduleError, check
@@ -20,11 +20,11 @@ VALID = make_schedule(num_stages=3, num_microbatches=3)
 
 def edited(rank: int, lane: Lane, *changes: tuple[str, str], schedule: Schedule = VALID) -> Schedule:
     """`schedule` with words replaced in one lane."""
-    words = " ".join(map(str, schedule.lane(rank, lane)))
+    words = spelled.lane(schedule, rank, lane)
     for old, new in changes:
         assert old in words
         words = words.replace(old, new)
-    return with_lane(schedule, rank, lane, tuple(Op.parse(word) for word in words.split()))
+    return spelled.with_words(schedule, rank, words, lane=lane)
 
 
 def rewaited(op: str, *awaited: str) -> Schedule:

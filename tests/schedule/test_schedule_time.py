@@ -194,8 +194,8 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     stuck = Schedule(**{**vars(schedule), "waits": waits})
     with pytest.raises(ValueError, match="comes to a stop") as error:
         simulate(stuck, Costs.spread(3))
-    assert "rank 0 waits in 0RECV_B0 for 1SEND_B0" in str(error.value)
-    assert "rank 2 waits in 2F0 for 0B0" in str(error.value)
+    assert "0B0, which waits for 0RECV_B0, which waits for 1SEND_B0, which" in str(error.value)
+    assert "2B0, which waits for 2F0, which cannot run" in str(error.value)
 
 
 def test_work_of_a_simulation_grows_with_the_ops() -> None:

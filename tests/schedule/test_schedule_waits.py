@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from spelled import lane, waits
 
 from pipetrain.schedule.alive import idle_places, peak_sets
 from pipetrain.schedule.check import ScheduleError, check
@@ -10,15 +11,6 @@ from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Keep, RecomputePolicy
-from pipetrain.schedule.schedule import Schedule
-
-
-def waits(schedule: Schedule, op: str) -> set[str]:
-    return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
-
-
-def lane(schedule: Schedule, rank: int, lane: Lane) -> str:
-    return " ".join(map(str, schedule.lane(rank, lane)))
 
 
 def test_overlap() -> None:
@@ -155,7 +147,7 @@ def test_early_r_goes_into_a_gap_where_a_place_is_free() -> None:
         for sets in (1, 2)
     )
     assert lane(one, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0B0 0R1 0B1 0R2 0B2 0R3 0B3"
-    assert lane(two, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0R1 0B0 0B1 0R2 0B2 0R3 0B3"
+    assert lane(two, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0R1 0B0 0R2 0B1 0R3 0B2 0B3"
     check(two)
     assert [peak.sets for peak in peak_sets(two)] == [2, 2, 1] or [peak.sets for peak in peak_sets(two)] == [2, 1, 1]
 

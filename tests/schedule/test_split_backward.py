@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from random_schedules import with_lane
 from shows import show
+from spelled import lane, waits
 
 from pipetrain.monitor.draw.chrome_trace import chrome_trace
 from pipetrain.monitor.draw.page import html
@@ -24,7 +25,6 @@ from pipetrain.schedule.kinds import Holding
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
 EQUAL = {"forward": 1, "backward": 2, "recompute": 1}
@@ -47,7 +47,7 @@ rank 1 ...F0-F1-...R0~I0<F2-R1~I1<W0+F3-R2~I2<W1+R3~I3<W2+W3+...
 rank 2 ......F0-I0<F1-I1<...F2-I2<W0+...F3-I3<W1+W2+W3+.........
 """,
     "early": """
-rank 0 F0-F1-F2-R0~R1~I0<W0+F3-I1<W1+R2~...I2<W2+R3~I3<W3+
+rank 0 F0-F1-F2-R0~R1~I0<W0+F3-I1<W1+R2~R3~I2<W2+...I3<W3+
 rank 1 ...F0-F1-R0~I0<F2-R1~I1<W0+F3-R2~I2<W1+R3~I3<W2+W3+
 rank 2 ......F0-I0<F1-I1<F2-I2<W0+...F3-I3<W1+W2+W3+......
 """,
@@ -62,14 +62,6 @@ rank 2 ......F0-I0<F1-I1<F2-I2<W0+...F3-I3<W1+W2+W3+......
 @pytest.mark.parametrize("mode", STAIRCASES)
 def test_staircase(mode: str) -> None:
     assert "\n" + staircase(three_by_four(mode).timeline) + "\n" == STAIRCASES[mode]
-
-
-def lane(schedule: Schedule, rank: int, lane: Lane) -> str:
-    return " ".join(map(str, schedule.lane(rank, lane)))
-
-
-def waits(schedule: Schedule, op: str) -> set[str]:
-    return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
 
 
 def test_i_takes_and_gives_the_gradients() -> None:

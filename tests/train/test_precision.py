@@ -217,7 +217,7 @@ def test_layers_compiled_to_machine_code() -> None:
 
 REFUSED = {
     "precision=bf17": "precision=bf17: allowed are auto, fp32, bf16-true, bf16-mixed",
-    "optim.masters=on": "optim.masters=on: allowed is auto or off",
+    "optim.masters=on": "optim.masters=on: allowed are auto, off",
     "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam": "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
     "engine=deepspeed precision=bf16-true": "precision=bf16-true: not supported by engine=deepspeed, which trains float32 weights",
     "engine=deepspeed model.compile=true": "model.compile=true: not supported by engine=deepspeed",

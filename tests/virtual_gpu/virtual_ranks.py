@@ -240,7 +240,7 @@ def _call(method: Callable[..., Any], name: str, ranks: VirtualRanks) -> Any:
 
 
 class _Hosts:
-    """Pairs of ranks whose hosts talk through queues: what `comm/pair.py` makes over gloo."""
+    """Pairs of ranks whose hosts talk through queues: what `comm/courier.py` makes over gloo."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

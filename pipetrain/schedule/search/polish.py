@@ -14,19 +14,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Keep, Mode
-from pipetrain.schedule.search.climb import Effort
-from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem
+from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.search.list_order import Effort, ListedOrder, OrderProblem
+from pipetrain.schedule.simulate import simulate
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
@@ -47,11 +46,13 @@ def can_polish() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-def polish(problem: OrderProblem, start: ListedOrder, effort: Effort) -> Polished:
-    """A better order than `start`, an order of `problem`, if one is found in time."""
+def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
+    """A better order than that of `start`, a schedule of `problem`, if one is found in time."""
     cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")  # not at the top: it takes a second
-    unit = _unit(problem.costs, start.seconds)
-    model = _Model(cp_model, replace(problem, costs=_in_units(problem.costs, unit)), start)
+    unit = _unit(problem.costs, simulate(start, problem.costs).step_seconds)
+    whole = replace(problem, costs=_in_units(problem.costs, unit))
+    events = (event for event in simulate(start, whole.costs).events if event.op.kind.computes)
+    model = _Model(cp_model, whole, {event.op: round(event.start) for event in events})
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.interleave_search = (
@@ -110,15 +111,16 @@ def _in_units(costs: Costs, unit: float) -> Costs:
 
 
 class _Model:
-    """The variables and rules of one problem, whose costs are whole numbers. `least` is what `bound` knows."""
+    """The variables and rules of one problem, whose costs are whole numbers. `least` is what `bound` knows; `hints` is when each op starts
+    in the schedule that the search starts from."""
 
-    def __init__(self, cp_model: Any, problem: OrderProblem, start: ListedOrder) -> None:
+    def __init__(self, cp_model: Any, problem: OrderProblem, hints: Mapping[Op, int]) -> None:
         self.model = cp_model.CpModel()
         self._problem = problem
         self._microbatches = range(problem.num_microbatches)
-        self._hints = started(problem, start)
+        self._hints = hints
         most = round(max(self._hints[op] + self._seconds(op) for op in self._hints))
-        self.least = least_whole(problem)
+        self.least = math.ceil(problem.least_seconds() - 1e-6)
         self._horizon = max(self.least, most)
         self._start: dict[Op, Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}  # of the stages that have a choice
@@ -290,50 +292,3 @@ class _Model:
 
     def _ended(self, op: Op) -> Any:
         return self._start[op] + self._seconds(op)
-
-
-def least_whole(problem: OrderProblem) -> int:
-    """The least whole time that `bound` leaves for a step of whole costs."""
-    least = bound(
-        problem.costs,
-        problem.num_microbatches,
-        policy=replace(problem.policy, keep=Keep.AUTO),
-        first_backward=problem.first_backward,
-        split_backward=problem.split_backward,
-    )
-    return math.ceil(least - 1e-6)
-
-
-def started(problem: OrderProblem, order: ListedOrder) -> dict[Op, int]:
-    """When each op starts, if each stage runs its ops in this order as early as it can; costs are whole.
-
-    Raises:
-        ValueError: the stages wait for each other.
-    """
-    costs, turn = problem.costs, problem.way_back[0]
-    found: dict[Op, int] = {}
-    arrived: dict[tuple[int, Kind], int] = {}  # of each queue of tensors, when the last came
-    free, todo = [0] * len(order.lanes), [deque(lane) for lane in order.lanes]
-    moved = True
-    while moved:
-        moved = False
-        for stage, lane in enumerate(todo):
-            while lane:
-                op = lane[0]
-                moment = free[stage]
-                step = {_FORWARD: 1, turn: -1}.get(op.kind, 0)
-                if step and 0 <= stage - step < len(todo):
-                    source = replace(op, stage=stage - step)
-                    if source not in found:
-                        break
-                    hops = costs.hop_forward if step == 1 else costs.hop_backward
-                    sent = found[source] + costs.of(op.kind)[stage - step]
-                    queue = (stage, op.kind)
-                    arrived[queue] = round(max(sent, arrived.get(queue, 0)) + hops[min(stage, stage - step)])
-                    moment = max(moment, arrived[queue])
-                found[lane.popleft()] = moment
-                free[stage] = moment + round(costs.of(op.kind)[stage])
-                moved = True
-    if any(todo):
-        raise ValueError("the order does not come to its end")
-    return found

@@ -1,6 +1,6 @@
 """`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
 
-    rule, families ──► best ──► search from there (`climb.py`, with ortools then `polish.py`) ──► FoundSchedule
+    rule, families ──► best ──► search from there (`climb`, with ortools then `polish.py`) ──► FoundSchedule
                                       └ its orders are simulated as all are: what counts is the step that runs
 
 What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipetrain.schedule.bound import bound, proven_gap
+from pipetrain.schedule.bound import proven_gap
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
@@ -27,8 +27,7 @@ from pipetrain.schedule.policy import Keep
 from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.climb import Effort, climb
-from pipetrain.schedule.search.list_order import ListedOrder
+from pipetrain.schedule.search.list_order import Effort, climb
 from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
 
@@ -114,9 +113,7 @@ def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Ef
     found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
     if found.is_proven or not polishes:
         return found
-    order = order_of(found.schedule)
-    listed = ListedOrder(tuple(tuple(order[rank]) for rank in spec.stage_ranks), found.seconds)
-    polished = polish(problem, listed, replace(effort, seconds=effort.seconds - first.seconds))
+    polished = polish(problem, found.schedule, replace(effort, seconds=effort.seconds - first.seconds))
     better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
     return _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
 
@@ -144,14 +141,8 @@ def _found(
             check(schedule)
             best, seconds = schedule, taken
     assert best is not None, "the rule makes an order for every problem"
-    least = bound(
-        costs,
-        spec.num_microbatches,
-        policy=replace(spec.policy, keep=Keep.AUTO),
-        first_backward=spec.first_backward,
-        split_backward=spec.split_backward,
-    )
-    return FoundSchedule(best, seconds, min(seconds, max(least, least_seconds)))
+    least = max(problem_of(spec, costs).least_seconds(), least_seconds)
+    return FoundSchedule(best, seconds, min(seconds, least))
 
 
 # What was found before, a file per problem in the user's cache folder: $XDG_CACHE_HOME or ~/.cache, pipetrain/orders ------------------
