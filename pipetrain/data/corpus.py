@@ -50,8 +50,7 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
 def files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
     """The files that `key=given` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
 
-    Raises:
-        ValueError: there is none, or one that may not be read.
+    Raises ValueError: there is none, or one that may not be read.
     """
     path = pathlib.Path(given).expanduser()
     if path.is_file():
@@ -92,11 +91,7 @@ def _files_in(folder: pathlib.Path, key: str, given: str, pattern: str) -> list[
 
 @contextmanager
 def opened(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its name ends with .gz.
-
-    Raises:
-        ValueError: it cannot be read, or is damaged.
-    """
+    """The bytes of a file, unpacked where its name ends with .gz. Raises ValueError: it cannot be read, or is damaged."""
     try:
         with path.open("rb") as file:
             yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file  # type: ignore[misc]
@@ -141,11 +136,7 @@ class Scanned(NamedTuple):
 
 
 def scan(files: Sequence[Path], memory: Path) -> list[Scanned]:
-    """The digest and size of each file; of many bytes they are kept in the folder `memory`.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """The digest and size of each file; of many bytes they are kept in the folder `memory`. Raises ValueError: a file cannot be read."""
     found = remembered(files, memory, "digests", lambda: [_scanned(file) for file in files])
     return [Scanned(file, bytes.fromhex(digest), size) for file, (digest, size) in zip(files, found, strict=True)]
 
@@ -170,9 +161,7 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
 
 
 def stat_of(file: Path) -> os.stat_result:
-    """Raises:
-    ValueError: the file is gone, or may not be looked at.
-    """
+    """Raises ValueError: the file is gone, or may not be looked at."""
     try:
         return file.stat()
     except OSError as error:
@@ -266,11 +255,7 @@ def cut_at_a_line(split: Split) -> Split:
 
 
 def read_pieces(pieces: Sequence[Piece]) -> bytes:
-    """All their bytes.
-
-    Raises:
-        ValueError: a file cannot be read, or is not what it was.
-    """
+    """All their bytes. Raises ValueError: a file cannot be read, or is not what it was."""
     return b"".join(map(_read, pieces))
 
 

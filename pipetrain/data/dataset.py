@@ -57,8 +57,7 @@ class Data:
 def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
     """The tokenizer of `data.tokenizer`; for null `own`, a folder or name too: that of the model. None: there is none.
 
-    Raises:
-        ValueError: there is no such tokenizer.
+    Raises ValueError: there is no such tokenizer.
     """
     name = config.tokenizer or own
     if name is None:
@@ -117,8 +116,7 @@ class OpenData:
     def cut(self, config: DataConfig) -> Data:
         """The data of `config`, of which data.sequence_length and data.global_batch_size may be others than at the opening.
 
-        Raises:
-            ValueError: it does not make a sample of that length.
+        Raises ValueError: it does not make a sample of that length.
         """
         check_limits(config, "data.")
         _check_length(config)
@@ -147,9 +145,7 @@ def open_data(
     """Find, read and tokenize what `config` names, to be cut.
 
     `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
-
-    Raises:
-        ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
+    Raises ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
     """
     check_data(config, own_tokenizer)
     tokenizer = make_tokenizer(config, own_tokenizer)

@@ -124,11 +124,7 @@ class OneKind:
         self._seen: str | None = None
 
     def content_of(self, row: Any) -> str | Row:
-        """The text of a row, or the row itself where it is a chat.
-
-        Raises:
-            ValueError: it is neither, or not what the rows before were.
-        """
+        """The text of a row, or the row itself where it is a chat. Raises ValueError: it is neither, or not what the rows before were."""
         if not isinstance(row, Mapping):
             raise ValueError(f"it is no object but a {type(row).__name__}")
         field = MESSAGES if row.get(MESSAGES) is not None else self._text_field
@@ -208,9 +204,7 @@ def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
 
 
 def check_datasets_installed(config: DataConfig) -> None:
-    """Raises:
-    ValueError: datasets is not installed, or data.path names nothing.
-    """
+    """Raises ValueError: datasets is not installed, or data.path names nothing."""
     if not config.path:
         raise ValueError("data.path is not set: data=hf reads a data set; type data.path=FOLDER_OR_NAME")
     if importlib.util.find_spec("datasets") is None:
@@ -220,8 +214,7 @@ def check_datasets_installed(config: DataConfig) -> None:
 def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     """The data set that `config` names, downloaded if need be; digests of large files are kept in the folder `memory`.
 
-    Raises:
-        ValueError: there is none, or no such split.
+    Raises ValueError: there is none, or no such split.
     """
     check_datasets_installed(config)
     assert config.path is not None, "it was checked"

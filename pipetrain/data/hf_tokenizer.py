@@ -40,9 +40,7 @@ _MAIN_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 
 
 def check_installed(key: str) -> None:
-    """Raises:
-    ValueError: transformers is not installed.
-    """
+    """Raises ValueError: transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f'{key}: transformers is not installed; pip install "pipetrain[hf]" brings it')
 
@@ -50,8 +48,7 @@ def check_installed(key: str) -> None:
 def folder_of_tokenizer(name: str) -> Path:
     """Where the files of the tokenizer are: the folder itself, or where the hub's cache has those of a name (downloaded if need be).
 
-    Raises:
-        ValueError: there is none.
+    Raises ValueError: there is none.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

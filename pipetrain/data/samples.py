@@ -191,11 +191,7 @@ class SampleSets:
 
 
 def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> tuple[Windows, Windows]:
-    """Windows of two long rows of tokens, which are called `unit` in messages.
-
-    Raises:
-        ValueError: one is too short for a sample.
-    """
+    """Windows of two long rows of tokens, which are called `unit` in messages. Raises ValueError: one is too short for a sample."""
     if len(train) <= config.sequence_length:
         raise too_short("the training part of the text", len(train), config, unit)
     if _holds_out(config) and len(heldout) <= config.sequence_length:
@@ -206,8 +202,7 @@ def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> t
 def folder_samples(config: DataConfig, folder: Path, sheet: TokenSheet) -> SampleSets:
     """The samples of a folder of tokens.
 
-    Raises:
-        ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
+    Raises ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
     """
     if sheet.num_skipped and config.on_error == "stop":
         raise ValueError(refusal_of(str(sheet.first_problem)))
@@ -273,11 +268,7 @@ class _Choice:
 
 
 def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> _Choice:
-    """Those that are not too long, and have a token to predict.
-
-    Raises:
-        ValueError: one is not, and data.on_error=stop.
-    """
+    """Those that are not too long, and have a token to predict. Raises ValueError: one is not, and data.on_error=stop."""
     lengths = part.lengths
     fits = (lengths <= config.sequence_length) & (lengths > 1)
     if fits.all():

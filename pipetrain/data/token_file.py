@@ -88,9 +88,7 @@ def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def read_sheet(folder: Path) -> TokenSheet:
-    """Raises:
-    ValueError: it cannot be read, or is of another version.
-    """
+    """Raises ValueError: it cannot be read, or is of another version."""
     try:
         found = json.loads((folder / TOKENS_JSON).read_text())
         if found["format"] != FORMAT:
@@ -103,9 +101,7 @@ def read_sheet(folder: Path) -> TokenSheet:
 
 
 def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
-    """Raises:
-    ValueError: a file is missing, or has another size than it had.
-    """
+    """Raises ValueError: a file is missing, or has another size than it had."""
     numbers = sheet.parts[part]
     counted = mapped(folder / part / "counted.bin", np.dtype(np.uint8), numbers.tokens) if sheet.is_chat else None
     return TokenPart(
@@ -117,11 +113,7 @@ def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
 
 
 def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
-    """`count` numbers of a file, mapped and read-only.
-
-    Raises:
-        ValueError: it is not there, or holds another number of them.
-    """
+    """`count` numbers of a file, mapped and read-only. Raises ValueError: it is not there, or holds another number of them."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -194,11 +186,7 @@ class IdFile:
 
 
 def check_id_file(key: str, path: Path, item_type: str) -> int:
-    """How many ids are in the file.
-
-    Raises:
-        ValueError: there is no such file, it is empty, or it does not hold a whole number of ids.
-    """
+    """How many ids are in the file. Raises ValueError: there is no such file, it is empty, or it does not hold a whole number of ids."""
     if not path.is_file():
         raise ValueError(
             f"{key}={path} is no file (seen from {Path.cwd()}): data=memmap reads a .bin file of token ids, or a folder that "
@@ -218,8 +206,7 @@ def check_id_file(key: str, path: Path, item_type: str) -> int:
 def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
     """The file, read once as a whole to know what it holds; of a large one that is kept in the folder `memory`.
 
-    Raises:
-        ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
+    Raises ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
     """
     check_id_file(key, path, item_type)
     ids = np.asarray(np.memmap(path, item_type, "r"))

@@ -74,8 +74,7 @@ class ByteTokenizer:
     def encode_documents(self, documents: Sequence[Document]) -> Encoded:
         """Files as they are; texts of records end with a line, as bytes have no token that ends one.
 
-        Raises:
-            ValueError: there is a chat among them.
+        Raises ValueError: there is a chat among them.
         """
         texts = [_bytes_of(document) for document in documents]
         lengths = np.array([len(text) for text in texts], np.int64)

@@ -67,8 +67,7 @@ def tokenized(
 ) -> Path:
     """The folder with the tokens of what `config` names: `out`, or one in the cache, where it is made once.
 
-    Raises:
-        ValueError: a document is no sample, or the folder cannot be written.
+    Raises ValueError: a document is no sample, or the folder cannot be written.
     """
     corpus = corpus_of(config, tokenizer)
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
@@ -86,8 +85,7 @@ def cache_root(cache_dir: str | None) -> Path:
 def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: float) -> Path:
     """`folder`, which `make(draft folder)` has filled: now, earlier, or in another process meanwhile.
 
-    Raises:
-        ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
+    Raises ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
     """
     if _is_whole(folder):
         return folder
@@ -134,11 +132,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """The documents that `config` names.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The documents that `config` names. Raises ValueError: there are none."""
     memory = memory_of(config)
     if config.name == "hf":
         return hf_corpus(config, memory)
@@ -197,9 +191,7 @@ BATCH_DOCUMENTS = 4096
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
 
-    Raises:
-        ValueError: a document is no sample, with its file and line; or none of them all is.
-        OSError: it cannot be written.
+    Raises ValueError: a document is no sample, with its file and line; or none of them all is; OSError: it cannot be written.
     """
     item_type = smallest_type(tokenizer.vocabulary_size)
     problems = _Problems(corpus, skips)

@@ -49,8 +49,7 @@ class Tie:
 def ties_of(tied: Iterable[tuple[str, str]], stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
     """Those of the pairs of names `tied` that lie in two stages, in the order of their names.
 
-    Raises:
-        ValueError: a parameter that more than two stages share.
+    Raises ValueError: a parameter that more than two stages share.
     """
     found = []
     for names in groups_of(tied):
@@ -80,11 +79,7 @@ def groups_of(tied: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
-    """Make `parameter` what `name` is, in whatever modules of the layer it is.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Make `parameter` what `name` is, in whatever modules of the layer it is. Raises ValueError: it has another shape."""
     number, rest = _place(name)
     old = layers[number].get_parameter(rest)
     if old.shape != parameter.shape:
@@ -98,11 +93,7 @@ def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
 
 
 def parameter_of(layers: Layers, name: str) -> nn.Parameter | None:
-    """What is called `name` in the whole model; None where its layer is not among these.
-
-    Raises:
-        ValueError: the layer has no such parameter.
-    """
+    """What is called `name` in the whole model; None where its layer is not among these. Raises ValueError: the layer has no such parameter."""
     number, rest = _place(name)
     if number not in layers:
         return None
@@ -194,11 +185,7 @@ class SharedState:
 
     @contextmanager
     def unchanged(self, *, is_training: bool) -> Iterator[None]:
-        """Around the ops of a call.
-
-        Raises:
-            ValueError: what they changed, where it is shared.
-        """
+        """Around the ops of a call. Raises ValueError: what they changed, where it is shared."""
         if not self._buffers and not self._modules:
             yield
             return

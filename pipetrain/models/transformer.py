@@ -32,9 +32,7 @@ def plain_batch(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Token ids and targets of a batch whose inputs may be a dict with a mask; a rank without the first stage gives None.
 
     Filling at the end of a sample needs no mask: attention looks back, and there nothing counts.
-
-    Raises:
-        ValueError: documents side by side, or filling in front, which these models would take for what came before.
+    Raises ValueError: documents side by side, or filling in front, which these models would take for what came before.
     """
     if not isinstance(inputs, Mapping):
         return inputs, targets

@@ -191,8 +191,7 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
     """The layers `first` to `last - 1` of ours, around the modules of `model`, which may have modules that are `Elsewhere` for others.
 
-    Raises:
-        ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
+    Raises ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
     """
     check_plain(model)
     parts = parts or model_parts(model)
@@ -215,8 +214,7 @@ def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None
 def check_plain(model: PreTrainedModel) -> None:
     """Refuse a model that goes on with more than text, or with nothing, and what a model was switched to that stages do themselves.
 
-    Raises:
-        ValueError: with what to do.
+    Raises ValueError: with what to do.
     """
     kind, config = type(model).__name__, model.config
     if config.get_text_config(decoder=True) is not config or getattr(config, "vision_config", None) is not None:

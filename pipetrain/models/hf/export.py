@@ -46,8 +46,7 @@ def export_model(
         lora: the adapters that were trained, which are merged, or written alone for who has the model `base`.
         out: it is there whole or not at all.
 
-    Raises:
-        ValueError: `out` is in use; a tensor of the model is missing.
+    Raises ValueError: `out` is in use; a tensor of the model is missing.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -114,9 +113,7 @@ def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: 
 
 
 def check_out(out: Path) -> None:
-    """Raises:
-    ValueError: something is there already: a model that is read, perhaps by the run that is exported.
-    """
+    """Raises ValueError: something is there already: a model that is read, perhaps by the run that is exported."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(
             f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
@@ -125,11 +122,7 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def _whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when all is written.
-
-    Raises:
-        ValueError: something is there already, or it cannot be made.
-    """
+    """A folder to write into, which becomes `out` when all is written. Raises ValueError: something is there already, or it cannot be made."""
     check_out(out)
     draft = out.with_name(f".{out.name}.draft")
     try:

@@ -150,9 +150,7 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
 
 
 def check_transformers() -> None:
-    """Raises:
-    ValueError: transformers is not installed.
-    """
+    """Raises ValueError: transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
 
@@ -160,8 +158,7 @@ def check_transformers() -> None:
 def check_hf(config: ModelConfig) -> None:
     """Refuse what is no causal language model of text, here on this machine, whose weights can be trained.
 
-    Raises:
-        ValueError: with the key, and what to do.
+    Raises ValueError: with the key, and what to do.
     """
     if config.path is None:
         raise ValueError(

@@ -35,8 +35,7 @@ _ANY_LENGTH = 2048  # tokens of a sample, for a model whose config tells no long
 def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     """The bundle of a model that every rank has whole: its stages train the very parameters of `model`.
 
-    Raises:
-        ValueError: it cannot be cut into stages; the message has the reason.
+    Raises ValueError: it cannot be cut into stages; the message has the reason.
     """
     check_plain(model)
     parts = model_parts(model)
@@ -52,10 +51,7 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
 def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     """The bundle of the model that `model.path` names: a stage reads, or draws, its own layers and never has another.
 
-    `vocabulary_size` is the tokenizer's.
-
-    Raises:
-        ValueError: it cannot be trained in stages, or not on these tokens; the message has the reason.
+    `vocabulary_size` is the tokenizer's. Raises ValueError: it cannot be trained in stages, or not on these tokens; the message has the reason.
     """
     check_hf(config)
     assert config.path is not None

@@ -32,8 +32,7 @@ _SALT = 0x10A  # the adapters' seeds are none of the weights' own
 def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, seed: int) -> None:
     """Puts adapters beside the linear layers of `model`, whole or pruned, in place; all else of it is trained no more.
 
-    Raises:
-        ValueError: PEFT is not installed, or cannot do it.
+    Raises ValueError: PEFT is not installed, or cannot do it.
     """
     assert config.rank is not None
     targets = _targets(model, parts, config)
@@ -55,8 +54,7 @@ def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, se
 def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> None:
     """Whether each of `model.lora.targets` is a linear layer of the whole `model`, which may be on the meta device.
 
-    Raises:
-        ValueError: with the nearest name.
+    Raises ValueError: with the nearest name.
     """
     count = parts.num_decoder_layers
     for number in config.layers or ():

@@ -116,8 +116,7 @@ class AsGiven(nn.Module):
 def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
 
-    Raises:
-        ValueError: the model cannot be cut into stages; the message has its class and the reason.
+    Raises ValueError: the model cannot be cut into stages; the message has its class and the reason.
     """
     layers, number = _list_of_layers(model)
     faults = []
@@ -141,11 +140,7 @@ class _Unfit(Exception):
 
 
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
-    """The name of the list of decoder layers, and how many there are.
-
-    Raises:
-        ValueError: there is no such list, or more than one.
-    """
+    """The name of the list of decoder layers, and how many there are. Raises ValueError: there is no such list, or more than one."""
     number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     found = [
         name

@@ -52,8 +52,7 @@ def pruned_model(
         dtype: of the weights; `auto`: what they are stored in.
         attention: how transformers computes attention (`sdpa`, `eager`, ...); None: its own choice.
 
-    Raises:
-        ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
+    Raises ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
     """
     config, held = config_of(source), range(first, last)
     if attention is not None:
@@ -93,8 +92,7 @@ def empty_model(source: HfSource) -> PreTrainedModel:
 def config_of(source: HfSource) -> PretrainedConfig:
     """The config of a model, as transformers has it. Code that lies beside it is not run.
 
-    Raises:
-        ValueError: a kind of model that transformers does not have itself.
+    Raises ValueError: a kind of model that transformers does not have itself.
     """
     from transformers import AutoConfig
 
@@ -109,11 +107,7 @@ def config_of(source: HfSource) -> PretrainedConfig:
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The family's causal language model.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The family's causal language model. Raises ValueError: it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:

@@ -61,8 +61,7 @@ class Router:
     def of(model: PreTrainedModel) -> Router | None:
         """None where the model has no experts, or `output_router_logits` of its config, which asks for the loss, is not set.
 
-        Raises:
-            ValueError: the loss is asked for, and is another one than is computed here.
+        Raises ValueError: the loss is asked for, and is another one than is computed here.
         """
         if not getattr(model.config, "output_router_logits", False):
             return None

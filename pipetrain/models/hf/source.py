@@ -72,8 +72,7 @@ class HfSource:
     def weight_map(self) -> Mapping[str, Path]:
         """Which file holds each weight, by the weight's name in the files; no file is opened where there is an index.
 
-        Raises:
-            ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
+        Raises ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
         """
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
@@ -119,8 +118,7 @@ class HfSource:
 def find_source(path: str, revision: str | None = None) -> HfSource:
     """The model that `model.path` names, a folder or a name of the hub that is in its cache on this machine.
 
-    Raises:
-        ValueError: it is not here, or its config.json cannot be read.
+    Raises ValueError: it is not here, or its config.json cannot be read.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -145,11 +143,7 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
 
 
 def check_loadable(source: HfSource) -> None:
-    """Whether the weights are here and such that they can be trained.
-
-    Raises:
-        ValueError: quantised, pickled, or a file is missing.
-    """
+    """Whether the weights are here and such that they can be trained. Raises ValueError: quantised, pickled, or a file is missing."""
     if source.quantization is not None:
         raise ValueError(
             f"model.path={source.name}: its weights are quantised ({source.quantization}), and no gradient moves such; name the "
@@ -195,8 +189,7 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
     model.weights=random. Of several processes one downloads, and the others wait for it: for `timeout_seconds` at most while nothing
     more arrives.
 
-    Raises:
-        ValueError: it cannot be had: no network, no such name, no right to it.
+    Raises ValueError: it cannot be had: no network, no such name, no right to it.
     """
     path = config.path
     if config.name != HUGGING_FACE or path is None or Path(path).expanduser().is_dir() or not is_name(path):
@@ -218,11 +211,7 @@ def _missing(config: ModelConfig, name: str) -> list[str]:
 
 @contextmanager
 def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
-    """Within it no other process of who shares the cache downloads this model.
-
-    Raises:
-        ValueError: another one does, and nothing more arrives.
-    """
+    """Within it no other process of who shares the cache downloads this model. Raises ValueError: another one does, and nothing more arrives."""
     home = hub_cache() / f"models--{name.replace('/', '--')}"
     last_change, size = time.monotonic(), -1
 
