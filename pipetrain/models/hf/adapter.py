@@ -77,7 +77,7 @@ class HfDecoderLayer(nn.Module):
         frame = local_frame(tree, self.frames)
         if self.router is None:
             return {**tree, "hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
-        with self.router.watching(self.layer) as logits:
+        with self.router.watching() as logits:
             hidden = frame.value.run(self.number, self.layer, tree["hidden"])
         sums = self.router.added(tree.get("router"), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **({} if sums is None else {"router": sums}), "frame": frame}
@@ -85,7 +85,7 @@ class HfDecoderLayer(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The family's own layer, without the frame around it: so one code serves all of a kind, wherever they stand.
 
-        Nothing where a router is watched, which takes hooks on each call.
+        Nothing where a router is watched: its hooks append to a list.
         """
         if self.router is None:
             self.layer.compile(*args, **kwargs)

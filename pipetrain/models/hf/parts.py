@@ -235,7 +235,8 @@ def _recorded_run(
         recorded.returned.append(torch.zeros_like(hidden, requires_grad=True))
         return (recorded.returned[-1],) if returns_tuple else recorded.returned[-1]
 
-    hollow.__dict__[list_name] = [recorder] * number
+    # Else transformers puts its hooks into the decoder layers, which the hollow copy shares with the model, and again when the model runs.
+    hollow.__dict__ |= {list_name: [recorder] * number, "_output_capturing_hooks_installed": True}
     try:
         with torch.enable_grad(), masks_decided(packed=False, waits=False):
             output = hollow(inputs_embeds=hidden, use_cache=False)
