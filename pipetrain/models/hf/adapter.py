@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipetrain.models.hf.causal_loss import UnmadeLogits, are_large
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
+from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, frame_of, local_frame, recorded_calls
 from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.models.hf.router import Router
+from pipetrain.models.loss import UnmadeLogits, are_large
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _TRAVELLING = ("attention_mask", "position_ids")
 
@@ -182,8 +180,6 @@ class _Output(tuple[Any, ...]):
 
 def given_of(past: Past, config: PreTrainedConfig) -> Given:
     """What decoder layers need of the tokens before: `past` knows it on every stage, so none of it travels."""
-    from pipetrain.models.hf.stage_cache import StageCache
-
     cache = past.kept(StageCache, lambda: StageCache(config))
     return Given(past.mask, past.positions, cache.at(past.length))
 

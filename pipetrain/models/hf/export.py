@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipetrain.config.records import LoraConfig
 from pipetrain.models.hf.lora import merged_weights, write_adapters
@@ -24,9 +25,6 @@ from pipetrain.models.hf.parts import HfNames, model_parts
 from pipetrain.models.hf.pruned import empty_model
 from pipetrain.models.hf.source import CONFIG, HfSource, find_source
 from pipetrain.models.weights import shard_name, write_index, write_shard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def export_model(
@@ -48,8 +46,6 @@ def export_model(
 
     Raises ValueError: `out` is in use; a tensor of the model is missing.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     source = find_source(str(files))
     model = empty_model(source)
     parts = model_parts(model)

@@ -10,20 +10,19 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from pipetrain.config.problem import nearest
 from pipetrain.config.records import LoraConfig
 from pipetrain.models.hf.parts import Parts
 from pipetrain.models.weights import LazyTensors
 from pipetrain.stage.seeding import generators_restored, mix, weight_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ADAPTER = "default"  # what PEFT calls the only adapter of a layer
 _SALT = 0x10A  # the adapters' seeds are none of the weights' own
@@ -150,8 +149,6 @@ def _targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> dict[s
 
 def _linear_layers(model: PreTrainedModel, parts: Parts) -> Iterator[str]:
     """Names of the linear layers inside decoder layers, of torch or (GPT-2) of transformers."""
-    from transformers.pytorch_utils import Conv1D
-
     for name, module in model.named_modules():
         if name.startswith(f"{parts.layers}.") and isinstance(module, (nn.Linear, Conv1D)):
             yield name

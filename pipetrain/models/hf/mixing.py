@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from pipetrain.models.hf.frame import Frame, FrameMaker, Given
 from pipetrain.models.hf.parts import Elsewhere, Parts
 from pipetrain.stage.seeding import generators_restored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _POSITIONS = (0, 1, 0, 1)
 _ROUNDING = 1e-4  # of the largest number of an output; documents that mix differ by far more with weights of noise
@@ -93,8 +91,6 @@ def _kind_of(layer: nn.Module, frame: Frame, number: int) -> Any:
 
 def _stand_in(module: nn.Module, model: PreTrainedModel, config: PreTrainedConfig, generator: torch.Generator) -> Any:
     """A copy in eval mode on the CPU: noise for weights, buffers as they are, or (on the meta device) as the family makes them."""
-    from transformers import initialization
-
     memo: dict[int, Any] = {id(model.config): config}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_noise(parameter.shape, generator), requires_grad=False)

@@ -17,17 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel, masking_utils
 
 from pipetrain.models.weights import LazyTensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -316,8 +313,6 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
     `packed`: positions were given and may restart; where they were not, they do not. `waits`: whether it may look at a mask to leave
     out one that masks nothing: a wait for the device in each F and R.
     """
-    from transformers import masking_utils
-
     with _PATCHING:
         found, tracing = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
         try:
