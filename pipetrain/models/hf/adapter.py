@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, frame_of, local_frame, recorded_calls
+from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, given_in, local_frame, run_to_layers
 from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.models.hf.router import Router
 from pipetrain.models.loss import UnmadeLogits, are_large
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
-
-_TRAVELLING = ("attention_mask", "position_ids")
 
 
 class HfEmbedding(nn.Module):
@@ -39,26 +37,18 @@ class HfEmbedding(nn.Module):
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-        travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
-        hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
-        return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
+        given = given_in(batch)
+        hidden, frame = run_to_layers(self.owner, self.parts, given, input_ids=batch["input_ids"])
+        return {"hidden": hidden, **given, "frame": StageLocal(frame)}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: a look into a table, beside masks that are made as plain Python says."""
 
     def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens, which is all that travels then."""
-        hidden, frame = self._begun(ids, given_of(past, self.owner.config))
+        hidden, frame = run_to_layers(self.owner, self.parts, given_of(past, self.owner.config), input_ids=ids)
         past.once(Frame, lambda: frame)
         return hidden
-
-    def _begun(self, ids: Tensor, given: Given) -> tuple[Tensor, Frame]:
-        """The first hidden state, and the frame of the first stage."""
-        calls = recorded_calls(self.owner, self.parts, given, input_ids=ids)
-        args, kwargs = calls[0]
-        key = self.parts.hidden_key
-        hidden = args[key] if isinstance(key, int) else kwargs[key]
-        return hidden, frame_of(calls, self.parts, self.owner.config)
 
 
 class HfDecoderLayer(nn.Module):
@@ -180,8 +170,8 @@ class _Output(tuple[Any, ...]):
 
 def given_of(past: Past, config: PreTrainedConfig) -> Given:
     """What decoder layers need of the tokens before: `past` knows it on every stage, so none of it travels."""
-    cache = past.kept(StageCache, lambda: StageCache(config))
-    return Given(past.mask, past.positions, cache.at(past.length))
+    cache = past.kept(StageCache, lambda: StageCache(config)).at(past.length)
+    return {**given_in({"attention_mask": past.mask, "position_ids": past.positions}), "past_key_values": cache}
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given
+from pipetrain.models.hf.frame import Frame, FrameMaker
 from pipetrain.models.hf.parts import Elsewhere, Parts
 from pipetrain.stage.seeding import generators_restored
 
@@ -46,7 +46,7 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
     positions = torch.tensor([_POSITIONS, _POSITIONS])
     frames = _stand_in(FrameMaker(model.get_submodule(parts.owner), parts), model, config, generator)
-    frame = frames(rows, Given(positions=positions))
+    frame = frames(rows, {"position_ids": positions})
     seen = set()
     for number, layer in enumerate(model.get_submodule(parts.layers).children()):
         kind = _kind_of(layer, frame, number)

@@ -64,6 +64,12 @@ class Parts:
         """Layers of ours."""
         return self.num_decoder_layers + 2
 
+    def hidden_in(self, call: Call) -> Tensor:
+        """The hidden state that a decoder layer is called with."""
+        args, kwargs = call
+        hidden: Tensor = args[self.hidden_key] if isinstance(self.hidden_key, int) else kwargs[self.hidden_key]
+        return hidden
+
     def modules_of(self, number: int) -> tuple[str, ...]:
         """The modules that make our layer `number`."""
         if number == 0:
