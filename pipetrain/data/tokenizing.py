@@ -6,14 +6,12 @@ draft and renames it when it is whole. A thread encodes a batch, on all cores (t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -91,25 +89,21 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
         return folder
     draft = folder.with_name(f"{folder.name}.draft")
     lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
-    size, since = -1, time.monotonic()
-
-    def made_meanwhile() -> bool:
-        nonlocal size, since
-        with contextlib.suppress(FileNotFoundError):  # the draft was renamed meanwhile
-            if (now := sum(file.stat().st_size for file in draft.glob("*/*"))) != size:
-                size, since = now, time.monotonic()
-        if time.monotonic() - since > timeout_seconds:
-            maker = Path(lock.lock_file).read_text() or "another process"
-            raise ValueError(
-                f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
-                "end it, or choose another data.cache_dir"
-            )
-        return _is_whole(folder)
-
+    size, wait = -1, 0.0
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(Timeout):  # it is whole now
-            lock.acquire(poll_interval=_PAUSE_SECONDS, cancel_check=made_meanwhile)
+        while not lock.is_locked:
+            try:
+                lock.acquire(wait, poll_interval=_PAUSE_SECONDS)
+            except Timeout:
+                now = _size_of_files(draft)
+                if now == size:
+                    maker = Path(lock.lock_file).read_text() or "another process"
+                    raise ValueError(
+                        f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
+                        "end it, or choose another data.cache_dir"
+                    ) from None
+                size, wait = now, timeout_seconds
         if not _is_whole(folder):
             Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
@@ -125,6 +119,13 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
             shutil.rmtree(draft, ignore_errors=True)
         lock.release()
     return folder
+
+
+def _size_of_files(draft: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in draft.glob("*/*"))
+    except FileNotFoundError:  # the draft was renamed meanwhile
+        return 0
 
 
 def _is_whole(folder: Path) -> bool:

@@ -9,9 +9,8 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -213,35 +212,35 @@ def _missing(config: ModelConfig, name: str) -> list[str]:
 def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
     """Within it no other process of who shares the cache downloads this model. Raises ValueError: another one does, and nothing more arrives."""
     home = hub_cache() / f"models--{name.replace('/', '--')}"
-    last_change, size = time.monotonic(), -1
-
-    def stands_still() -> bool:
-        nonlocal last_change, size
-        if size == -1:
-            print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
-        now = 0
-        for path in home.rglob("*"):
-            with suppress(OSError):  # renamed meanwhile
-                now += path.stat().st_size
-        if now != size:
-            last_change, size = time.monotonic(), now
-        return time.monotonic() - last_change > timeout_seconds
-
-    lock = FileLock(home / ".pipetrain.lock")
+    lock, size, wait = FileLock(home / ".pipetrain.lock"), -1, 0.0
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock.acquire(poll_interval=_POLL_SECONDS, cancel_check=stands_still)
-    except Timeout:
-        raise ValueError(
-            f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
-            "more has arrived; end that process, or give the folder of a model that is here"
-        ) from None
+        while not lock.is_locked:
+            try:
+                lock.acquire(wait, poll_interval=_POLL_SECONDS)
+            except Timeout:
+                now = sum(_size_of(path) for path in home.rglob("*"))
+                if now == size:
+                    raise ValueError(
+                        f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
+                        "more has arrived; end that process, or give the folder of a model that is here"
+                    ) from None
+                if size == -1:
+                    print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
+                size, wait = now, timeout_seconds
     except OSError as error:
         raise ValueError(f"model.path={name}: {home} cannot be written ({error.strerror}); set HF_HOME") from error
     try:
         yield
     finally:
         lock.release()
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # renamed meanwhile
+        return 0
 
 
 def _download(name: str, revision: str | None, files: list[str]) -> None:
