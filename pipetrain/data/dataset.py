@@ -8,7 +8,6 @@ text, jsonl, hf            documents ── tokenized once ──► folder in t
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from pipetrain.config.problem import not_a_choice
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
 from pipetrain.data.documents import check_datasets_installed
-from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import (
     TOKENS_JSON,
@@ -32,7 +31,7 @@ from pipetrain.data.token_file import (
     read_id_file,
     read_sheet,
 )
-from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, memory_of, split_of, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
@@ -77,8 +76,7 @@ def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
 def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
-        nearest = difflib.get_close_matches(config.name, _SOURCES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"data={config.name!r}: allowed are {', '.join(_SOURCES)}; did you mean data={nearest}?")
+        raise not_a_choice("data", config.name, _SOURCES)
     _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":

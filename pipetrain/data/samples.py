@@ -15,10 +15,9 @@ filling follows from lengths: a token that also ends texts may fill.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,22 +32,6 @@ from pipetrain.data.tokenizing import place_named, refusal_of
 
 IGNORED = -100  # the target of a position that does not count
 
-Indices = Sequence[int] | NDArray[np.int64]
-
-
-class Samples(Protocol):
-    """Samples by number. `num_tokens`: positions that count in the loss, over all of them or some."""
-
-    sequence_length: int
-
-    def __len__(self) -> int: ...
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Token ids and targets `[samples, sequence_length]`, int64; documents with a mask, or with positions."""
-        ...
-
-    def num_tokens(self, indices: NDArray[np.int64]) -> int: ...
-
 
 class Windows:
     """Samples of one long row of tokens, in the smallest integer type; on disk or in memory."""
@@ -61,10 +44,12 @@ class Windows:
         return len(self._windows)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Token ids and targets `[samples, sequence_length]`, int64."""
         wide = torch.from_numpy(self._windows[indices].astype(np.int64))
         return Batch(inputs=wide[:, :-1].contiguous(), targets=wide[:, 1:].contiguous())
 
     def num_tokens(self, indices: NDArray[np.int64]) -> int:
+        """Positions that count in the loss."""
         return len(indices) * self.sequence_length
 
 
@@ -96,6 +81,7 @@ class Documents:
         return len(self._ends)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Token ids with a mask or positions, and targets; all `[samples, sequence_length]`, int64."""
         shape = (len(indices), self.sequence_length)
         ids, targets = np.full(shape, self._pad, np.int64), np.full(shape, IGNORED, np.int64)
         where = np.zeros(shape, np.int64)
@@ -132,6 +118,9 @@ class Documents:
 
     def _range(self, document: int) -> tuple[int, int]:
         return int(self._part.ends[document - 1]) if document else 0, int(self._part.ends[document])
+
+
+Samples = Windows | Documents
 
 
 class Packed(NamedTuple):

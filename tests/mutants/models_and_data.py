@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "a text begins twice",
-        "pipetrain/data/hf_tokenizer.py",
+        "pipetrain/data/tokenizer.py",
         "if document.begins and begin and row[: len(begin)] != begin:",
         "if document.begins and begin:",
         ("tests/data/test_chats.py", "-k", "begins_once"),
