@@ -247,8 +247,7 @@ def cut_at_a_line(split: Split) -> Split:
     with opened(path) as file:
         file.seek(max(first, last - _LONGEST_LINE))
         before = file.read(last - max(first, last - _LONGEST_LINE))
-    end = before.rfind(b"\n") + 1
-    cut = last - (len(before) - end) if end else last - _in_character(before)
+    cut = last - len(before) + (before.rfind(b"\n") + 1 or end_of_characters(before))
     if cut == first:
         return split
     return Split((Piece(path, first, cut),), (Piece(path, cut, split.heldout[0].last),))
@@ -272,14 +271,12 @@ def changed(path: Path) -> ValueError:
     return ValueError(f"{path} has changed while it was read; start again when it is whole")
 
 
-def _in_character(text: bytes) -> int:
-    """How many bytes at the end of `text` are of a character of UTF-8 that is not whole."""
-    for count in range(1, min(4, len(text)) + 1):
-        byte = text[-count]
-        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how many it has
-            whole = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return count if count < whole else 0
-    return 0
+def end_of_characters(text: bytes) -> int:
+    """Where the last character of UTF-8 begins, which may not be whole."""
+    end = len(text) - 1
+    while end > len(text) - 4 and text[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 def _read(piece: Piece) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipetrain.config.problem import nearest
 from pipetrain.config.records import DataConfig
-from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, opened, scan
+from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, end_of_characters, opened, scan
 
 MESSAGES = "messages"  # the field of a chat
 PIECE_BYTES = 2**18  # of a long text
@@ -197,9 +197,7 @@ def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
             return block[: end + 1], block[end + 1 :]
     if len(block) < _LONGEST_LINE:
         return b"", block
-    end = len(block) - 1
-    while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-        end -= 1
+    end = end_of_characters(block)
     return block[:end], block[end:]
 
 

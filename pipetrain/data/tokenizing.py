@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -277,14 +277,10 @@ def _ahead(
     batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Each batch with its tokens, while the next one is encoded."""
-    waiting: tuple[list[Document], Future[Encoded]] | None = None
-    for batch in batches:
-        started = batch, thread.submit(tokenizer.encode_documents, batch)
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-        waiting = started
-    if waiting is not None:
-        yield waiting[0], waiting[1].result()
+    started = ((batch, thread.submit(tokenizer.encode_documents, batch)) for batch in batches)
+    for now, _ in itertools.pairwise(itertools.chain(started, [None])):
+        assert now is not None
+        yield now[0], now[1].result()
 
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:
