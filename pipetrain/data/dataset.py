@@ -8,6 +8,7 @@ text, jsonl, hf            documents ── tokenized once ──► folder in t
 from __future__ import annotations
 
 import datetime
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,6 @@ from pipetrain.data.token_file import (
     TOKENS_JSON,
     Ids,
     check_id_file,
-    fingerprint_of_ids,
     read_id_file,
     read_sheet,
 )
@@ -223,21 +223,19 @@ def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> _LayOut:
 
 def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _LayOut:
     """The ids of one file or two, with the largest of them as the vocabulary where there is no tokenizer."""
-    found = read_id_file("data.path", path, config.item_type, memory_of(config))
-    largest, held_digest = found.largest, None
-    if config.eval_path is not None:
-        held_path = Path(config.eval_path).expanduser()
-        held = read_id_file("data.eval_path", held_path, config.item_type, memory_of(config))
-        largest, held_digest = max(largest, held.largest), held.digest
-        parts = found.ids, held.ids
+    ids, digest, largest = read_id_file("data.path", path, config.item_type, memory_of(config))
+    if config.eval_path is None:
+        cut, held_digest = len(ids) - int(config.eval_fraction * len(ids)), None
+        train, heldout = ids[:cut], ids[cut:]
     else:
-        cut = len(found.ids) - int(config.eval_fraction * len(found.ids))
-        parts = found.ids[:cut], found.ids[cut:]
+        held = read_id_file("data.eval_path", Path(config.eval_path).expanduser(), config.item_type, memory_of(config))
+        train, heldout, held_digest, largest = ids, held.ids, held.digest, max(largest, held.largest)
     if tokenizer is not None and largest >= tokenizer.vocabulary_size:
         raise ValueError(
             f"data.path={path}: it holds the token {largest}, and data.tokenizer={tokenizer.called} has {tokenizer.vocabulary_size}; give "
             f"the tokenizer that it was written with, or another data.item_type (it is {config.item_type})"
         )
     vocabulary_size = largest + 1 if tokenizer is None else tokenizer.vocabulary_size
-    fingerprint = fingerprint_of_ids(found.digest, held_digest, config.item_type, len(parts[1]))
-    return _of_rows(parts, "tokens", vocabulary_size, fingerprint)
+    # equal for the same ids, cut in the same place
+    fingerprint = hashlib.sha256(f"{digest} {held_digest} {config.item_type} {len(heldout)}".encode()).hexdigest()
+    return _of_rows((train, heldout), "tokens", vocabulary_size, fingerprint)

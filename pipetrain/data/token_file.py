@@ -16,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,10 +123,6 @@ def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
     return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
 
 
-def write_sheet(folder: Path, sheet: TokenSheet) -> None:
-    (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
-
-
 class PartWriter:
     """Appends documents to the files of one part, and hashes what they hold."""
 
@@ -136,7 +132,7 @@ class PartWriter:
         names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
         self._hashes = {name: hashlib.sha256() for name in names}
-        self._num_tokens = self._num_documents = self._num_counted = 0
+        self._tokens = self._documents = self._counted = 0
         self._largest = -1
 
     def __enter__(self) -> Self:
@@ -150,14 +146,14 @@ class PartWriter:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
         ends = np.array([document.ends for document in documents])
         self._append("tokens", ids.astype(self._kind))
-        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
+        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._tokens)[ends])
         self._append("places", np.array([document.place for document in documents if document.ends], np.int64))
         if "counted" in self._files:
             assert counted is not None, "a chat says what counts"
             self._append("counted", counted.astype(np.uint8))
-        self._num_tokens += len(ids)
-        self._num_documents += int(ends.sum())
-        self._num_counted += len(ids) if counted is None else int(counted.sum())
+        self._tokens += len(ids)
+        self._documents += int(ends.sum())
+        self._counted += len(ids) if counted is None else int(counted.sum())
         if len(ids):
             self._largest = max(self._largest, int(ids.max()))
 
@@ -170,14 +166,13 @@ class PartWriter:
     def numbers(self) -> PartNumbers:
         digests = [one.hexdigest() for name, one in self._hashes.items() if name != "places"]
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return PartNumbers(self._num_tokens, self._num_documents, self._num_counted, self._largest, digest)
+        return PartNumbers(self._tokens, self._documents, self._counted, self._largest, digest)
 
 
 _BLOCK_ITEMS = 2**22
 
 
-@dataclass(frozen=True)
-class IdFile:
+class IdFile(NamedTuple):
     """A mapped file of ids. `digest` is the SHA-256 of its bytes."""
 
     ids: Ids
@@ -185,8 +180,8 @@ class IdFile:
     largest: int
 
 
-def check_id_file(key: str, path: Path, item_type: str) -> int:
-    """How many ids are in the file. Raises ValueError: there is no such file, it is empty, or it does not hold a whole number of ids."""
+def check_id_file(key: str, path: Path, item_type: str) -> None:
+    """Raises ValueError: there is no such file, it is empty, or it does not hold a whole number of ids."""
     if not path.is_file():
         raise ValueError(
             f"{key}={path} is no file (seen from {Path.cwd()}): data=memmap reads a .bin file of token ids, or a folder that "
@@ -200,7 +195,6 @@ def check_id_file(key: str, path: Path, item_type: str) -> int:
         )
     if not size:
         raise ValueError(f"{key}={path} is empty: give a file with token ids")
-    return size // each
 
 
 def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
@@ -214,11 +208,6 @@ def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
     if least < 0:
         raise ValueError(f"{key}={path} holds {least}, which is no token id: is it of data.item_type={item_type}?")
     return IdFile(ids, digest, largest)
-
-
-def fingerprint_of_ids(train: str, heldout: str | None, item_type: str, num_heldout: int) -> str:
-    """Equal for the same ids, cut in the same place."""
-    return hashlib.sha256(f"{train} {heldout} {item_type} {num_heldout}".encode()).hexdigest()
 
 
 def _looked_at(ids: Ids) -> tuple[str, int, int]:

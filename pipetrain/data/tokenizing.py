@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,6 @@ from pipetrain.data.token_file import (
     PartWriter,
     TokenSheet,
     smallest_type,
-    write_sheet,
 )
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
@@ -134,16 +133,12 @@ def _is_whole(folder: Path) -> bool:
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     """The documents that `config` names. Raises ValueError: there are none."""
-    memory = memory_of(config)
     if config.name == "hf":
-        return hf_corpus(config, memory)
-    if config.name == "jsonl":
-        train, heldout = _files_of(config)
-        return json_corpus(train, heldout, config.eval_fraction, config.text_field)
-    split = split_of(config)
-    if not isinstance(tokenizer, ByteTokenizer):
-        split = cut_at_a_line(split)
+        return hf_corpus(config, memory_of(config))
     train, heldout = _files_of(config)
+    if config.name == "jsonl":
+        return json_corpus(train, heldout, config.eval_fraction, config.text_field)
+    split = split_of(config) if isinstance(tokenizer, ByteTokenizer) else cut_at_a_line(split_of(config))
     return text_corpus(split, digest_of([*train, *heldout]))
 
 
@@ -223,7 +218,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         num_skipped=problems.num_skipped,
         first_problem=problems.first,
     )
-    write_sheet(folder, sheet)
+    (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
     if tell is not None:
         tell(1.0)
 
@@ -235,7 +230,7 @@ class _Problems:
     corpus: Corpus
     skips: bool
     num_skipped: int = 0
-    first: str | None = field(default=None)
+    first: str | None = None
 
     def add(self, document: Document, problem: str) -> None:
         said = f"{place_named(self.corpus.sources, *document.place)}: {problem}"
