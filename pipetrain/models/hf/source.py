@@ -6,7 +6,6 @@ Without torch: a login node plans a run with it, and no process has to start to 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,10 +27,8 @@ _BESIDE = re.compile(
     r"tokenizer.*|.*\.jinja|.*\.model|.*\.tiktoken|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|generation_config\.json|chat_template\.json|LICENSE.*|NOTICE.*"
 )
-_MAIN = "main"
 _POLL_SECONDS = 0.5  # between two looks at what another process downloads
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
 _NESTED = ["*/*"]  # weights in other formats, which many repositories have in folders
 
@@ -123,7 +120,7 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
     if not folder.is_dir():
         cached = cached_folder(path, revision)
         if cached is None:
-            nor_name = f", and no model of that name in {hub_cache()}" if is_name(path) else ""
+            nor_name = f", and no model of that name in {_home_of(path).parent}" if is_name(path) else ""
             raise ValueError(
                 f"model.path={path}: there is no such folder{nor_name}; "
                 "save_pretrained of transformers makes such a folder"
@@ -157,27 +154,27 @@ def is_name(path: str) -> bool:
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where the hub's cache of this user has a version of a model; None: it has not.
-
-    A branch or tag is a file that holds the commit (`refs/main`), a commit a folder (`snapshots/<commit>`).
-    """
+    """Where the hub's cache of this user has a version of a model; None: it has not."""
     if not is_name(name):
         return None
-    home = hub_cache() / f"models--{name.replace('/', '--')}"
-    wanted = _MAIN if revision is None else revision
-    reference = home / "refs" / wanted
-    commit = reference.read_text().strip() if reference.is_file() else wanted
-    folder = home / "snapshots" / commit
-    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
+    config = _hub(name).try_to_load_from_cache(name, CONFIG, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
-def hub_cache() -> Path:
-    """The folder in which huggingface_hub keeps what it downloads, from the variables that it reads itself."""
-    if direct := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(direct).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "huggingface" / "hub"
+def _hub(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"model.path={name}: there is no such folder, and names are found by huggingface_hub, which is not installed; "
+            "pip install 'pipetrain[hf]', or give a folder"
+        ) from error
+    return huggingface_hub
+
+
+def _home_of(name: str) -> Path:
+    """The folder in which huggingface_hub keeps all versions of a model."""
+    return Path(_hub(name).constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -203,7 +200,7 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
 def _missing(config: ModelConfig, name: str) -> list[str]:
     """What to download next."""
     folder = cached_folder(name, config.revision)
-    if folder is None or not (folder / CONFIG).is_file():
+    if folder is None:
         return _SMALL_FILES
     return find_source(name, config.revision).missing_files() if config.weights == "pretrained" else []
 
@@ -211,7 +208,7 @@ def _missing(config: ModelConfig, name: str) -> list[str]:
 @contextmanager
 def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
     """Within it no other process of who shares the cache downloads this model. Raises ValueError: another one does, and nothing more arrives."""
-    home = hub_cache() / f"models--{name.replace('/', '--')}"
+    home = _home_of(name)
     lock, size, wait = FileLock(home / ".pipetrain.lock"), -1, 0.0
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -245,14 +242,7 @@ def _size_of(path: Path) -> int:
 
 def _download(name: str, revision: str | None, files: list[str]) -> None:
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"model.path={name}: it is downloaded by huggingface_hub, which is not installed; pip install 'pipetrain[hf]', or give "
-            "a folder"
-        ) from error
-    try:
-        snapshot_download(name, revision=revision, cache_dir=hub_cache(), allow_patterns=files, ignore_patterns=_NESTED)
+        _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_NESTED)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
