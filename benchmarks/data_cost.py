@@ -33,7 +33,7 @@ import torch
 from pipetrain.config.records import DataConfig
 from pipetrain.data.corpus import find_files
 from pipetrain.data.dataset import make_data, make_tokenizer
-from pipetrain.data.hf_tokenizer import HfTokenizer
+from pipetrain.data.tokenizer import HfTokenizer
 from pipetrain.data.tokenizing import BATCH_DOCUMENTS, tokenized
 
 LINES_PER_DOCUMENT = 40

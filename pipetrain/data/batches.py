@@ -47,18 +47,15 @@ class Batches:
 
     def batch_from(self, first: int, share: Share | None = None) -> Batch:
         """`batch_size` samples, or a `share` of them, where `first` came before them."""
-        indices = self._indices_from(first)
+        indices = self.indices_from(first)
         return self._samples.take(indices if share is None else indices[share.rows_of(len(indices))])
-
-    def sample_indices(self, step: int) -> NDArray[np.int64]:
-        """Which samples make the batch of `step`, `[batch_size]`."""
-        return self._indices_from(step * self.batch_size)
 
     def are_of(self, other: Batches) -> bool:
         """Whether both take the very same samples, in one order."""
         return self._samples is other._samples and self._seed == other._seed
 
-    def _indices_from(self, first: int) -> NDArray[np.int64]:
+    def indices_from(self, first: int) -> NDArray[np.int64]:
+        """Which samples make a batch where `first` came before, `[batch_size]`."""
         parts, missing = [], self.batch_size
         while missing:
             epoch, position = divmod(first + self.batch_size - missing, len(self._samples))
@@ -84,11 +81,6 @@ class HeldoutBatches:
         self._samples = samples
         self._batch_size = batch_size
         self._count = min(len(samples), max_tokens // samples.sequence_length)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are predicted and count, over all batches."""
-        return self._samples.num_tokens(self.sample_indices())
 
     def __len__(self) -> int:
         return -(-self._count // self._batch_size)

@@ -35,11 +35,7 @@ class SampleRefused(Exception):
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer `called` so. `counted` is `answers`, `last` (answer) or `all`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The chat template of the tokenizer `called` so. `counted` is `answers`, `last` (answer) or `all`. Raises ValueError: there is none."""
 
     def __init__(
         self,
@@ -64,8 +60,7 @@ class ChatTemplate:
     def render(self, row: Row, *, answers: bool = False, first: int | None = None) -> str:
         """The text of a chat, or of its `first` messages; with `answers` it ends with the prompt for an answer.
 
-        Raises:
-            SampleRefused: the template takes no such chat.
+        Raises SampleRefused: the template takes no such chat.
         """
         (text,), _ = self._rendered(row, _messages_of(row)[:first], answers, marks=False)
         return text
@@ -73,9 +68,7 @@ class ChatTemplate:
     def render_marked(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and which characters of it count.
 
-        Raises:
-            SampleRefused: the template takes no such chat.
-            ValueError: it cannot be told what counts.
+        Raises SampleRefused: the template takes no such chat; ValueError: it cannot be told what counts.
         """
         if self._counted == ALL:
             text = self.render(row)
@@ -88,8 +81,7 @@ class ChatTemplate:
     def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
         """Which tokens count: those with a character in `spans`. offsets `[tokens, 2]`: the characters of each.
 
-        Raises:
-            ValueError: a token begins before an answer and ends in it, where nothing but the text says what counts.
+        Raises ValueError: a token begins before an answer and ends in it, where nothing but the text says what counts.
         """
         counted = np.zeros(len(offsets), np.bool_)
         if not len(offsets):

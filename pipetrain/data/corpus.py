@@ -50,8 +50,7 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
 def files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
     """The files that `key=given` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
 
-    Raises:
-        ValueError: there is none, or one that may not be read.
+    Raises ValueError: there is none, or one that may not be read.
     """
     path = pathlib.Path(given).expanduser()
     if path.is_file():
@@ -92,11 +91,7 @@ def _files_in(folder: pathlib.Path, key: str, given: str, pattern: str) -> list[
 
 @contextmanager
 def opened(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its name ends with .gz.
-
-    Raises:
-        ValueError: it cannot be read, or is damaged.
-    """
+    """The bytes of a file, unpacked where its name ends with .gz. Raises ValueError: it cannot be read, or is damaged."""
     try:
         with path.open("rb") as file:
             yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file  # type: ignore[misc]
@@ -141,11 +136,7 @@ class Scanned(NamedTuple):
 
 
 def scan(files: Sequence[Path], memory: Path) -> list[Scanned]:
-    """The digest and size of each file; of many bytes they are kept in the folder `memory`.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """The digest and size of each file; of many bytes they are kept in the folder `memory`. Raises ValueError: a file cannot be read."""
     found = remembered(files, memory, "digests", lambda: [_scanned(file) for file in files])
     return [Scanned(file, bytes.fromhex(digest), size) for file, (digest, size) in zip(files, found, strict=True)]
 
@@ -170,9 +161,7 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
 
 
 def stat_of(file: Path) -> os.stat_result:
-    """Raises:
-    ValueError: the file is gone, or may not be looked at.
-    """
+    """Raises ValueError: the file is gone, or may not be looked at."""
     try:
         return file.stat()
     except OSError as error:
@@ -258,19 +247,14 @@ def cut_at_a_line(split: Split) -> Split:
     with opened(path) as file:
         file.seek(max(first, last - _LONGEST_LINE))
         before = file.read(last - max(first, last - _LONGEST_LINE))
-    end = before.rfind(b"\n") + 1
-    cut = last - (len(before) - end) if end else last - _in_character(before)
+    cut = last - len(before) + (before.rfind(b"\n") + 1 or end_of_characters(before))
     if cut == first:
         return split
     return Split((Piece(path, first, cut),), (Piece(path, cut, split.heldout[0].last),))
 
 
 def read_pieces(pieces: Sequence[Piece]) -> bytes:
-    """All their bytes.
-
-    Raises:
-        ValueError: a file cannot be read, or is not what it was.
-    """
+    """All their bytes. Raises ValueError: a file cannot be read, or is not what it was."""
     return b"".join(map(_read, pieces))
 
 
@@ -287,14 +271,12 @@ def changed(path: Path) -> ValueError:
     return ValueError(f"{path} has changed while it was read; start again when it is whole")
 
 
-def _in_character(text: bytes) -> int:
-    """How many bytes at the end of `text` are of a character of UTF-8 that is not whole."""
-    for count in range(1, min(4, len(text)) + 1):
-        byte = text[-count]
-        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how many it has
-            whole = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return count if count < whole else 0
-    return 0
+def end_of_characters(text: bytes) -> int:
+    """Where the last character of UTF-8 begins, which may not be whole."""
+    end = len(text) - 1
+    while end > len(text) - 4 and text[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 def _read(piece: Piece) -> bytes:

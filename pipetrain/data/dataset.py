@@ -8,7 +8,7 @@ text, jsonl, hf            documents ── tokenized once ──► folder in t
 from __future__ import annotations
 
 import datetime
-import difflib
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,22 +17,21 @@ from typing import Any
 
 import numpy as np
 
+from pipetrain.config.problem import not_a_choice
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
 from pipetrain.data.documents import check_datasets_installed
-from pipetrain.data.hf_tokenizer import HfTokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import (
     TOKENS_JSON,
     Ids,
     check_id_file,
-    fingerprint_of_ids,
     read_id_file,
     read_sheet,
 )
-from pipetrain.data.tokenizer import BYTE, ByteTokenizer, Tokenizer
+from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, memory_of, split_of, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
@@ -57,8 +56,7 @@ class Data:
 def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
     """The tokenizer of `data.tokenizer`; for null `own`, a folder or name too: that of the model. None: there is none.
 
-    Raises:
-        ValueError: there is no such tokenizer.
+    Raises ValueError: there is no such tokenizer.
     """
     name = config.tokenizer or own
     if name is None:
@@ -78,8 +76,7 @@ def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
 def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
-        nearest = difflib.get_close_matches(config.name, _SOURCES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"data={config.name!r}: allowed are {', '.join(_SOURCES)}; did you mean data={nearest}?")
+        raise not_a_choice("data", config.name, _SOURCES)
     _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
@@ -117,8 +114,7 @@ class OpenData:
     def cut(self, config: DataConfig) -> Data:
         """The data of `config`, of which data.sequence_length and data.global_batch_size may be others than at the opening.
 
-        Raises:
-            ValueError: it does not make a sample of that length.
+        Raises ValueError: it does not make a sample of that length.
         """
         check_limits(config, "data.")
         _check_length(config)
@@ -147,9 +143,7 @@ def open_data(
     """Find, read and tokenize what `config` names, to be cut.
 
     `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
-
-    Raises:
-        ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
+    Raises ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
     """
     check_data(config, own_tokenizer)
     tokenizer = make_tokenizer(config, own_tokenizer)
@@ -229,21 +223,19 @@ def _of_memmap(config: DataConfig, tokenizer: Tokenizer | None) -> _LayOut:
 
 def _of_id_files(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _LayOut:
     """The ids of one file or two, with the largest of them as the vocabulary where there is no tokenizer."""
-    found = read_id_file("data.path", path, config.item_type, memory_of(config))
-    largest, held_digest = found.largest, None
-    if config.eval_path is not None:
-        held_path = Path(config.eval_path).expanduser()
-        held = read_id_file("data.eval_path", held_path, config.item_type, memory_of(config))
-        largest, held_digest = max(largest, held.largest), held.digest
-        parts = found.ids, held.ids
+    ids, digest, largest = read_id_file("data.path", path, config.item_type, memory_of(config))
+    if config.eval_path is None:
+        cut, held_digest = len(ids) - int(config.eval_fraction * len(ids)), None
+        train, heldout = ids[:cut], ids[cut:]
     else:
-        cut = len(found.ids) - int(config.eval_fraction * len(found.ids))
-        parts = found.ids[:cut], found.ids[cut:]
+        held = read_id_file("data.eval_path", Path(config.eval_path).expanduser(), config.item_type, memory_of(config))
+        train, heldout, held_digest, largest = ids, held.ids, held.digest, max(largest, held.largest)
     if tokenizer is not None and largest >= tokenizer.vocabulary_size:
         raise ValueError(
             f"data.path={path}: it holds the token {largest}, and data.tokenizer={tokenizer.called} has {tokenizer.vocabulary_size}; give "
             f"the tokenizer that it was written with, or another data.item_type (it is {config.item_type})"
         )
     vocabulary_size = largest + 1 if tokenizer is None else tokenizer.vocabulary_size
-    fingerprint = fingerprint_of_ids(found.digest, held_digest, config.item_type, len(parts[1]))
-    return _of_rows(parts, "tokens", vocabulary_size, fingerprint)
+    # equal for the same ids, cut in the same place
+    fingerprint = hashlib.sha256(f"{digest} {held_digest} {config.item_type} {len(heldout)}".encode()).hexdigest()
+    return _of_rows((train, heldout), "tokens", vocabulary_size, fingerprint)

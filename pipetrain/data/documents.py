@@ -18,7 +18,7 @@ import numpy as np
 
 from pipetrain.config.problem import nearest
 from pipetrain.config.records import DataConfig
-from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, opened, scan
+from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, end_of_characters, opened, scan
 
 MESSAGES = "messages"  # the field of a chat
 PIECE_BYTES = 2**18  # of a long text
@@ -124,11 +124,7 @@ class OneKind:
         self._seen: str | None = None
 
     def content_of(self, row: Any) -> str | Row:
-        """The text of a row, or the row itself where it is a chat.
-
-        Raises:
-            ValueError: it is neither, or not what the rows before were.
-        """
+        """The text of a row, or the row itself where it is a chat. Raises ValueError: it is neither, or not what the rows before were."""
         if not isinstance(row, Mapping):
             raise ValueError(f"it is no object but a {type(row).__name__}")
         field = MESSAGES if row.get(MESSAGES) is not None else self._text_field
@@ -201,16 +197,12 @@ def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
             return block[: end + 1], block[end + 1 :]
     if len(block) < _LONGEST_LINE:
         return b"", block
-    end = len(block) - 1
-    while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-        end -= 1
+    end = end_of_characters(block)
     return block[:end], block[end:]
 
 
 def check_datasets_installed(config: DataConfig) -> None:
-    """Raises:
-    ValueError: datasets is not installed, or data.path names nothing.
-    """
+    """Raises ValueError: datasets is not installed, or data.path names nothing."""
     if not config.path:
         raise ValueError("data.path is not set: data=hf reads a data set; type data.path=FOLDER_OR_NAME")
     if importlib.util.find_spec("datasets") is None:
@@ -220,8 +212,7 @@ def check_datasets_installed(config: DataConfig) -> None:
 def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     """The data set that `config` names, downloaded if need be; digests of large files are kept in the folder `memory`.
 
-    Raises:
-        ValueError: there is none, or no such split.
+    Raises ValueError: there is none, or no such split.
     """
     check_datasets_installed(config)
     assert config.path is not None, "it was checked"

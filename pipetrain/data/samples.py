@@ -15,10 +15,9 @@ filling follows from lengths: a token that also ends texts may fill.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,22 +32,6 @@ from pipetrain.data.tokenizing import place_named, refusal_of
 
 IGNORED = -100  # the target of a position that does not count
 
-Indices = Sequence[int] | NDArray[np.int64]
-
-
-class Samples(Protocol):
-    """Samples by number. `num_tokens`: positions that count in the loss, over all of them or some."""
-
-    sequence_length: int
-
-    def __len__(self) -> int: ...
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Token ids and targets `[samples, sequence_length]`, int64; documents with a mask, or with positions."""
-        ...
-
-    def num_tokens(self, indices: NDArray[np.int64]) -> int: ...
-
 
 class Windows:
     """Samples of one long row of tokens, in the smallest integer type; on disk or in memory."""
@@ -61,11 +44,9 @@ class Windows:
         return len(self._windows)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Token ids and targets `[samples, sequence_length]`, int64."""
         wide = torch.from_numpy(self._windows[indices].astype(np.int64))
         return Batch(inputs=wide[:, :-1].contiguous(), targets=wide[:, 1:].contiguous())
-
-    def num_tokens(self, indices: NDArray[np.int64]) -> int:
-        return len(indices) * self.sequence_length
 
 
 def windows_of(tokens: Ids, sequence_length: int) -> Ids:
@@ -96,6 +77,7 @@ class Documents:
         return len(self._ends)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Token ids with a mask or positions, and targets; all `[samples, sequence_length]`, int64."""
         shape = (len(indices), self.sequence_length)
         ids, targets = np.full(shape, self._pad, np.int64), np.full(shape, IGNORED, np.int64)
         where = np.zeros(shape, np.int64)
@@ -107,13 +89,6 @@ class Documents:
                 where[row, at:] = np.arange(self.sequence_length - at)
         name = "attention_mask" if self._with_mask else "position_ids"
         return Batch({"input_ids": torch.from_numpy(ids), name: torch.from_numpy(where)}, torch.from_numpy(targets))
-
-    def num_tokens(self, indices: NDArray[np.int64]) -> int:
-        total, counted = 0, self._part.counted
-        for document in (document for index in indices for document in self._documents_of(int(index))):
-            first, last = self._range(document)
-            total += last - first - 1 if counted is None else int(counted[first + 1 : last].sum())
-        return total
 
     def _put(self, document: int, ids: NDArray[Any], targets: NDArray[Any], where: NDArray[Any], at: int) -> int:
         """One document from position `at` on; returns where it ends."""
@@ -132,6 +107,9 @@ class Documents:
 
     def _range(self, document: int) -> tuple[int, int]:
         return int(self._part.ends[document - 1]) if document else 0, int(self._part.ends[document])
+
+
+Samples = Windows | Documents
 
 
 class Packed(NamedTuple):
@@ -191,11 +169,7 @@ class SampleSets:
 
 
 def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> tuple[Windows, Windows]:
-    """Windows of two long rows of tokens, which are called `unit` in messages.
-
-    Raises:
-        ValueError: one is too short for a sample.
-    """
+    """Windows of two long rows of tokens, which are called `unit` in messages. Raises ValueError: one is too short for a sample."""
     if len(train) <= config.sequence_length:
         raise too_short("the training part of the text", len(train), config, unit)
     if _holds_out(config) and len(heldout) <= config.sequence_length:
@@ -206,8 +180,7 @@ def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> t
 def folder_samples(config: DataConfig, folder: Path, sheet: TokenSheet) -> SampleSets:
     """The samples of a folder of tokens.
 
-    Raises:
-        ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
+    Raises ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
     """
     if sheet.num_skipped and config.on_error == "stop":
         raise ValueError(refusal_of(str(sheet.first_problem)))
@@ -239,49 +212,33 @@ def _holds_out(config: DataConfig) -> bool:
 
 
 def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, TokenPart], layout: str) -> SampleSets:
-    chosen = {name: _choose(config, sheet, part) for name, part in parts.items()}
     samples, room = {}, config.sequence_length
+    num_skipped, first_skipped = sheet.num_skipped, sheet.first_problem
+    digest = hashlib.sha256(f"{sheet.fingerprint} {layout}".encode())
     for name, part in parts.items():
-        documents = chosen[name].documents
+        documents, problem = _choose(config, sheet, part)
         packed = None if layout == PADDED else pack_documents(part.lengths[documents], room)
         samples[name] = Documents(part, documents, packed, room=room, pad=sheet.pad_token)
-    for name in PARTS if _holds_out(config) else [TRAIN]:
-        if not len(samples[name]):
+        if not len(documents) and (name == TRAIN or _holds_out(config)):
             raise ValueError(
                 f"{key_of_text(config)}: the part {name} has no document that is a sample; give more, or data.eval_fraction=0"
             )
-    digest = hashlib.sha256(f"{sheet.fingerprint} {layout}".encode())
-    for one in chosen.values():
-        digest.update(one.documents.tobytes())
-    return SampleSets(
-        train=samples[TRAIN],
-        heldout=samples[HELDOUT],
-        vocabulary_size=sheet.vocabulary_size,
-        fingerprint=digest.hexdigest(),
-        num_skipped=sheet.num_skipped + sum(one.num_left_out for one in chosen.values()),
-        first_skipped=sheet.first_problem or next((one.problem for one in chosen.values() if one.problem), None),
-    )
+        digest.update(documents.tobytes())
+        num_skipped += len(part.lengths) - len(documents)
+        first_skipped = first_skipped or problem
+    fingerprint = digest.hexdigest()
+    return SampleSets(samples[TRAIN], samples[HELDOUT], sheet.vocabulary_size, fingerprint, num_skipped, first_skipped)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The documents of a part that are samples, by number; what is wrong with the first that is none."""
+def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> tuple[NDArray[np.int64], str | None]:
+    """The numbers of the documents that are not too long and have a token to predict; what is wrong with the first of the others.
 
-    documents: NDArray[np.int64]
-    num_left_out: int
-    problem: str | None
-
-
-def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> _Choice:
-    """Those that are not too long, and have a token to predict.
-
-    Raises:
-        ValueError: one is not, and data.on_error=stop.
+    Raises ValueError: there is another, and data.on_error=stop.
     """
     lengths = part.lengths
     fits = (lengths <= config.sequence_length) & (lengths > 1)
     if fits.all():
-        return _Choice(np.arange(len(lengths)), 0, None)
+        return np.arange(len(lengths)), None
     number = int(np.flatnonzero(~fits)[0])
     source, line = map(int, part.places[number])
     problem = f"{place_named(sheet.sources, source, line)}: it has {lengths[number]} tokens, " + (
@@ -291,4 +248,4 @@ def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> _Choice:
     )
     if config.on_error == "stop":
         raise ValueError(refusal_of(problem))
-    return _Choice(np.flatnonzero(fits), int((~fits).sum()), problem)
+    return np.flatnonzero(fits), problem

@@ -16,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,9 +88,7 @@ def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def read_sheet(folder: Path) -> TokenSheet:
-    """Raises:
-    ValueError: it cannot be read, or is of another version.
-    """
+    """Raises ValueError: it cannot be read, or is of another version."""
     try:
         found = json.loads((folder / TOKENS_JSON).read_text())
         if found["format"] != FORMAT:
@@ -103,9 +101,7 @@ def read_sheet(folder: Path) -> TokenSheet:
 
 
 def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
-    """Raises:
-    ValueError: a file is missing, or has another size than it had.
-    """
+    """Raises ValueError: a file is missing, or has another size than it had."""
     numbers = sheet.parts[part]
     counted = mapped(folder / part / "counted.bin", np.dtype(np.uint8), numbers.tokens) if sheet.is_chat else None
     return TokenPart(
@@ -117,11 +113,7 @@ def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
 
 
 def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
-    """`count` numbers of a file, mapped and read-only.
-
-    Raises:
-        ValueError: it is not there, or holds another number of them.
-    """
+    """`count` numbers of a file, mapped and read-only. Raises ValueError: it is not there, or holds another number of them."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -129,10 +121,6 @@ def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
     if size != count * kind.itemsize:
         raise ValueError(f"{path} has {size} bytes, not {count * kind.itemsize}; make it again: pipetrain tokenize")
     return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
-
-
-def write_sheet(folder: Path, sheet: TokenSheet) -> None:
-    (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
 
 
 class PartWriter:
@@ -144,7 +132,7 @@ class PartWriter:
         names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
         self._hashes = {name: hashlib.sha256() for name in names}
-        self._num_tokens = self._num_documents = self._num_counted = 0
+        self._tokens = self._documents = self._counted = 0
         self._largest = -1
 
     def __enter__(self) -> Self:
@@ -158,14 +146,14 @@ class PartWriter:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
         ends = np.array([document.ends for document in documents])
         self._append("tokens", ids.astype(self._kind))
-        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._num_tokens)[ends])
+        self._append("ends", (np.cumsum(lengths, dtype=np.int64) + self._tokens)[ends])
         self._append("places", np.array([document.place for document in documents if document.ends], np.int64))
         if "counted" in self._files:
             assert counted is not None, "a chat says what counts"
             self._append("counted", counted.astype(np.uint8))
-        self._num_tokens += len(ids)
-        self._num_documents += int(ends.sum())
-        self._num_counted += len(ids) if counted is None else int(counted.sum())
+        self._tokens += len(ids)
+        self._documents += int(ends.sum())
+        self._counted += len(ids) if counted is None else int(counted.sum())
         if len(ids):
             self._largest = max(self._largest, int(ids.max()))
 
@@ -178,14 +166,13 @@ class PartWriter:
     def numbers(self) -> PartNumbers:
         digests = [one.hexdigest() for name, one in self._hashes.items() if name != "places"]
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return PartNumbers(self._num_tokens, self._num_documents, self._num_counted, self._largest, digest)
+        return PartNumbers(self._tokens, self._documents, self._counted, self._largest, digest)
 
 
 _BLOCK_ITEMS = 2**22
 
 
-@dataclass(frozen=True)
-class IdFile:
+class IdFile(NamedTuple):
     """A mapped file of ids. `digest` is the SHA-256 of its bytes."""
 
     ids: Ids
@@ -193,12 +180,8 @@ class IdFile:
     largest: int
 
 
-def check_id_file(key: str, path: Path, item_type: str) -> int:
-    """How many ids are in the file.
-
-    Raises:
-        ValueError: there is no such file, it is empty, or it does not hold a whole number of ids.
-    """
+def check_id_file(key: str, path: Path, item_type: str) -> None:
+    """Raises ValueError: there is no such file, it is empty, or it does not hold a whole number of ids."""
     if not path.is_file():
         raise ValueError(
             f"{key}={path} is no file (seen from {Path.cwd()}): data=memmap reads a .bin file of token ids, or a folder that "
@@ -212,14 +195,12 @@ def check_id_file(key: str, path: Path, item_type: str) -> int:
         )
     if not size:
         raise ValueError(f"{key}={path} is empty: give a file with token ids")
-    return size // each
 
 
 def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
     """The file, read once as a whole to know what it holds; of a large one that is kept in the folder `memory`.
 
-    Raises:
-        ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
+    Raises ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
     """
     check_id_file(key, path, item_type)
     ids = np.asarray(np.memmap(path, item_type, "r"))
@@ -227,11 +208,6 @@ def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
     if least < 0:
         raise ValueError(f"{key}={path} holds {least}, which is no token id: is it of data.item_type={item_type}?")
     return IdFile(ids, digest, largest)
-
-
-def fingerprint_of_ids(train: str, heldout: str | None, item_type: str, num_heldout: int) -> str:
-    """Equal for the same ids, cut in the same place."""
-    return hashlib.sha256(f"{train} {heldout} {item_type} {num_heldout}".encode()).hexdigest()
 
 
 def _looked_at(ids: Ids) -> tuple[str, int, int]:

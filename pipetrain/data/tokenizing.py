@@ -6,18 +6,16 @@ draft and renames it when it is whole. A thread encodes a batch, on all cores (t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +44,6 @@ from pipetrain.data.token_file import (
     PartWriter,
     TokenSheet,
     smallest_type,
-    write_sheet,
 )
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
@@ -67,8 +64,7 @@ def tokenized(
 ) -> Path:
     """The folder with the tokens of what `config` names: `out`, or one in the cache, where it is made once.
 
-    Raises:
-        ValueError: a document is no sample, or the folder cannot be written.
+    Raises ValueError: a document is no sample, or the folder cannot be written.
     """
     corpus = corpus_of(config, tokenizer)
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
@@ -86,32 +82,27 @@ def cache_root(cache_dir: str | None) -> Path:
 def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: float) -> Path:
     """`folder`, which `make(draft folder)` has filled: now, earlier, or in another process meanwhile.
 
-    Raises:
-        ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
+    Raises ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
     """
     if _is_whole(folder):
         return folder
     draft = folder.with_name(f"{folder.name}.draft")
     lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
-    size, since = -1, time.monotonic()
-
-    def made_meanwhile() -> bool:
-        nonlocal size, since
-        with contextlib.suppress(FileNotFoundError):  # the draft was renamed meanwhile
-            if (now := sum(file.stat().st_size for file in draft.glob("*/*"))) != size:
-                size, since = now, time.monotonic()
-        if time.monotonic() - since > timeout_seconds:
-            maker = Path(lock.lock_file).read_text() or "another process"
-            raise ValueError(
-                f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
-                "end it, or choose another data.cache_dir"
-            )
-        return _is_whole(folder)
-
+    size, wait = -1, 0.0
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(Timeout):  # it is whole now
-            lock.acquire(poll_interval=_PAUSE_SECONDS, cancel_check=made_meanwhile)
+        while not lock.is_locked:
+            try:
+                lock.acquire(wait, poll_interval=_PAUSE_SECONDS)
+            except Timeout:
+                now = _size_of_files(draft)
+                if now == size:
+                    maker = Path(lock.lock_file).read_text() or "another process"
+                    raise ValueError(
+                        f"{folder} is being made by {maker}, which has not come on for {timeout_seconds:.0f} s (timeout_seconds); "
+                        "end it, or choose another data.cache_dir"
+                    ) from None
+                size, wait = now, timeout_seconds
         if not _is_whole(folder):
             Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
@@ -129,26 +120,25 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
     return folder
 
 
+def _size_of_files(draft: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in draft.glob("*/*"))
+    except FileNotFoundError:  # the draft was renamed meanwhile
+        return 0
+
+
 def _is_whole(folder: Path) -> bool:
     return (folder / TOKENS_JSON).is_file()
 
 
 def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """The documents that `config` names.
-
-    Raises:
-        ValueError: there are none.
-    """
-    memory = memory_of(config)
+    """The documents that `config` names. Raises ValueError: there are none."""
     if config.name == "hf":
-        return hf_corpus(config, memory)
-    if config.name == "jsonl":
-        train, heldout = _files_of(config)
-        return json_corpus(train, heldout, config.eval_fraction, config.text_field)
-    split = split_of(config)
-    if not isinstance(tokenizer, ByteTokenizer):
-        split = cut_at_a_line(split)
+        return hf_corpus(config, memory_of(config))
     train, heldout = _files_of(config)
+    if config.name == "jsonl":
+        return json_corpus(train, heldout, config.eval_fraction, config.text_field)
+    split = split_of(config) if isinstance(tokenizer, ByteTokenizer) else cut_at_a_line(split_of(config))
     return text_corpus(split, digest_of([*train, *heldout]))
 
 
@@ -197,9 +187,7 @@ BATCH_DOCUMENTS = 4096
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
 
-    Raises:
-        ValueError: a document is no sample, with its file and line; or none of them all is.
-        OSError: it cannot be written.
+    Raises ValueError: a document is no sample, with its file and line; or none of them all is; OSError: it cannot be written.
     """
     item_type = smallest_type(tokenizer.vocabulary_size)
     problems = _Problems(corpus, skips)
@@ -230,7 +218,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         num_skipped=problems.num_skipped,
         first_problem=problems.first,
     )
-    write_sheet(folder, sheet)
+    (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
     if tell is not None:
         tell(1.0)
 
@@ -242,7 +230,7 @@ class _Problems:
     corpus: Corpus
     skips: bool
     num_skipped: int = 0
-    first: str | None = field(default=None)
+    first: str | None = None
 
     def add(self, document: Document, problem: str) -> None:
         said = f"{place_named(self.corpus.sources, *document.place)}: {problem}"
@@ -284,14 +272,10 @@ def _ahead(
     batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Each batch with its tokens, while the next one is encoded."""
-    waiting: tuple[list[Document], Future[Encoded]] | None = None
-    for batch in batches:
-        started = batch, thread.submit(tokenizer.encode_documents, batch)
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-        waiting = started
-    if waiting is not None:
-        yield waiting[0], waiting[1].result()
+    started = ((batch, thread.submit(tokenizer.encode_documents, batch)) for batch in batches)
+    for now, _ in itertools.pairwise(itertools.chain(started, [None])):
+        assert now is not None
+        yield now[0], now[1].result()
 
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:

@@ -1,9 +1,19 @@
-"""Cross entropy of the next token."""
+"""Cross entropy of the next token: of logits, of logits with a router loss, or of logits that are never all there.
+
+A vocabulary of 152 000 makes logits of 600 kB per token in float32, and cross entropy holds them two or three times. Where they would be
+large they are made in pieces along the sequence, inside the loss, each under torch.utils.checkpoint: B makes its logits once more.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # the target of a position that does not count
 
@@ -22,3 +32,51 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def count_tokens(targets: Tensor) -> int:
     """Number of positions that count in `targets`: the weight of a microbatch (`count_fn` of a Pipeline)."""
     return int((targets != IGNORED).sum())
+
+
+# Logits of a microbatch of at most so many bytes in float32 are made whole, and a piece has at most so many.
+PIECE_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class UnmadeLogits:
+    """In the place of logits: the last hidden state `[batch, sequence, width]`, and what makes logits of it."""
+
+    hidden: Tensor
+    logits_of: Callable[[Tensor], Tensor]
+    vocabulary_size: int
+    router_loss: Tensor | None = None
+
+
+def are_large(hidden: Tensor, vocabulary_size: int) -> bool:
+    """Whether the logits of `hidden [batch, sequence, width]` are better made in pieces."""
+    return hidden.shape[0] * hidden.shape[1] * vocabulary_size * 4 > PIECE_BYTES
+
+
+def causal_loss(output: Any, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats over the positions that count, plus the router loss where there is one; float32, 0-dim.
+
+    `output`: logits `[batch, sequence, vocabulary]`, a dict of them and `router_loss [1]`, or `UnmadeLogits`. `targets [batch, sequence]`:
+    the token after each position, or IGNORED.
+    """
+    if isinstance(output, Tensor):
+        return next_token_loss(output, targets)
+    if isinstance(output, UnmadeLogits):
+        loss, router_loss = _in_pieces(output, targets), output.router_loss
+    else:
+        loss, router_loss = next_token_loss(output["logits"], targets), output["router_loss"]
+    return loss if router_loss is None else loss + router_loss.reshape(())
+
+
+def _in_pieces(output: UnmadeLogits, targets: Tensor) -> Tensor:
+    length = max(1, PIECE_BYTES // (4 * output.vocabulary_size * output.hidden.shape[0]))
+    total = torch.zeros((), device=output.hidden.device)
+    for hidden, wanted in zip(torch.split(output.hidden, length, dim=1), torch.split(targets, length, dim=1)):
+        piece: Tensor = checkpoint(_piece, output.logits_of, hidden, wanted, use_reentrant=False)
+        total = total + piece
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _piece(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = logits_of(hidden).float().flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")

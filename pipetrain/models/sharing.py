@@ -49,8 +49,7 @@ class Tie:
 def ties_of(tied: Iterable[tuple[str, str]], stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
     """Those of the pairs of names `tied` that lie in two stages, in the order of their names.
 
-    Raises:
-        ValueError: a parameter that more than two stages share.
+    Raises ValueError: a parameter that more than two stages share.
     """
     found = []
     for names in groups_of(tied):
@@ -80,11 +79,7 @@ def groups_of(tied: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
-    """Make `parameter` what `name` is, in whatever modules of the layer it is.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Make `parameter` what `name` is, in whatever modules of the layer it is. Raises ValueError: it has another shape."""
     number, rest = _place(name)
     old = layers[number].get_parameter(rest)
     if old.shape != parameter.shape:
@@ -98,11 +93,7 @@ def put_in_place(layers: Layers, name: str, parameter: nn.Parameter) -> None:
 
 
 def parameter_of(layers: Layers, name: str) -> nn.Parameter | None:
-    """What is called `name` in the whole model; None where its layer is not among these.
-
-    Raises:
-        ValueError: the layer has no such parameter.
-    """
+    """What is called `name` in the whole model; None where its layer is not among these. Raises ValueError: the layer has no such parameter."""
     number, rest = _place(name)
     if number not in layers:
         return None
@@ -174,50 +165,38 @@ class SharedState:
     """What layers of several stages have in common and a forward could change: buffers, and plain attributes of a module."""
 
     def __init__(self, layers: Layers, stage_of: Callable[[int], int]) -> None:
-        self._buffers: list[tuple[str, Callable[[], Tensor]]] = []
-        self._modules: list[tuple[str, nn.Module]] = []
+        # How an error begins, and what gives the state: by value, or of a buffer by its version.
+        self._states: list[tuple[str, Callable[[bool], dict[str, Any]]]] = []
         self._looked: set[bool] = set()  # the modes in which buffers were compared by value
         for pair in overlaps(layers):
             said = _across("buffer", pair.where, pair.here, stage_of)
             if said and not pair.has_parameter:
-                number, buffer = _place(pair.here)
-                self._buffers.append((said, functools.partial(layers[number].get_buffer, buffer)))
+                number, name = _place(pair.here)
+                self._states.append((said, functools.partial(_state_of_buffer, layers[number], name)))
         first: dict[int, str] = {}
         for place, layer in layers.items():
             for name, module in layer.named_modules():
                 where = first.setdefault(id(module), here := f"{place}.{name}".rstrip("."))
                 if said := _across(type(module).__name__, where, here, stage_of):
-                    self._modules.append((said, module))
+                    self._states.append((said, functools.partial(_plain_attributes, module)))
 
     def __len__(self) -> int:
-        return len(self._buffers) + len(self._modules)
+        return len(self._states)
 
     @contextmanager
     def unchanged(self, *, is_training: bool) -> Iterator[None]:
-        """Around the ops of a call.
-
-        Raises:
-            ValueError: what they changed, where it is shared.
-        """
-        if not self._buffers and not self._modules:
-            yield
-            return
+        """Around the ops of a call. Raises ValueError: what they changed, where it is shared."""
         by_value = is_training not in self._looked  # batch_norm writes its running statistics without a new version
-        before = self._now(by_value)
+        before = [get(by_value) for _, get in self._states]
         yield
         self._looked.add(is_training)
-        for (said, old), (_, new) in zip(before, self._now(by_value)):
-            if not _same(old, new):
+        for (said, get), old in zip(self._states, before):
+            new = get(by_value)
+            if old.keys() != new.keys() or not all(_same(old[key], new[key]) for key in old):
                 raise ValueError(
                     f"{said}, and a forward changed it, so each stage would have another: give each stage one of its own "
                     "(copy.deepcopy), or choose a balance that puts both layers on one stage"
                 )
-
-    def _now(self, by_value: bool) -> list[tuple[str, Any]]:
-        buffers = [
-            (said, (get().detach().clone(), 0) if by_value else (None, get()._version)) for said, get in self._buffers
-        ]
-        return [*buffers, *((said, _plain_attributes(module)) for said, module in self._modules)]
 
 
 def _across(what: str, where: str, here: str, stage_of: Callable[[int], int]) -> str:
@@ -226,7 +205,12 @@ def _across(what: str, where: str, here: str, stage_of: Callable[[int], int]) ->
     return "" if stage == other else f"{what} {where} of stage {stage} is {here} of stage {other} as well"
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+def _state_of_buffer(layer: nn.Module, name: str, by_value: bool) -> dict[str, Any]:
+    buffer = layer.get_buffer(name)
+    return {"value": buffer.detach().clone()} if by_value else {"version": buffer._version}
+
+
+def _plain_attributes(module: nn.Module, _by_value: bool) -> dict[str, Any]:
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in vars(module).items()
@@ -237,8 +221,4 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def _same(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor):
         return isinstance(new, Tensor) and old.shape == new.shape and torch.equal(old, new)
-    if isinstance(old, tuple):
-        return len(old) == len(new) and all(map(_same, old, new))
-    if isinstance(old, dict):
-        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in old)
     return bool(old == new)

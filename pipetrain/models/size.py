@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
+from pipetrain.config.problem import not_a_choice
 from pipetrain.config.records import ModelConfig
 from pipetrain.config.schema import check_limits
 
@@ -42,16 +42,9 @@ MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FA
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
-    """The row of `model.name`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The row of `model.name`. Raises ValueError: there is none."""
     if config.name not in MODEL_FAMILIES:
-        (nearest,) = difflib.get_close_matches(config.name, MODEL_FAMILIES, n=1, cutoff=0.0)
-        raise ValueError(
-            f"model.name={config.name!r}: allowed are {', '.join(MODEL_FAMILIES)}; did you mean {nearest!r}?"
-        )
+        raise not_a_choice("model.name", config.name, MODEL_FAMILIES)
     return MODEL_FAMILIES[config.name]
 
 
@@ -132,9 +125,7 @@ def size_of(
 
     `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set, and where neither is, operations and parameters
     are not known. `sequence_length`: tokens of a sample, on which attention depends; None: the longest that the model takes.
-
-    Raises:
-        ValueError: `config` describes no model, or none that takes samples so long.
+    Raises ValueError: `config` describes no model, or none that takes samples so long.
     """
     check_model(config, sequence_length=sequence_length)
     family = family_of(config)

@@ -65,10 +65,7 @@ class ModelSpec:
         """The layers `first` to `last - 1` on `device`, with the weights that they have in the whole model of this `seed`.
 
         The random numbers of the caller are left as they were.
-
-        Raises:
-            ValueError: the model has no such layers.
-            TypeError: what was built is no layer.
+        Raises ValueError: the model has no such layers; TypeError: what was built is no layer.
         """
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"layers {first} to {last - 1} were asked for, the model has 0 to {self.num_layers - 1}")
@@ -107,8 +104,7 @@ def _make_logits(layer: nn.Module) -> None:
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     """The model of the family that `model.name` names. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set.
 
-    Raises:
-        ValueError: `config` describes no model.
+    Raises ValueError: `config` describes no model.
     """
     spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
     return spec
@@ -118,9 +114,7 @@ def spec_of(model: Any) -> ModelSpec:
     """What a user calls a model: a `ModelSpec`, an `nn.Sequential`, a list of layers or of callables that return one each, or a causal
     language model of transformers.
 
-    Raises:
-        TypeError: not a model that can be cut.
-        ValueError: a model of transformers that cannot be.
+    Raises TypeError: not a model that can be cut; ValueError: a model of transformers that cannot be.
     """
     if isinstance(model, ModelSpec):
         return model
@@ -162,8 +156,7 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
 def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
     """The parameters that two stages share; `stage_of` says of each layer which has it.
 
-    Raises:
-        ValueError: more than two stages share one, or parameters of two stages lie in one memory, without being one.
+    Raises ValueError: more than two stages share one, or parameters of two stages lie in one memory, without being one.
     """
     ties = ties_of(spec.tied, stage_of)
     one = {name: number for number, names in enumerate(groups_of(spec.tied)) for name in names}
@@ -181,8 +174,7 @@ def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie,
 def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Callable[[int], int]) -> None:
     """Refuse what layers that were built share over stages, and the model does not say: on other ranks they would not.
 
-    Raises:
-        ValueError: with the names of the parameter in both stages.
+    Raises ValueError: with the names of the parameter in both stages.
     """
     said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
     built = replace(

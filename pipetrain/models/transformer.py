@@ -32,9 +32,7 @@ def plain_batch(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Token ids and targets of a batch whose inputs may be a dict with a mask; a rank without the first stage gives None.
 
     Filling at the end of a sample needs no mask: attention looks back, and there nothing counts.
-
-    Raises:
-        ValueError: documents side by side, or filling in front, which these models would take for what came before.
+    Raises ValueError: documents side by side, or filling in front, which these models would take for what came before.
     """
     if not isinstance(inputs, Mapping):
         return inputs, targets
@@ -98,26 +96,22 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.max_position_embeddings = config.max_position_embeddings
 
-    def forward(self, ids: Tensor) -> Tensor:
-        self._check_length(ids.shape[1])
-        hidden: Tensor = self.tokens(ids)
-        if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        dropped: Tensor = self.dropout(hidden)
-        return dropped
-
-    def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
-        """The same for the new positions."""
-        self._check_length(past.longest)
-        hidden: Tensor = self.tokens(ids)
-        return hidden if self.positions is None else hidden + self.positions(past.positions)
-
-    def _check_length(self, length: int) -> None:
+    def forward(self, ids: Tensor, past: Past | None = None) -> Tensor:
+        """With a `past`: of the new positions."""
+        length = ids.shape[1] if past is None else past.longest
         if length > self.max_position_embeddings:
             raise ValueError(
                 f"a sample has {length} tokens, more than model.max_position_embeddings={self.max_position_embeddings}: "
                 f"set model.max_position_embeddings={length}, or cut the samples"
             )
+        hidden: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            positions = torch.arange(length, device=ids.device) if past is None else past.positions
+            hidden = hidden + self.positions(positions)
+        dropped: Tensor = self.dropout(hidden)
+        return dropped
+
+    forward_cached = forward
 
 
 class Block(nn.Module):
@@ -131,20 +125,13 @@ class Block(nn.Module):
         self.mlp = GeluMLP(config) if config.name == Style.GPT2 else SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        attended = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+    def forward(self, hidden: Tensor, past: Past | None = None) -> Tensor:
+        """With a `past`: of the new positions."""
+        attended = hidden + self.dropout(self.attention(self.attention_norm(hidden), past))
         output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
         return output
 
-    def prepare_cached(self, past: Past) -> None:
-        """Masks and tables of the new positions."""
-        self.attention.prepare_cached(past)
-
-    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
-        """The same for the new positions."""
-        attended = hidden + self.attention.forward_cached(self.attention_norm(hidden), past)
-        output: Tensor = attended + self.mlp(self.mlp_norm(attended))
-        return output
+    forward_cached = forward
 
 
 class Head(nn.Module):
@@ -188,53 +175,41 @@ class Attention(nn.Module):
         self.value = linear(hidden, kv_size, bias=biased)
         self.output = linear(hidden, hidden, bias=biased, std=residual_std(config.num_hidden_layers))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = self._heads(hidden)
+    def forward(self, hidden: Tensor, past: Past | None = None) -> Tensor:
+        """With a `past`: of the new positions, which see those before, too."""
+        query, key, value = (self._split_heads(project(hidden)) for project in (self.query, self.key, self.value))
         if self.rope_theta is not None:
-            tables = rotary_tables(hidden.shape[1], self.head_size, self.rope_theta, hidden.device)
-            query, key = rotate(query, *tables), rotate(key, *tables)
-        return self._mixed(query, key, value, None, is_causal=True)
-
-    def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
-        """The same for the new positions, which see those before."""
-        query, key, value = self._heads(hidden)
-        tables, visible = self.prepare_cached(past)
-        if tables is not None:
-            query, key = rotate(query, *tables), rotate(key, *tables)
-        keys, values = past.extend(self, key, value)
-        return self._mixed(query, keys, values, visible, is_causal=_is_causal(past))
-
-    def prepare_cached(self, past: Past) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        """The rotary tables of the new positions, and which keys they see; None: no tables, all keys or those before."""
-        tables = None
-        if (base := self.rope_theta) is not None:  # for all heads: `[rows, 1, new, head_size / 2]`
-            key = (rotary_tables_at, self.head_size, base)
-            tables = past.once(key, lambda: rotary_tables_at(past.positions[:, None], self.head_size, base))
-        return tables, None if _is_causal(past) else past.once(_visible, lambda: _visible(past))
-
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
+            cosines, sines = self._tables(hidden, past)
+            query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+        visible, is_causal = None, True
+        if past is not None:
+            is_causal = (
+                past.length == 0 and past.mask is None
+            )  # every sample begins here: a position sees those before it
+            visible = None if is_causal else past.once(_visible, lambda: _visible(past))
+            key, value = past.extend(self, key, value)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, is_causal=is_causal, enable_gqa=self.grouped
         )
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values."""
-        return (
-            self._split_heads(self.query(hidden)),
-            self._split_heads(self.key(hidden)),
-            self._split_heads(self.value(hidden)),
-        )
+    def _tables(self, hidden: Tensor, past: Past | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for the positions of `hidden`; with a `past` `[rows, 1, new, head_size / 2]`, for all heads.
+
+        Made anew in each forward: a table kept in the module would follow it into bfloat16, in which neighbouring positions beyond 256
+        are one.
+        """
+        base = self.rope_theta
+        assert base is not None
+        if past is None:
+            return rotary_tables(torch.arange(hidden.shape[1], device=hidden.device), self.head_size, base)
+        key = (rotary_tables, self.head_size, base)
+        return past.once(key, lambda: rotary_tables(past.positions[:, None], self.head_size, base))
 
     def _split_heads(self, flat: Tensor) -> Tensor:
         """`[batch, sequence, heads x head_size] -> [batch, heads, sequence, head_size]`."""
         return flat.reshape(*flat.shape[:2], -1, self.head_size).transpose(1, 2)
-
-
-def _is_causal(past: Past) -> bool:
-    """Whether every sample begins here, so that a position sees those before it."""
-    return past.length == 0 and past.mask is None
 
 
 def _visible(past: Past) -> Tensor | None:
@@ -253,16 +228,7 @@ def _visible(past: Past) -> Tensor | None:
     return (causal & padded[:, None, None]) | (keys == own)
 
 
-def rotary_tables(sequence_length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[sequence, head_size / 2]`, float32, of the positions from 0 on.
-
-    Made anew in each forward from the length alone: a table kept in the module would follow it into bfloat16, in which neighbouring
-    positions beyond 256 are one.
-    """
-    return rotary_tables_at(torch.arange(sequence_length, device=device, dtype=torch.float32), head_size, base)
-
-
-def rotary_tables_at(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[..., head_size / 2]`, float32, of positions `[...]`: pair i turns by `position x base ** (-2 i / head_size)`.
 
     So the product of a query and a key depends on their distance alone (Su et al., "RoFormer", 2021, section 3.2).

@@ -118,11 +118,7 @@ class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
 
 
 def tensors_in(paths: Iterable[Path]) -> LazyTensors[tuple[Path, str]]:
-    """The tensors of several safetensors files.
-
-    Raises:
-        ValueError: one is no such file.
-    """
+    """The tensors of several safetensors files. Raises ValueError: one is no such file."""
 
     def read(key: tuple[Path, str]) -> Tensor:
         with safe_open(key[0], framework="pt") as file:
@@ -145,9 +141,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises:
-    ValueError: there are none.
-    """
+    """Raises ValueError: there are none."""
     if not has_weights(folder):
         raise ValueError(f"{folder}: there are no weights; the run is still going on, or it failed")
 
@@ -155,8 +149,7 @@ def check_weights(folder: Path) -> None:
 def read_weights(folder: Path) -> Mapping[str, Tensor]:
     """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
 
-    Raises:
-        ValueError: there are none, or a shard is missing.
+    Raises ValueError: there are none, or a shard is missing.
     """
     check_weights(folder)
     index = folder / INDEX_OF_SHARDS
@@ -173,8 +166,7 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
 def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:
     """Fills `model`, the whole of it or one rank's part, from what `save_weights` wrote: of it, what is needed is read.
 
-    Raises:
-        ValueError: there are no weights, or they are of another model.
+    Raises ValueError: there are no weights, or they are of another model.
     """
     weights = spec.from_file(read_weights(folder))
     try:

@@ -51,8 +51,7 @@ def write_manifest(folder: Path, step: int, files: Iterable[FileRecord]) -> None
 def check_whole(folder: Path) -> Manifest:
     """The manifest of a snapshot in which every file is as it was written.
 
-    Raises:
-        SnapshotDamaged: it is not. Sizes are compared first: a cut file costs no reading.
+    Raises SnapshotDamaged: it is not. Sizes are compared first: a cut file costs no reading.
     """
     manifest = read_manifest(folder)
     for file in manifest.files:
@@ -64,11 +63,7 @@ def check_whole(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest by itself.
-
-    Raises:
-        SnapshotDamaged: missing, changed, of another version, or with a path that leads out of the folder.
-    """
+    """The manifest by itself. Raises SnapshotDamaged: missing, changed, of another version, or with a path that leads out of the folder."""
     path = folder / NAME
     try:
         data = path.read_bytes()

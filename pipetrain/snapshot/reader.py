@@ -25,8 +25,7 @@ class Snapshot:
     Args:
         checked: whether every byte was compared with the manifest already, by another rank; else it is done here.
 
-    Raises:
-        SnapshotDamaged: it is not as it was written.
+    Raises SnapshotDamaged: it is not as it was written.
     """
 
     def __init__(self, folder: Path, *, checked: bool = False) -> None:
@@ -43,11 +42,7 @@ class Snapshot:
         return tensors_in(self.folder / path for path in self._manifest.paths(part))
 
     def restore_weights(self, model: Model) -> None:
-        """This rank's parameters and buffers.
-
-        Raises:
-            ValueError: it is of another model: a tensor is missing, or has another shape.
-        """
+        """This rank's parameters and buffers. Raises ValueError: it is of another model: a tensor is missing, or has another shape."""
         try:
             model.load_state_dict(self.tensors(Part.WEIGHTS))
         except (ValueError, RuntimeError) as error:
@@ -56,10 +51,7 @@ class Snapshot:
     def restore(self, model: Model, optimizer: Optimizer, rank: int, device: torch.device) -> None:
         """Everything of this rank: weights, optimizer state, generators.
 
-        A rank that the run did not have before keeps its own generators.
-
-        Raises:
-            ValueError: it is of another model.
+        A rank that the run did not have before keeps its own generators. Raises ValueError: it is of another model.
         """
         self.restore_weights(model)
         restore_optimizer(model, optimizer, self.tensors(Part.OPTIMIZER))

@@ -50,8 +50,7 @@ class Carried(Protocol):
 class Snapshots:
     """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in.
 
-    Raises:
-        ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
+    Raises ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ _MISSING = object()
 def check_start(resume: str | None, init_from: str | None, run_dir: str | None) -> None:
     """What can be said of `resume` and `init_from` before a process starts.
 
-    Raises:
-        ValueError: keys that do not go together, or a path where nothing is.
+    Raises ValueError: keys that do not go together, or a path where nothing is.
     """
     if resume == AUTO and run_dir is None:
         raise ValueError("resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH as well")
@@ -42,8 +41,7 @@ def check_start(resume: str | None, init_from: str | None, run_dir: str | None) 
 def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
     """Whether the run of the snapshot `path` can go on with the configuration `now`, which is plain as in its `state`.
 
-    Raises:
-        ValueError: with another model or other data the run would not go on where it was; or it has all its steps.
+    Raises ValueError: with another model or other data the run would not go on where it was; or it has all its steps.
     """
     for key in guarded_keys():
         was, wanted = _value(state.config, key), _value(now, key)
@@ -65,9 +63,7 @@ def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
 
 
 def check_same_data(path: Path, state: RunState, fingerprint: str | None) -> None:
-    """Raises:
-    ValueError: the text is not the one that the run was trained on, byte for byte.
-    """
+    """Raises ValueError: the text is not the one that the run was trained on, byte for byte."""
     if None not in (state.data, fingerprint) and state.data != fingerprint:
         raise ValueError(
             f"the text is not that of {path} (its SHA-256 is {str(fingerprint)[:12]}..., it was {str(state.data)[:12]}...): a "
@@ -115,9 +111,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest snapshot in `folder` that is as it was written; None where there are none at all.
 
     Damaged ones are set aside under another name, so that they do not count as kept, and the user is told.
-
-    Raises:
-        SnapshotDamaged: all are damaged. A fresh start would hide that a run was lost, so the user has to ask for one.
+    Raises SnapshotDamaged: all are damaged. A fresh start would hide that a run was lost, so the user has to ask for one.
     """
     damaged: list[SnapshotDamaged] = []
     for step in steps_in(folder):
@@ -143,9 +137,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
 def find(path: Path, say: Callable[[str], None]) -> Path:
     """The snapshot that a user names: its folder, a `snapshots` folder, or a run folder (then the newest whole one).
 
-    Raises:
-        ValueError: there is none.
-        SnapshotDamaged: it is damaged.
+    Raises ValueError: there is none; SnapshotDamaged: it is damaged.
     """
     if (path / NAME).exists() or path.name.startswith("step-"):
         check_whole(path)

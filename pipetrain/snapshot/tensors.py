@@ -42,12 +42,7 @@ class Image:
             copy.copy_(tensors[name].detach(), non_blocking=True)
 
     def write(self, folder: Path, path: str) -> FileRecord:
-        """A new file, on the disk when this returns.
-
-        Raises:
-            OSError: it cannot be written.
-            ValueError: a dtype that the format has not.
-        """
+        """A new file, on the disk when this returns. Raises OSError: it cannot be written; ValueError: a dtype that the format has not."""
         try:
             save_file(self._copies, folder / path)
         except KeyError as error:  # of a dtype that the format has not

@@ -10,8 +10,7 @@ from pathlib import Path
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
-from pipetrain.data.hf_tokenizer import HfTokenizer
-from pipetrain.data.tokenizer import Tokenizer
+from pipetrain.data.tokenizer import HfTokenizer, Tokenizer
 from pipetrain.models.hf.source import GENERATION_CONFIG, find_source
 from pipetrain.models.size import family_of, load_function
 from pipetrain.models.spec import make_spec

@@ -15,7 +15,7 @@ CONFIG = [
     train("pipeline.schedule=1f1bb", "1f1bb", "'1f1b'"),
     train("modell=gpt2", "modell:", "'model'"),
     train("model=gpt3", "model=gpt3", "gpt2"),
-    train("model.name=lama", "model.name='lama'", "did you mean 'llama'"),
+    train("model.name=lama", "model.name=lama", "did you mean 'llama'"),
     train("data=wikitext", "data=wikitext", "memmap, stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),

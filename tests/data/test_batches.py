@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from counts import num_counted
 from torch import Tensor
 
 from pipetrain.data.batches import Batches, HeldoutBatches
@@ -34,15 +35,15 @@ def test_targets_are_the_tokens_after_the_inputs() -> None:
 def test_each_window_once_per_epoch(batch_size: int) -> None:
     """25 windows in batches that divide them, that do not, and that are larger than the epoch."""
     batches = Batches(Windows(TOKENS, 4), batch_size, seed=0)
-    row = np.concatenate([batches.sample_indices(step) for step in range(25)])
-    assert all(len(batches.sample_indices(step)) == batch_size for step in range(25))
+    row = np.concatenate([batches.indices_from(step * batch_size) for step in range(25)])
+    assert all(len(batches.indices_from(step * batch_size)) == batch_size for step in range(25))
     for epoch in range(len(row) // 25):
         assert sorted(row[epoch * 25 : (epoch + 1) * 25].tolist()) == list(range(25))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(Batches(Windows(TOKENS, 4), 25, seed).sample_indices(epoch).tolist())
+        tuple(Batches(Windows(TOKENS, 4), 25, seed).indices_from(epoch * 25).tolist())
         for seed in range(3)
         for epoch in range(3)
     }
@@ -77,16 +78,16 @@ def test_heldout_covers_each_token_once_and_in_order() -> None:
     assert [len(target) for target in targets] == [4, 4, 4, 4, 4, 4, 1]
     assert len(batches) == 7
     assert torch.cat(targets).flatten().tolist() == list(range(1, 101))
-    assert batches.num_tokens == 100
+    assert num_counted(batches) == 100
     assert all(torch.equal(target, inputs + 1) for inputs, target in batches)
 
 
 def test_heldout_reads_no_more_than_asked_and_spreads_it() -> None:
     batches = HeldoutBatches(Windows(TOKENS, 4), batch_size=2, max_tokens=23)
-    assert batches.num_tokens == sum(target.numel() for _, target in batches) == 20
+    assert num_counted(batches) == 20
     assert batches.sample_indices().tolist() == [0, 5, 10, 15, 20]
 
 
 def test_nothing_held_out() -> None:
     batches = HeldoutBatches(Windows(TOKENS[:0], 4), batch_size=2, max_tokens=100)
-    assert (list(batches), len(batches), batches.num_tokens) == ([], 0, 0)
+    assert (list(batches), len(batches)) == ([], 0)

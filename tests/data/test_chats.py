@@ -12,7 +12,7 @@ from tiny_tokenizer import DATED, DROPS, MARKED, PLAIN, save_tokenizer
 from pipetrain.config.records import DataConfig
 from pipetrain.data.dataset import make_data, make_tokenizer
 from pipetrain.data.documents import Document, Place
-from pipetrain.data.hf_tokenizer import HfTokenizer
+from pipetrain.data.tokenizer import HfTokenizer
 
 MESSAGES = [
     {"role": "user", "content": "Hi"},

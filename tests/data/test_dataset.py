@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
+from counts import num_counted
 
 from pipetrain.config.records import DataConfig
 from pipetrain.data.corpus import Piece, Split, find_files, read_pieces, scan, split_files
@@ -59,7 +60,7 @@ def test_stdlib_holds_out_enough_and_shares_no_file() -> None:
     assert not contents[0] & contents[1]
     sizes = [sum(len(content) for content in part) for part in contents]
     assert 0.09 < sizes[1] / sum(sizes) <= 0.1
-    assert data.heldout.num_tokens == 204_800
+    assert num_counted(data.heldout) == 204_800
     assert data.vocabulary_size == 256
     inputs, targets = data.train.batch(0)
     assert inputs.shape == targets.shape == (16, 256)
@@ -96,7 +97,7 @@ def test_a_single_file_is_cut_by_position(tmp_path: pathlib.Path) -> None:
     found = split([path], 0.1)
     assert read_pieces(found.train) == bytes(range(180))
     assert read_pieces(found.heldout) == bytes(range(180, 200))
-    assert make_data(text(path), seed=0).heldout.num_tokens == 16
+    assert num_counted(make_data(text(path), seed=0).heldout) == 16
 
 
 def test_few_files_hold_out_the_smallest(tmp_path: pathlib.Path) -> None:
@@ -106,7 +107,7 @@ def test_few_files_hold_out_the_smallest(tmp_path: pathlib.Path) -> None:
 
 def test_nothing_held_out(tmp_path: pathlib.Path) -> None:
     config = text(write(tmp_path, **numbered(3)), eval_fraction=0.0)
-    assert make_data(config, seed=0).heldout.num_tokens == 0
+    assert num_counted(make_data(config, seed=0).heldout) == 0
     assert len(split_of(config).train) == 3
 
 
@@ -144,7 +145,7 @@ REFUSED = {
     "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer=bite: this is no folder here, .* did you mean 'byte'\?"),
     "name": (
         {"name": "stdlb"},
-        r"data='stdlb': allowed are stdlib, text, jsonl, hf, memmap; did you mean data=stdlib\?",
+        r"data=stdlb: allowed are stdlib, text, jsonl, hf, memmap; did you mean 'stdlib'\?",
     ),
     "path of stdlib": ({"name": "stdlib"}, "is for your own text: type data=text data.path="),
     "no path": ({"path": None}, "data.path is not set: .* type data.path=FILE_OR_FOLDER"),

@@ -37,13 +37,11 @@ def test_packed() -> None:
     assert targets.tolist() == [letters("bcxghixx"), letters("exxxxxxx")]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
     assert set(inputs) == {"input_ids", "position_ids"}
-    assert samples.num_tokens(np.arange(2)) == 6
 
 
 def test_what_does_not_count_is_no_target() -> None:
     samples = Documents(COUNTED, np.array([2]), None, room=4, pad=0)
     assert samples.take(np.array([0])).targets.tolist() == [letters("gxix")]
-    assert samples.num_tokens(np.array([0])) == 2
 
 
 def test_documents_that_are_left_out_are_in_no_sample() -> None:

@@ -42,4 +42,4 @@ def test_a_replica_reads_its_rows_and_no_other() -> None:
     assert [len(part.inputs) for part in parts] == [6, 5]
     assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
     assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    assert watched.read == Batches(watched, 11, seed=3).sample_indices(30).tolist()
+    assert watched.read == Batches(watched, 11, seed=3).indices_from(30 * 11).tolist()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counts import num_counted
 from tiny_tokenizer import TEXT, save_tokenizer
 from torch.utils import _pytree as pytree
 
@@ -276,7 +277,7 @@ def test_ids_of_a_bin_file(tmp_path: pathlib.Path) -> None:
     )
     data = make_data(dataclasses.replace(config, tokenizer=None), 0)
     assert data.vocabulary_size == 400
-    assert data.heldout.num_tokens == 96
+    assert num_counted(data.heldout) == 96
     inputs, targets = data.train.batch(0)
     assert inputs.dtype == torch.int64
     assert torch.equal(targets, inputs + 1)

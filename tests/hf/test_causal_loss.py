@@ -12,7 +12,7 @@ from rounding import rounding
 from torch import Tensor
 
 from pipetrain import Pipeline
-from pipetrain.models.hf import causal_loss
+from pipetrain.models import loss as losses
 from pipetrain.models.hf.hf_spec import spec_of_hf
 from pipetrain.models.loss import IGNORED, next_token_loss
 
@@ -60,7 +60,7 @@ def test_logits_in_pieces_train_the_same(family: str, monkeypatch: pytest.Monkey
     ids, targets = token_ids(4, 12), token_ids(4, 12, seed=9)
     targets[0] = IGNORED
     wanted = loop_step(theirs, ids, targets, num_microbatches=2)
-    monkeypatch.setattr(causal_loss, "PIECE_BYTES", 4 * 2 * 2 * 61)
+    monkeypatch.setattr(losses, "PIECE_BYTES", 4 * 2 * 2 * 61)
     seen = watched_logits(monkeypatch)
     with Pipeline(ours, num_microbatches=2, stages_per_rank=2, recompute="inline") as pipeline:
         loss = pipeline.step(ids, targets)
@@ -74,29 +74,29 @@ def test_logits_in_pieces_train_the_same(family: str, monkeypatch: pytest.Monkey
 
 def watched_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions each piece of logits has."""
-    seen, piece = list[int](), causal_loss._piece
+    seen, piece = list[int](), losses._piece
 
     def watching(logits_of: Any, hidden: Tensor, targets: Tensor) -> Tensor:
         seen.append(hidden.shape[1])
         return piece(logits_of, hidden, targets)
 
-    monkeypatch.setattr(causal_loss, "_piece", watching)
+    monkeypatch.setattr(losses, "_piece", watching)
     return seen
 
 
 def test_small_logits_are_made_whole() -> None:
-    assert not causal_loss.are_large(torch.empty(8, 1024, 1), 4096)
-    assert causal_loss.are_large(torch.empty(1, 1024, 1), 152_000)
+    assert not losses.are_large(torch.empty(8, 1024, 1), 4096)
+    assert losses.are_large(torch.empty(1, 1024, 1), 152_000)
 
 
 def test_a_microbatch_in_which_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an evaluation that weighs rows, say; it gives no loss and no gradient."""
-    monkeypatch.setattr(causal_loss, "PIECE_BYTES", 1)
+    monkeypatch.setattr(losses, "PIECE_BYTES", 1)
     model = tiny("llama")
     value: Any = token_ids(2, 4)
     for layer in spec_of_hf(model).build(0, 6):
         value = layer(value)
-    loss = causal_loss.causal_loss(value, torch.full((2, 4), IGNORED))
+    loss = losses.causal_loss(value, torch.full((2, 4), IGNORED))
     loss.backward()
     assert loss == 0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())

@@ -131,7 +131,7 @@ def test_attention_is_softmax_of_scaled_products(config: ModelConfig) -> None:
         for layer in (attention.query, attention.key, attention.value)
     )
     if config is LLAMA:
-        tables = rotary_tables(10, 8, config.rope_theta, hidden.device)
+        tables = rotary_tables(torch.arange(10), 8, config.rope_theta)
         query, key = rotate(query, *tables), rotate(key, *tables)
         key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
     scores = query @ key.mT / math.sqrt(8)
@@ -143,7 +143,7 @@ def test_attention_is_softmax_of_scaled_products(config: ModelConfig) -> None:
 def test_rotary_products_depend_on_the_distance_alone() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(8), torch.randn(8)
-    tables = rotary_tables(20, 8, 10_000.0, torch.device("cpu"))
+    tables = rotary_tables(torch.arange(20), 8, 10_000.0)
     products = rotate(query.expand(20, 8), *tables) @ rotate(key.expand(20, 8), *tables).T
     for distance in (0, 1, 5):
         diagonal = products.diagonal(distance)
@@ -153,7 +153,7 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
 
 
 def test_rotary_turns_each_pair_by_its_angle() -> None:
-    cosines, sines = rotary_tables(3, 4, 100.0, torch.device("cpu"))
+    cosines, sines = rotary_tables(torch.arange(3), 4, 100.0)
     turned = rotate(torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(3, 4), cosines, sines)
     fast, slow = 2.0, 2.0 / 10.0  # position 2; pair 0 turns by 1 per position, pair 1 by 100 ** (-2 / 4)
     torch.testing.assert_close(

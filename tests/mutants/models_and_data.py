@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "a text begins twice",
-        "pipetrain/data/hf_tokenizer.py",
+        "pipetrain/data/tokenizer.py",
         "if document.begins and begin and row[: len(begin)] != begin:",
         "if document.begins and begin:",
         ("tests/data/test_chats.py", "-k", "begins_once"),
@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss of pieces is the sum of theirs",
-        "pipetrain/models/hf/causal_loss.py",
+        "pipetrain/models/loss.py",
         "    return total / (targets != IGNORED).sum().clamp(min=1)",
         "    return total",
         ("tests/hf/test_causal_loss.py", "-k", "pieces"),
@@ -223,14 +223,14 @@ MUTANTS = (
     ),
     Mutant(
         "a later stage asks layer 0 how many tokens came before",
-        "pipetrain/models/hf/stage_cache.py",
+        "pipetrain/models/hf/frame.py",
         "        return self._length\n",
         "        return int(super().get_seq_length(layer_idx))\n",
         ("tests/hf/test_generate_hf.py::test_a_later_stage_has_no_layer_0",),
     ),
     Mutant(
         "a later stage's sliding window does not slide",
-        "pipetrain/models/hf/stage_cache.py",
+        "pipetrain/models/hf/frame.py",
         "kept = min(self._length, layer.sliding_window - 1)",
         "kept = self._length",
         ("tests/hf/test_generate_hf.py::test_a_later_stage_has_no_layer_0",),

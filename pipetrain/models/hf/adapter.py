@@ -13,22 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipetrain.models.hf.causal_loss import UnmadeLogits, are_large
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given, frame_of, local_frame, recorded_calls
+from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, given_in, local_frame, run_to_layers
 from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.models.hf.router import Router
+from pipetrain.models.loss import UnmadeLogits, are_large
 from pipetrain.stage.local import StageLocal
 from pipetrain.stage.past import Past
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-_TRAVELLING = ("attention_mask", "position_ids")
 
 
 class HfEmbedding(nn.Module):
@@ -41,26 +37,18 @@ class HfEmbedding(nn.Module):
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-        travelling = {name: batch[name] for name in _TRAVELLING if batch.get(name) is not None}
-        hidden, frame = self._begun(batch["input_ids"], Given.of(batch))
-        return {"hidden": hidden, **travelling, "frame": StageLocal(frame)}
+        given = given_in(batch)
+        hidden, frame = run_to_layers(self.owner, self.parts, given, input_ids=batch["input_ids"])
+        return {"hidden": hidden, **given, "frame": StageLocal(frame)}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: a look into a table, beside masks that are made as plain Python says."""
 
     def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens, which is all that travels then."""
-        hidden, frame = self._begun(ids, given_of(past, self.owner.config))
+        hidden, frame = run_to_layers(self.owner, self.parts, given_of(past, self.owner.config), input_ids=ids)
         past.once(Frame, lambda: frame)
         return hidden
-
-    def _begun(self, ids: Tensor, given: Given) -> tuple[Tensor, Frame]:
-        """The first hidden state, and the frame of the first stage."""
-        calls = recorded_calls(self.owner, self.parts, given, input_ids=ids)
-        args, kwargs = calls[0]
-        key = self.parts.hidden_key
-        hidden = args[key] if isinstance(key, int) else kwargs[key]
-        return hidden, frame_of(calls, self.parts, self.owner.config)
 
 
 class HfDecoderLayer(nn.Module):
@@ -77,7 +65,7 @@ class HfDecoderLayer(nn.Module):
         frame = local_frame(tree, self.frames)
         if self.router is None:
             return {**tree, "hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
-        with self.router.watching(self.layer) as logits:
+        with self.router.watching() as logits:
             hidden = frame.value.run(self.number, self.layer, tree["hidden"])
         sums = self.router.added(tree.get("router"), logits, tree.get("attention_mask"))
         return {**tree, "hidden": hidden, **({} if sums is None else {"router": sums}), "frame": frame}
@@ -85,7 +73,7 @@ class HfDecoderLayer(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The family's own layer, without the frame around it: so one code serves all of a kind, wherever they stand.
 
-        Nothing where a router is watched, which takes hooks on each call.
+        Nothing where a router is watched: its hooks append to a list.
         """
         if self.router is None:
             self.layer.compile(*args, **kwargs)
@@ -182,17 +170,14 @@ class _Output(tuple[Any, ...]):
 
 def given_of(past: Past, config: PreTrainedConfig) -> Given:
     """What decoder layers need of the tokens before: `past` knows it on every stage, so none of it travels."""
-    from pipetrain.models.hf.stage_cache import StageCache
-
-    cache = past.kept(StageCache, lambda: StageCache(config))
-    return Given(past.mask, past.positions, cache.at(past.length))
+    cache = past.kept(StageCache, lambda: StageCache(config)).at(past.length)
+    return {**given_in({"attention_mask": past.mask, "position_ids": past.positions}), "past_key_values": cache}
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
     """The layers `first` to `last - 1` of ours, around the modules of `model`, which may have modules that are `Elsewhere` for others.
 
-    Raises:
-        ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
+    Raises ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
     """
     check_plain(model)
     parts = parts or model_parts(model)
@@ -215,8 +200,7 @@ def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None
 def check_plain(model: PreTrainedModel) -> None:
     """Refuse a model that goes on with more than text, or with nothing, and what a model was switched to that stages do themselves.
 
-    Raises:
-        ValueError: with what to do.
+    Raises ValueError: with what to do.
     """
     kind, config = type(model).__name__, model.config
     if config.get_text_config(decoder=True) is not config or getattr(config, "vision_config", None) is not None:

@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipetrain.config.records import LoraConfig
 from pipetrain.models.hf.lora import merged_weights, write_adapters
@@ -24,9 +25,6 @@ from pipetrain.models.hf.parts import HfNames, model_parts
 from pipetrain.models.hf.pruned import empty_model
 from pipetrain.models.hf.source import CONFIG, HfSource, find_source
 from pipetrain.models.weights import shard_name, write_index, write_shard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def export_model(
@@ -46,11 +44,8 @@ def export_model(
         lora: the adapters that were trained, which are merged, or written alone for who has the model `base`.
         out: it is there whole or not at all.
 
-    Raises:
-        ValueError: `out` is in use; a tensor of the model is missing.
+    Raises ValueError: `out` is in use; a tensor of the model is missing.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     source = find_source(str(files))
     model = empty_model(source)
     parts = model_parts(model)
@@ -114,9 +109,7 @@ def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: 
 
 
 def check_out(out: Path) -> None:
-    """Raises:
-    ValueError: something is there already: a model that is read, perhaps by the run that is exported.
-    """
+    """Raises ValueError: something is there already: a model that is read, perhaps by the run that is exported."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(
             f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
@@ -125,11 +118,7 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def _whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when all is written.
-
-    Raises:
-        ValueError: something is there already, or it cannot be made.
-    """
+    """A folder to write into, which becomes `out` when all is written. Raises ValueError: something is there already, or it cannot be made."""
     check_out(out)
     draft = out.with_name(f".{out.name}.draft")
     try:

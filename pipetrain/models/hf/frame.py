@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from pipetrain.models.hf.parts import AsGiven, Call, Parts, has_part, hollowed, masks_decided
 from pipetrain.stage.local import StageLocal
@@ -39,26 +41,16 @@ class Frame:
         return following
 
 
-@dataclass(frozen=True)
-class Given:
-    """What of a batch decoder layers need beside the hidden state. It travels from stage to stage: it is small.
+Given = dict[str, Tensor]
+"""What decoder layers need of a batch beside the hidden state, under the names of a base model's forward. It travels from stage to stage.
 
-    mask: `[batch, sequence]`, 1 where there is a token. positions: `[batch, sequence]`, int64. None: every position is a token's; they
-    count from 0.
-    """
+attention_mask: `[batch, sequence]`, 1 where there is a token. position_ids: `[batch, sequence]`, int64. Without them every position is a
+token's, and they count from 0. past_key_values: the cache of a stage, to whose keys and values these tokens are added.
+"""
 
-    mask: Tensor | None = None
-    positions: Tensor | None = None
-    past: Any = None  # the cache of a transformers model, whose keys and values these tokens are added to
 
-    @staticmethod
-    def of(tree: Mapping[str, Any]) -> Given:
-        return Given(tree.get("attention_mask"), tree.get("position_ids"))
-
-    def arguments(self) -> dict[str, Any]:
-        """As arguments of a base model's forward."""
-        given = {"attention_mask": self.mask, "position_ids": self.positions, "past_key_values": self.past}
-        return {"use_cache": self.past is not None, **{name: it for name, it in given.items() if it is not None}}
+def given_in(tree: Mapping[str, Any]) -> Given:
+    return {name: tree[name] for name in ("attention_mask", "position_ids") if tree.get(name) is not None}
 
 
 class FrameMaker(nn.Module):
@@ -90,29 +82,28 @@ class FrameMaker(nn.Module):
     def forward(self, hidden: Tensor, given: Given) -> Frame:
         """The frame of a microbatch whose hidden state is like `hidden`, of which only shape, dtype and device are looked at."""
         zeros = hidden.new_zeros(()).expand(hidden.shape)
-        calls = recorded_calls(self.owner, self.parts, given, inputs_embeds=zeros)
-        return frame_of(calls, self.parts, self.owner.config)
+        return run_to_layers(self.owner, self.parts, given, inputs_embeds=zeros)[1]
 
 
-def recorded_calls(owner: nn.Module, parts: Parts, given: Given, **inputs: Tensor) -> list[Call]:
-    """What the owner's forward calls its decoder layers with. It is not run further than to the last of them."""
+def run_to_layers(owner: nn.Module, parts: Parts, given: Given, **inputs: Tensor) -> tuple[Tensor, Frame]:
+    """The hidden state that the owner's forward gives its first decoder layer, and the frame. It is run no further than to the last layer."""
     calls: list[Call] = []
 
     def recorder(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         if len(calls) == parts.num_decoder_layers:
             raise _AllCalled
-        hidden = args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key]
+        hidden = parts.hidden_in(calls[-1])
         return (hidden,) if parts.returns_tuple else hidden
 
     run = object.__new__(type(owner))  # of this call alone: a layer leaves no trace in its modules
     run.__dict__ = {**vars(owner), parts.list_name: [recorder] * parts.num_decoder_layers}
     (tensor,) = inputs.values()
     try:
-        with masks_decided(packed=given.positions is not None, waits=may_look(tensor.device)):
-            run(**inputs, **given.arguments())
+        with masks_decided(packed="position_ids" in given, waits=may_look(tensor.device)):
+            run(**inputs, **given, use_cache="past_key_values" in given)
     except _AllCalled:
-        return calls
+        return parts.hidden_in(calls[0]), _frame_of(calls, parts, owner.config)
     raise AssertionError(f"{type(owner).__name__} called {len(calls)} of {parts.num_decoder_layers} decoder layers")
 
 
@@ -125,24 +116,20 @@ class _AllCalled(BaseException):
     """The last decoder layer has been called; what follows in the owner's forward belongs to the head."""
 
 
-def frame_of(calls: list[Call], parts: Parts, config: Any) -> Frame:
+def _frame_of(calls: list[Call], parts: Parts, config: Any) -> Frame:
     """The frame that these calls make: without the hidden state, with masks as floats where attention would make floats of them."""
-    hidden = [
-        args[parts.hidden_key] if isinstance(parts.hidden_key, int) else kwargs[parts.hidden_key]
-        for args, kwargs in calls
-    ]
+    hidden, is_sdpa = parts.hidden_in(calls[0]), config._attn_implementation == "sdpa"
     made: dict[int, Tensor] = {}
 
     def kept(value: Any) -> Any:
-        if value is hidden[0]:
+        if value is hidden:
             return None
         if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 4 and is_sdpa:
             if id(value) not in made:
-                made[id(value)] = as_bias(value, hidden[0])
+                made[id(value)] = as_bias(value, hidden)
             return made[id(value)]
         return value
 
-    is_sdpa = config._attn_implementation == "sdpa"
     return Frame(
         tuple(
             (tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}) for args, kwargs in calls
@@ -164,4 +151,37 @@ def as_bias(mask: Tensor, hidden: Tensor) -> Tensor:
 def local_frame(tree: Mapping[str, Any], maker: FrameMaker) -> StageLocal:
     """The frame that came with the hidden state, or, in the first layer of a stage, a new one."""
     found: StageLocal | None = tree.get("frame")
-    return StageLocal(maker(tree["hidden"], Given.of(tree))) if found is None else found
+    return StageLocal(maker(tree["hidden"], given_in(tree))) if found is None else found
+
+
+class StageCache(DynamicCache):  # type: ignore[misc]  # transformers has no types for it
+    """A cache as the model's own `generate` has, but that it is told how many tokens came before.
+
+    transformers reads that off the first layer, and the size of a mask off the first of its kind; a later stage fills neither.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self._length = 0
+
+    def at(self, length: int) -> StageCache:
+        """This cache, with so many tokens in it, padding too."""
+        self._length = length
+        return self
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The number of keys that such a layer gives, and the place of the first of them."""
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CacheLayerMixin):  # a linear one asks for a layer of attention
+            layer = next(other for other in self.layers if isinstance(other, CacheLayerMixin))
+        if not getattr(layer, "is_sliding", False):
+            return self._length + query_length, 0
+        kept = min(self._length, layer.sliding_window - 1)
+        return kept + query_length, self._length - kept
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a linear layer has a state of tokens before; any one: whether there were any."""
+        return self._length > 0 if layer_idx is None else super().has_previous_state(layer_idx, state_idx)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pipetrain.config.records import ModelConfig
@@ -21,42 +21,24 @@ _GATED = ("silu", "swish", "swiglu")
 _GATED_KINDS = ("gemma",)
 
 
-@dataclass(frozen=True)
 class HfShape:
-    """A config.json, read by what a field means."""
+    """A config.json, read by what a field means; 0 where the config does not tell."""
 
-    config: Mapping[str, Any]
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.num_decoder_layers = self.number("num_hidden_layers", "n_layer", "num_layers")
+        self.width = self.number("hidden_size", "n_embd", "d_model")
+        self.heads = max(1, self.number("num_attention_heads", "n_head"))
+        self.head_size = self.number("head_dim", default=self.width // self.heads)
+        self.vocabulary_size = self.number("vocab_size")
+        self.num_experts = self.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        self.most_positions = self.number("max_position_embeddings", "n_positions")  # of the longest sample
 
-    def number(self, *names: str, default: int) -> int:
+    def number(self, *names: str, default: int = 0) -> int:
         """The first of these fields that is set."""
         return next(
             (int(self.config[name]) for name in names if isinstance(self.config.get(name), int | float)), default
         )
-
-    @property
-    def num_decoder_layers(self) -> int:
-        return self.number("num_hidden_layers", "n_layer", "num_layers", default=0)
-
-    @property
-    def width(self) -> int:
-        return self.number("hidden_size", "n_embd", "d_model", default=0)
-
-    @property
-    def heads(self) -> int:
-        return max(1, self.number("num_attention_heads", "n_head", default=1))
-
-    @property
-    def head_size(self) -> int:
-        return self.number("head_dim", default=self.width // self.heads)
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.number("vocab_size", default=0)
-
-    @property
-    def most_positions(self) -> int | None:
-        """The longest sample that the model was made for; None: the config does not tell."""
-        return self.number("max_position_embeddings", "n_positions", "max_position_embeddings", default=0) or None
 
     # One layer ----------------------------------------------------------------------------------------------------
 
@@ -67,29 +49,24 @@ class HfShape:
         return f"{attention}, experts" if self.has_experts(number) else attention
 
     def has_experts(self, number: int) -> bool:
-        step = self.number("decoder_sparse_step", default=1)
         return (
             self.num_experts > 1
-            and number >= self.number("first_k_dense_replace", default=0)
+            and number >= self.number("first_k_dense_replace")
             and number not in (self.config.get("mlp_only_layers") or ())
-            and (number + 1) % max(1, step) == 0
+            and (number + 1) % max(1, self.number("decoder_sparse_step")) == 0
         )
-
-    @property
-    def num_experts(self) -> int:
-        return self.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=0)
 
     def mixing(self, number: int) -> int:
         """Entries of the matrices of attention, or of what stands in its place."""
         width = self.width
         if self.kind(number).startswith("linear_attention"):
-            keys = self.number("linear_num_key_heads", default=1) * self.number("linear_key_head_dim", default=0)
+            keys = self.number("linear_num_key_heads", default=1) * self.number("linear_key_head_dim")
             heads = self.number("linear_num_value_heads", default=1)
-            values = heads * self.number("linear_value_head_dim", default=0)
+            values = heads * self.number("linear_value_head_dim")
             return width * (2 * keys + 2 * values + 2 * heads) + values * width
-        if rank := self.number("kv_lora_rank", default=0):
-            rotary, plain = self.number("qk_rope_head_dim", default=0), self.number("qk_nope_head_dim", default=0)
-            values, query_rank = self.number("v_head_dim", default=0), self.number("q_lora_rank", default=0)
+        if rank := self.number("kv_lora_rank"):
+            rotary, plain = self.number("qk_rope_head_dim"), self.number("qk_nope_head_dim")
+            values, query_rank = self.number("v_head_dim"), self.number("q_lora_rank")
             queries = self.heads * (rotary + plain)
             queries = width * query_rank + query_rank * queries if query_rank else width * queries
             keys = width * (rank + rotary) + rank * self.heads * (plain + values)
@@ -107,8 +84,8 @@ class HfShape:
             dense = matrices * self.width * self.number("intermediate_size_mlp", default=inner)
             return dense, dense
         expert = matrices * self.width * self.number("moe_intermediate_size", default=inner)
-        shared = self.number("n_shared_experts", default=0) * expert
-        shared += matrices * self.width * self.number("shared_expert_intermediate_size", default=0)
+        shared = self.number("n_shared_experts") * expert
+        shared += matrices * self.width * self.number("shared_expert_intermediate_size")
         router = self.width * self.num_experts
         chosen = self.number("num_experts_per_tok", "moe_topk", default=1)
         return shared + router + self.num_experts * expert, shared + router + chosen * expert
@@ -150,9 +127,7 @@ def hf_size_of(config: Mapping[str, Any], sequence_length: int) -> ModelSize:
 
 
 def check_transformers() -> None:
-    """Raises:
-    ValueError: transformers is not installed.
-    """
+    """Raises ValueError: transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
 
@@ -160,8 +135,7 @@ def check_transformers() -> None:
 def check_hf(config: ModelConfig) -> None:
     """Refuse what is no causal language model of text, here on this machine, whose weights can be trained.
 
-    Raises:
-        ValueError: with the key, and what to do.
+    Raises ValueError: with the key, and what to do.
     """
     if config.path is None:
         raise ValueError(
@@ -191,7 +165,7 @@ def hf_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: i
 
 def longest_hf_sample(config: ModelConfig) -> int | None:
     """Tokens of the longest sample that the model of `model.path` was made for."""
-    return HfShape(_source(config).config).most_positions
+    return HfShape(_source(config).config).most_positions or None
 
 
 def _source(config: ModelConfig) -> HfSource:

@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.hf.adapter import check_plain, layers_of, vocabulary_of
-from pipetrain.models.hf.causal_loss import causal_loss
 from pipetrain.models.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.models.hf.labels import BatchCheck
 from pipetrain.models.hf.lora import add_adapters, check_targets
@@ -21,13 +21,9 @@ from pipetrain.models.hf.mixing import what_mixes_documents
 from pipetrain.models.hf.parts import HfNames, Parts, model_parts
 from pipetrain.models.hf.pruned import empty_model, pruned_model
 from pipetrain.models.hf.source import HfSource, find_source
-from pipetrain.models.loss import count_tokens
+from pipetrain.models.loss import causal_loss, count_tokens
 from pipetrain.models.sharing import tied_parameters
 from pipetrain.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _ANY_LENGTH = 2048  # tokens of a sample, for a model whose config tells no longest one
 
@@ -35,8 +31,7 @@ _ANY_LENGTH = 2048  # tokens of a sample, for a model whose config tells no long
 def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     """The bundle of a model that every rank has whole: its stages train the very parameters of `model`.
 
-    Raises:
-        ValueError: it cannot be cut into stages; the message has the reason.
+    Raises ValueError: it cannot be cut into stages; the message has the reason.
     """
     check_plain(model)
     parts = model_parts(model)
@@ -52,10 +47,7 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
 def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     """The bundle of the model that `model.path` names: a stage reads, or draws, its own layers and never has another.
 
-    `vocabulary_size` is the tokenizer's.
-
-    Raises:
-        ValueError: it cannot be trained in stages, or not on these tokens; the message has the reason.
+    `vocabulary_size` is the tokenizer's. Raises ValueError: it cannot be trained in stages, or not on these tokens; the message has the reason.
     """
     check_hf(config)
     assert config.path is not None

@@ -35,9 +35,7 @@ class BatchCheck:
         """The inputs of the first layer, and the targets of the loss.
 
         Values are looked at where they are on the host. None is what a rank without the first or the last stage may give.
-
-        Raises:
-            ValueError: with what is wrong, and what to give.
+        Raises ValueError: with what is wrong, and what to give.
         """
         if isinstance(inputs, Mapping):
             inputs, targets = self._from_dict(inputs, targets)

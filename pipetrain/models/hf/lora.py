@@ -10,20 +10,19 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from pipetrain.config.problem import nearest
 from pipetrain.config.records import LoraConfig
 from pipetrain.models.hf.parts import Parts
 from pipetrain.models.weights import LazyTensors
 from pipetrain.stage.seeding import generators_restored, mix, weight_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ADAPTER = "default"  # what PEFT calls the only adapter of a layer
 _SALT = 0x10A  # the adapters' seeds are none of the weights' own
@@ -32,8 +31,7 @@ _SALT = 0x10A  # the adapters' seeds are none of the weights' own
 def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, seed: int) -> None:
     """Puts adapters beside the linear layers of `model`, whole or pruned, in place; all else of it is trained no more.
 
-    Raises:
-        ValueError: PEFT is not installed, or cannot do it.
+    Raises ValueError: PEFT is not installed, or cannot do it.
     """
     assert config.rank is not None
     targets = _targets(model, parts, config)
@@ -55,8 +53,7 @@ def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, se
 def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> None:
     """Whether each of `model.lora.targets` is a linear layer of the whole `model`, which may be on the meta device.
 
-    Raises:
-        ValueError: with the nearest name.
+    Raises ValueError: with the nearest name.
     """
     count = parts.num_decoder_layers
     for number in config.layers or ():
@@ -152,8 +149,6 @@ def _targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> dict[s
 
 def _linear_layers(model: PreTrainedModel, parts: Parts) -> Iterator[str]:
     """Names of the linear layers inside decoder layers, of torch or (GPT-2) of transformers."""
-    from transformers.pytorch_utils import Conv1D
-
     for name, module in model.named_modules():
         if name.startswith(f"{parts.layers}.") and isinstance(module, (nn.Linear, Conv1D)):
             yield name

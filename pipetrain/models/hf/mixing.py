@@ -9,19 +9,16 @@ whether the model is whole, on the meta device or on a GPU, and whatever its wei
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given
+from pipetrain.models.hf.frame import Frame, FrameMaker
 from pipetrain.models.hf.parts import Elsewhere, Parts
 from pipetrain.stage.seeding import generators_restored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _POSITIONS = (0, 1, 0, 1)
 _ROUNDING = 1e-4  # of the largest number of an output; documents that mix differ by far more with weights of noise
@@ -30,7 +27,7 @@ _ON_CPU = ("eager", "sdpa")  # attention that is tried as it is; for any other o
 
 @torch.no_grad()
 def what_mixes_documents(model: PreTrainedModel, parts: Parts) -> str | None:
-    """Which decoder layer lets packed documents see each other, and why, as part of an error; None: none does.
+    """Which decoder layer lets packed documents see each other, as part of an error; None: none does.
 
     A model that cannot be tried is taken to be one that does.
     """
@@ -46,9 +43,8 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
     config, generator = _config_on_cpu(model), torch.Generator().manual_seed(0)
     first, other, second = torch.randn(3, 2, model.config.hidden_size, generator=generator, dtype=torch.float32)
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
-    positions = torch.tensor([_POSITIONS, _POSITIONS])
     frames = _stand_in(FrameMaker(model.get_submodule(parts.owner), parts), model, config, generator)
-    frame = frames(rows, Given(positions=positions))
+    frame = frames(rows, {"position_ids": torch.tensor([_POSITIONS, _POSITIONS])})
     seen = set()
     for number, layer in enumerate(model.get_submodule(parts.layers).children()):
         kind = _kind_of(layer, frame, number)
@@ -57,10 +53,7 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
         seen.add(kind)
         tried = _stand_in(layer, model, config, generator)
         if not _keeps_apart(frame.run(number, tried, rows)):
-            name = f"decoder layer {number} ({type(layer).__name__})"
-            if _would_obey(frame, number, tried, rows, positions):
-                return f"{name} obeys its mask, and {type(model).__name__} leaves position_ids out of it"
-            return f"{name} carries one document into the next"
+            return f"decoder layer {number} ({type(layer).__name__}) carries one document into the next"
     return None
 
 
@@ -68,19 +61,6 @@ def _keeps_apart(output: Tensor) -> bool:
     """Whether the second documents of both rows came out equal."""
     one, other = output[:, _POSITIONS.index(0, 1) :]
     return bool((one - other).abs().max() <= _ROUNDING * output.abs().max())
-
-
-def _would_obey(frame: Frame, number: int, layer: nn.Module, rows: Tensor, positions: Tensor) -> bool:
-    """Whether the layer keeps documents apart under a mask that shows each token those of its own document up to itself."""
-    document = (positions == 0).cumsum(-1)[0]
-    visible = (document[:, None] == document).tril()
-    mask = torch.zeros(len(positions), 1, *visible.shape, dtype=torch.float32).masked_fill_(
-        visible.logical_not(), -torch.inf
-    )
-    calls = [(args, {**kwargs, "attention_mask": mask}) for args, kwargs in frame.calls]
-    with contextlib.suppress(Exception):  # a layer without attention may take no such mask
-        return _keeps_apart(Frame(tuple(calls), frame.hidden_key).run(number, layer, rows))
-    return False
 
 
 def _kind_of(layer: nn.Module, frame: Frame, number: int) -> Any:
@@ -93,8 +73,6 @@ def _kind_of(layer: nn.Module, frame: Frame, number: int) -> Any:
 
 def _stand_in(module: nn.Module, model: PreTrainedModel, config: PreTrainedConfig, generator: torch.Generator) -> Any:
     """A copy in eval mode on the CPU: noise for weights, buffers as they are, or (on the meta device) as the family makes them."""
-    from transformers import initialization
-
     memo: dict[int, Any] = {id(model.config): config}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_noise(parameter.shape, generator), requires_grad=False)

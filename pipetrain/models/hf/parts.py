@@ -13,21 +13,18 @@ values, and after the last one modules follow each other.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel, masking_utils
 
 from pipetrain.models.weights import LazyTensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -66,6 +63,12 @@ class Parts:
     def num_layers(self) -> int:
         """Layers of ours."""
         return self.num_decoder_layers + 2
+
+    def hidden_in(self, call: Call) -> Tensor:
+        """The hidden state that a decoder layer is called with."""
+        args, kwargs = call
+        hidden: Tensor = args[self.hidden_key] if isinstance(self.hidden_key, int) else kwargs[self.hidden_key]
+        return hidden
 
     def modules_of(self, number: int) -> tuple[str, ...]:
         """The modules that make our layer `number`."""
@@ -116,24 +119,21 @@ class AsGiven(nn.Module):
 def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
 
-    Raises:
-        ValueError: the model cannot be cut into stages; the message has its class and the reason.
+    Raises ValueError: the model cannot be cut into stages; the message has its class and the reason.
     """
-    layers, number = _list_of_layers(model)
-    faults = []
-    for returns_tuple in (False, True):
+    try:
+        layers, number = _list_of_layers(model)
         try:
-            return _traced(model, layers, number, returns_tuple)
-        except _Unfit as fault:
-            faults.append(str(fault))
-    raise ValueError(_cannot(model, faults[0]))
-
-
-def _cannot(model: nn.Module, why: str) -> str:
-    return (
-        f"{type(model).__name__} cannot be cut into stages: {why}. docs/MODELS.md has the families that can; a model of your own is a list of "
-        "layers, or a ModelSpec"
-    )
+            return _traced(model, layers, number, returns_tuple=False)
+        except _Unfit:
+            with contextlib.suppress(_Unfit):
+                return _traced(model, layers, number, returns_tuple=True)
+            raise
+    except _Unfit as fault:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into stages: {fault}. docs/MODELS.md has the families that can; a model of your own is a "
+            "list of layers, or a ModelSpec"
+        ) from fault
 
 
 class _Unfit(Exception):
@@ -141,32 +141,16 @@ class _Unfit(Exception):
 
 
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
-    """The name of the list of decoder layers, and how many there are.
-
-    Raises:
-        ValueError: there is no such list, or more than one.
-    """
+    """The name of the only list of decoder layers, and how many there are. A list in a list is none: of experts, say."""
     number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == number and "." not in _inside(name, model)
-    ]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
+    found = [name for name in outermost if len(lists[name]) == number]
     if not found or number is None:
-        raise ValueError(_cannot(model, f"it has no list of {number} decoder layers (num_hidden_layers of its config)"))
+        raise _Unfit(f"it has no list of {number} decoder layers (num_hidden_layers of its config)")
     if len(found) > 1:
-        raise ValueError(_cannot(model, f"it has several lists of {number} layers ({', '.join(found)})"))
+        raise _Unfit(f"it has several lists of {number} layers ({', '.join(found)})")
     return found[0], number
-
-
-def _inside(name: str, model: nn.Module) -> str:
-    """The part of a module's name that lies inside of a list: of experts, say, of which a layer may have as many as there are layers."""
-    path = ""
-    for step in name.split(".")[:-1]:
-        path = f"{path}.{step}".lstrip(".")
-        if isinstance(model.get_submodule(path), nn.ModuleList):
-            return name.removeprefix(path) + "."
-    return ""
 
 
 def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: bool) -> Parts:
@@ -181,10 +165,10 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     hollow = hollowed(owner, stand_ins).eval()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
-    calls, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
-    given = [hidden, *calls.returned]
-    key = _key_of(calls.calls, given)
-    for index, call in enumerate(calls.calls):
+    calls, returned, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
+    given = [hidden, *returned]
+    key = _key_of(calls, given)
+    for index, call in enumerate(calls):
         if more := [str(each) for each in _tensors_with_gradient(call) if each != key]:
             raise _Unfit(
                 f"decoder layer {index} gets {', '.join(more)} beside the hidden state, which depends on the tokens' embeddings"
@@ -221,26 +205,24 @@ def _beside(model: nn.Module, owner: str) -> Iterator[tuple[str, nn.Module]]:
         path = f"{path}.{step}".lstrip(".")
 
 
-@dataclass
-class _Recorded:
-    calls: list[Call]
-    returned: list[Tensor]
-
-
 def _recorded_run(
     hollow: nn.Module, list_name: str, number: int, hidden: Tensor, returns_tuple: bool, called: list[str]
-) -> tuple[_Recorded, int, Any]:
-    """What the decoder layers were called with, how many modules had been called before the first, and the owner's output."""
-    recorded, before = _Recorded([], []), []
+) -> tuple[list[Call], list[Tensor], int, Any]:
+    """What the decoder layers were called with and returned, how many modules had been called before the first, and the owner's output."""
+    calls: list[Call] = []
+    returned: list[Tensor] = []
+    num_before = 0
 
     def recorder(*args: Any, **kwargs: Any) -> Any:
-        if not recorded.calls:
-            before.append(len(called))
-        recorded.calls.append((args, kwargs))
-        recorded.returned.append(torch.zeros_like(hidden, requires_grad=True))
-        return (recorded.returned[-1],) if returns_tuple else recorded.returned[-1]
+        nonlocal num_before
+        if not calls:
+            num_before = len(called)
+        calls.append((args, kwargs))
+        returned.append(torch.zeros_like(hidden, requires_grad=True))
+        return (returned[-1],) if returns_tuple else returned[-1]
 
-    hollow.__dict__[list_name] = [recorder] * number
+    # Else transformers puts its hooks into the decoder layers, which the hollow copy shares with the model, and again when the model runs.
+    hollow.__dict__ |= {list_name: [recorder] * number, "_output_capturing_hooks_installed": True}
     try:
         with torch.enable_grad(), masks_decided(packed=False, waits=False):
             output = hollow(inputs_embeds=hidden, use_cache=False)
@@ -248,9 +230,9 @@ def _recorded_run(
         raise _Unfit(
             f"the forward of its {type(hollow).__name__} fails on inputs_embeds alone ({type(error).__name__}: {error})"
         ) from error
-    if len(recorded.calls) != number:
-        raise _Unfit(f"its forward calls {len(recorded.calls)} of its {number} decoder layers")
-    return recorded, before[0], output
+    if len(calls) != number:
+        raise _Unfit(f"its forward calls {len(calls)} of its {number} decoder layers")
+    return calls, returned, num_before, output
 
 
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
@@ -313,15 +295,13 @@ def bare_copy(module: nn.Module) -> Any:
 _PATCHING = threading.RLock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
     """In the block transformers makes masks without a look at values, as far as they are known otherwise.
 
     `packed`: positions were given and may restart; where they were not, they do not. `waits`: whether it may look at a mask to leave
     out one that masks nothing: a wait for the device in each F and R.
     """
-    from transformers import masking_utils
-
     with _PATCHING:
         found, tracing = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
         try:

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, initialization
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from pipetrain.models.hf.parts import Elsewhere, Parts, model_parts
 from pipetrain.models.hf.source import HfSource, check_loadable
 from pipetrain.stage.seeding import generators_restored, weight_seed
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 PRETRAINED, RANDOM = "pretrained", "random"
 # Threads of transformers read ahead of what is stacked (experts): by up to the whole stage where the machine is busy.
@@ -52,8 +52,7 @@ def pruned_model(
         dtype: of the weights; `auto`: what they are stored in.
         attention: how transformers computes attention (`sdpa`, `eager`, ...); None: its own choice.
 
-    Raises:
-        ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
+    Raises ValueError: no such layers; a model that cannot be loaded or cut; weights that do not make it.
     """
     config, held = config_of(source), range(first, last)
     if attention is not None:
@@ -93,11 +92,8 @@ def empty_model(source: HfSource) -> PreTrainedModel:
 def config_of(source: HfSource) -> PretrainedConfig:
     """The config of a model, as transformers has it. Code that lies beside it is not run.
 
-    Raises:
-        ValueError: a kind of model that transformers does not have itself.
+    Raises ValueError: a kind of model that transformers does not have itself.
     """
-    from transformers import AutoConfig
-
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -109,13 +105,7 @@ def config_of(source: HfSource) -> PretrainedConfig:
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The family's causal language model.
-
-    Raises:
-        ValueError: it has none.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
+    """The family's causal language model. Raises ValueError: it has none."""
     try:
         found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
@@ -223,8 +213,6 @@ class _Stored:
 
 def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
     """First weights as the family draws them, those of each layer from a seed of its own."""
-    from transformers import initialization
-
     model.to_empty(device="cpu")
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True  # it becomes its source below, so nothing is drawn for it
@@ -253,8 +241,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Without its bar per rank and its tables of weights that are elsewhere: what is wrong is told as an error."""
-    from transformers.utils import logging
-
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 _KEY = "router_logits"  # under which transformers records what routers say
 
@@ -27,78 +25,40 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Watched:
-    """Modules whose output, or a part of it, are the logits of a router."""
-
-    kind: type[nn.Module] | None
-    class_name: str | None
-    index: int
-    layer_name: str | None
-
-    @staticmethod
-    def of(said: Any) -> _Watched:
-        """From what a transformers class says that it can record."""
-        if isinstance(said, (str, type)):
-            return _Watched(said if isinstance(said, type) else None, said if isinstance(said, str) else None, 1, None)
-        return _Watched(said.target_class, said.class_name, said.index, said.layer_name)
-
-    def is_it(self, name: str, module: nn.Module) -> bool:
-        if self.layer_name is not None and f".{self.layer_name.strip('.')}." not in f".{name}.":
-            return False
-        by_kind = self.kind is not None and isinstance(module, self.kind)
-        return by_kind or (self.class_name is not None and name.endswith(self.class_name))
-
-
-@dataclass(frozen=True)
 class Router:
     """How a model weighs the use of its experts: the coefficient, and how many experts each token is sent to."""
 
     coefficient: float
     top_k: int
-    watched: tuple[_Watched, ...]
 
     @staticmethod
     def of(model: PreTrainedModel) -> Router | None:
         """None where the model has no experts, or `output_router_logits` of its config, which asks for the loss, is not set.
 
-        Raises:
-            ValueError: the loss is asked for, and is another one than is computed here.
+        Raises ValueError: the loss is asked for, and is another one than is computed here.
         """
         if not getattr(model.config, "output_router_logits", False):
             return None
-        said = getattr(model, "_can_record_outputs", None) or {}
         coefficient = getattr(model, "router_aux_loss_coef", None)
         top_k = getattr(model, "num_experts_per_tok", None)
-        if _KEY not in said or coefficient is None or top_k is None:
+        if _KEY not in (getattr(model, "_can_record_outputs", None) or {}) or coefficient is None or top_k is None:
             raise ValueError(
                 f"output_router_logits is set, and {type(model).__name__} has no router loss that is known here: set it to false in the "
                 "model's config.json (or model.config.output_router_logits = False)"
             )
-        specs = said[_KEY] if isinstance(said[_KEY], list) else [said[_KEY]]
-        return Router(float(coefficient), int(top_k), tuple(map(_Watched.of, specs)))
+        output_capturing.maybe_install_capturing_hooks(model)
+        return Router(float(coefficient), int(top_k))
 
+    @staticmethod
     @contextmanager
-    def watching(self, layer: nn.Module) -> Iterator[list[Tensor]]:
-        """What the routers in a decoder layer say in the block: logits `[rows, E]` each."""
+    def watching() -> Iterator[list[Tensor]]:
+        """What routers say in the block: logits `[rows, E]` each, as transformers' own forward records them."""
         logits: list[Tensor] = []
-
-        def listening(watched: _Watched) -> Any:
-            def listen(_module: nn.Module, _args: Any, output: Any) -> None:
-                logits.append(output[watched.index] if isinstance(output, tuple) else output)
-
-            return listen
-
-        handles = [
-            module.register_forward_hook(listening(watched))
-            for name, module in layer.named_modules()
-            for watched in self.watched
-            if watched.is_it(name, module)
-        ]
+        token = output_capturing._active_collector.set({_KEY: logits})
         try:
             yield logits
         finally:
-            for handle in handles:
-                handle.remove()
+            output_capturing._active_collector.reset(token)
 
     def added(self, sums: Sums | None, logits: list[Tensor], mask: Tensor | None) -> Sums | None:
         """The sums with those of one more layer; `mask [batch, sequence]`: tokens that are padding count nothing."""

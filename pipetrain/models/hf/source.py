@@ -6,12 +6,10 @@ Without torch: a login node plans a run with it, and no process has to start to 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +27,8 @@ _BESIDE = re.compile(
     r"tokenizer.*|.*\.jinja|.*\.model|.*\.tiktoken|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|generation_config\.json|chat_template\.json|LICENSE.*|NOTICE.*"
 )
-_MAIN = "main"
 _POLL_SECONDS = 0.5  # between two looks at what another process downloads
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
 _NESTED = ["*/*"]  # weights in other formats, which many repositories have in folders
 
@@ -72,8 +68,7 @@ class HfSource:
     def weight_map(self) -> Mapping[str, Path]:
         """Which file holds each weight, by the weight's name in the files; no file is opened where there is an index.
 
-        Raises:
-            ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
+        Raises ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
         """
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
@@ -119,14 +114,13 @@ class HfSource:
 def find_source(path: str, revision: str | None = None) -> HfSource:
     """The model that `model.path` names, a folder or a name of the hub that is in its cache on this machine.
 
-    Raises:
-        ValueError: it is not here, or its config.json cannot be read.
+    Raises ValueError: it is not here, or its config.json cannot be read.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         cached = cached_folder(path, revision)
         if cached is None:
-            nor_name = f", and no model of that name in {hub_cache()}" if is_name(path) else ""
+            nor_name = f", and no model of that name in {_home_of(path).parent}" if is_name(path) else ""
             raise ValueError(
                 f"model.path={path}: there is no such folder{nor_name}; "
                 "save_pretrained of transformers makes such a folder"
@@ -145,11 +139,7 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
 
 
 def check_loadable(source: HfSource) -> None:
-    """Whether the weights are here and such that they can be trained.
-
-    Raises:
-        ValueError: quantised, pickled, or a file is missing.
-    """
+    """Whether the weights are here and such that they can be trained. Raises ValueError: quantised, pickled, or a file is missing."""
     if source.quantization is not None:
         raise ValueError(
             f"model.path={source.name}: its weights are quantised ({source.quantization}), and no gradient moves such; name the "
@@ -164,27 +154,27 @@ def is_name(path: str) -> bool:
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where the hub's cache of this user has a version of a model; None: it has not.
-
-    A branch or tag is a file that holds the commit (`refs/main`), a commit a folder (`snapshots/<commit>`).
-    """
+    """Where the hub's cache of this user has a version of a model; None: it has not."""
     if not is_name(name):
         return None
-    home = hub_cache() / f"models--{name.replace('/', '--')}"
-    wanted = _MAIN if revision is None else revision
-    reference = home / "refs" / wanted
-    commit = reference.read_text().strip() if reference.is_file() else wanted
-    folder = home / "snapshots" / commit
-    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
+    config = _hub(name).try_to_load_from_cache(name, CONFIG, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
-def hub_cache() -> Path:
-    """The folder in which huggingface_hub keeps what it downloads, from the variables that it reads itself."""
-    if direct := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(direct).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "huggingface" / "hub"
+def _hub(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"model.path={name}: there is no such folder, and names are found by huggingface_hub, which is not installed; "
+            "pip install 'pipetrain[hf]', or give a folder"
+        ) from error
+    return huggingface_hub
+
+
+def _home_of(name: str) -> Path:
+    """The folder in which huggingface_hub keeps all versions of a model."""
+    return Path(_hub(name).constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -195,8 +185,7 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
     model.weights=random. Of several processes one downloads, and the others wait for it: for `timeout_seconds` at most while nothing
     more arrives.
 
-    Raises:
-        ValueError: it cannot be had: no network, no such name, no right to it.
+    Raises ValueError: it cannot be had: no network, no such name, no right to it.
     """
     path = config.path
     if config.name != HUGGING_FACE or path is None or Path(path).expanduser().is_dir() or not is_name(path):
@@ -211,42 +200,31 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
 def _missing(config: ModelConfig, name: str) -> list[str]:
     """What to download next."""
     folder = cached_folder(name, config.revision)
-    if folder is None or not (folder / CONFIG).is_file():
+    if folder is None:
         return _SMALL_FILES
     return find_source(name, config.revision).missing_files() if config.weights == "pretrained" else []
 
 
 @contextmanager
 def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
-    """Within it no other process of who shares the cache downloads this model.
-
-    Raises:
-        ValueError: another one does, and nothing more arrives.
-    """
-    home = hub_cache() / f"models--{name.replace('/', '--')}"
-    last_change, size = time.monotonic(), -1
-
-    def stands_still() -> bool:
-        nonlocal last_change, size
-        if size == -1:
-            print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
-        now = 0
-        for path in home.rglob("*"):
-            with suppress(OSError):  # renamed meanwhile
-                now += path.stat().st_size
-        if now != size:
-            last_change, size = time.monotonic(), now
-        return time.monotonic() - last_change > timeout_seconds
-
-    lock = FileLock(home / ".pipetrain.lock")
+    """Within it no other process of who shares the cache downloads this model. Raises ValueError: another one does, and nothing more arrives."""
+    home = _home_of(name)
+    lock, size, wait = FileLock(home / ".pipetrain.lock"), -1, 0.0
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock.acquire(poll_interval=_POLL_SECONDS, cancel_check=stands_still)
-    except Timeout:
-        raise ValueError(
-            f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
-            "more has arrived; end that process, or give the folder of a model that is here"
-        ) from None
+        while not lock.is_locked:
+            try:
+                lock.acquire(wait, poll_interval=_POLL_SECONDS)
+            except Timeout:
+                now = sum(_size_of(path) for path in home.rglob("*"))
+                if now == size:
+                    raise ValueError(
+                        f"model.path={name}: another process downloads it to {home}, and for timeout_seconds={timeout_seconds:g} nothing "
+                        "more has arrived; end that process, or give the folder of a model that is here"
+                    ) from None
+                if size == -1:
+                    print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
+                size, wait = now, timeout_seconds
     except OSError as error:
         raise ValueError(f"model.path={name}: {home} cannot be written ({error.strerror}); set HF_HOME") from error
     try:
@@ -255,16 +233,16 @@ def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
         lock.release()
 
 
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # renamed meanwhile
+        return 0
+
+
 def _download(name: str, revision: str | None, files: list[str]) -> None:
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"model.path={name}: it is downloaded by huggingface_hub, which is not installed; pip install 'pipetrain[hf]', or give "
-            "a folder"
-        ) from error
-    try:
-        snapshot_download(name, revision=revision, cache_dir=hub_cache(), allow_patterns=files, ignore_patterns=_NESTED)
+        _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_NESTED)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
