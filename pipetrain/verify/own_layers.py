@@ -33,10 +33,10 @@ from pipetrain.verify.beside_loop import (
     Way,
     beside,
     differences,
+    forking,
     plain,
     seed_everything,
 )
-from pipetrain.verify.forked import forking
 
 NUM_STEPS = 2
 MOST_STAGES = 4
@@ -64,23 +64,11 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class OwnTrial:
-    """All layers in one way."""
-
-    own: OwnLayers
-    mode: str
-    num_stages: int
-
-    def __str__(self) -> str:
-        return f"{self.mode}, {self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
-
-
-@dataclass(frozen=True)
 class OwnReport:
     """`names` of the layers, and what came of each way."""
 
     names: tuple[str, ...]
-    ways: tuple[tuple[OwnTrial, Found], ...]
+    ways: tuple[tuple[Way, Found], ...]
 
     @property
     def is_right(self) -> bool:
@@ -90,8 +78,8 @@ class OwnReport:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         ways = [
-            {"mode": trial.mode, "stages": trial.num_stages, "result": found.result.value, "detail": found.detail}
-            for trial, found in self.ways
+            {"mode": way.mode, "stages": way.num_stages, "result": found.result.value, "detail": found.detail}
+            for way, found in self.ways
         ]
         layers = [
             {"layer": number, "kind": kind, "result": found.result.value, "detail": found.detail}
@@ -117,18 +105,17 @@ def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
         ValueError: there is no such function, it raises, what it gives is no model or no batch, or the plain loop fails itself.
     """
     names = _checked(own)
-    stages = range(1, min(MOST_STAGES, len(names)) + 1)
     modes = [Mode.OVERLAP] if quick else list(Mode)
-    wanted = [min(2, len(names))] if quick else list(stages)
-    trials = [OwnTrial(own, mode.value, number) for number in wanted for mode in modes]
-    return OwnReport(names, tuple(try_apart(attempt_own, trials)))
+    stages = [min(2, len(names))] if quick else range(1, min(MOST_STAGES, len(names)) + 1)
+    ways = [Way(mode.value, number) for number in stages for mode in modes]
+    return OwnReport(names, tuple(try_apart(functools.partial(attempt_own, own), ways)))
 
 
 def try_apart(
-    attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial], seconds: float = PATIENCE_SECONDS
-) -> Iterator[tuple[OwnTrial, Found]]:
-    """What `attempt` finds, trial by trial, in another process: after one that hangs the others are left out."""
-    left = list(trials)
+    attempt: Callable[[Way], Found], ways: Sequence[Way], seconds: float = PATIENCE_SECONDS
+) -> Iterator[tuple[Way, Found]]:
+    """What `attempt` finds, way by way, in another process: after one that hangs the others are left out."""
+    left = list(ways)
     while left:  # in a new process what one that died has left
         ours, theirs = forking().Pipe(duplex=False)
         process = forking().Process(target=_work, args=(theirs, attempt, left), daemon=True)
@@ -138,10 +125,9 @@ def try_apart(
         try:
             ours.recv()
             while left:
-                trial = left[0]
                 if not ours.poll(seconds):
-                    yield trial, Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s")
-                    yield from ((other, Found(Verdict.FAILED, f"not tried, as {trial} hung")) for other in left[1:])
+                    yield left[0], Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s")
+                    yield from ((way, Found(Verdict.FAILED, f"not tried, as {left[0]} hung")) for way in left[1:])
                     return
                 found = ours.recv()
                 yield left.pop(0), found
@@ -154,19 +140,19 @@ def try_apart(
             ours.close()
 
 
-def _work(end: Connection, attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial]) -> None:
+def _work(end: Connection, attempt: Callable[[Way], Found], ways: Sequence[Way]) -> None:
     os.dup2(2, 1)  # what a layer prints must not come between what the command does
     torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
     end.send(None)  # it has started
-    for trial in trials:
-        end.send(attempt(trial))
+    for way in ways:
+        end.send(attempt(way))
 
 
-def attempt_own(trial: OwnTrial) -> Found:
-    """One trial beside the plain loop, which runs once."""
-    subject, expected = _plain_of(trial.own)
+def attempt_own(own: OwnLayers, way: Way) -> Found:
+    """One way beside the plain loop, which runs once."""
+    subject, expected = _plain_of(own)
     saving = dataclasses.replace(subject, layers=lambda: _saving_outputs(subject.layers()))
-    return beside(saving, expected, Way(trial.mode, trial.num_stages))
+    return beside(saving, expected, way)
 
 
 class _Saved(torch.autograd.Function):
@@ -356,8 +342,8 @@ def own_table(report: OwnReport) -> str:
 
 def _verdict(report: OwnReport) -> Iterator[str]:
     same: dict[tuple[Verdict, str], list[str]] = {}
-    for trial, found in report.ways:
-        same.setdefault((found.result, found.detail), []).append(str(trial))
+    for way, found in report.ways:
+        same.setdefault((found.result, found.detail), []).append(str(way))
     for (result, detail), ways in same.items():
         if result not in (Verdict.EQUAL, Verdict.KEPT):
             yield f"{'; '.join(ways)}: {result}: {detail}"
