@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pipetrain.trainer.generate import Asked
 
 _PROMPT = "import "
+_LAST_WORDS_SECONDS = 5
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -177,7 +179,7 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
 
     from pipetrain.comm.failure import PipelineError
     from pipetrain.comm.own_device import set_variables_of_gpus
-    from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
+    from pipetrain.launcher.stop import ending_with_the_launcher
     from pipetrain.trainer.generate import generate
 
     def work() -> Outcome:
@@ -185,7 +187,9 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
         weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
-        with ending_with_the_launcher(), telling_first():
+        # Where a rank is gone torchrun asks the others to end, and may be faster than they are in seeing who it was.
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_LAST_WORDS_SECONDS))
+        with ending_with_the_launcher():
             generate(config, plan, weights, asked, _write)
         return Outcome(rank, Exit.DONE)
 
