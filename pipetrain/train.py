@@ -31,7 +31,7 @@ from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
 from pipetrain.engine.available import check_available, check_engine
-from pipetrain.engine.which import make_engine
+from pipetrain.engine.engine import make_engine
 from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, run_as_rank
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.models.hf.source import bring_model
