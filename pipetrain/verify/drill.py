@@ -142,9 +142,9 @@ _DAMAGES = (
 
 def drill(*, quick: bool = False, say: Callable[[str], None]) -> list[Result]:
     """All drills, or with `quick` those of two ranks that need no damage on the disk. `say` is told of each as it ends."""
-    results = []
+    results, faults = [], list[_Drill | _Damage]([*_DRILLS, *_DAMAGES])
     with TemporaryDirectory(prefix="pipetrain-drill-") as name, _Ground(Path(name)) as ground:
-        for one in (*_DRILLS, *_DAMAGES):
+        for one in faults:
             if quick and (isinstance(one, _Damage) or one.num_ranks > 2):
                 continue
             result = _resume_damaged(one, ground) if isinstance(one, _Damage) else _run(one, ground)
