@@ -22,7 +22,7 @@ from pipetrain.engine.engine import Engine
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.weights import Together, save_weights
-from pipetrain.monitor.metrics import TokenFigures, metrics_of
+from pipetrain.monitor.metrics import metrics_of
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import (
     RunReport,
@@ -220,8 +220,8 @@ class Steps:
             self.recorder.end_step(step)
         else:
             timelines = () if figures.ops is None else figures.ops.timelines
-            of_tokens = TokenFigures(tokens.all, tokens.counted, self.seen.total.all, tokens.all / seconds)
-            metrics = metrics_of(step, result, figures, of_tokens, phase.mfu_of_a_token_per_second, phase.number)
+            seen, mfu = self.seen.total.all, phase.mfu_of_a_token_per_second
+            metrics = metrics_of(step, result, figures, tokens, seen, seconds, mfu, phase.number)
             self.recorder.end_step(step, metrics, timelines)
             if timelines:
                 phase.watch.add(step, *timelines)

@@ -6,8 +6,7 @@ import re
 from shows import show
 from test_report import REPORT
 
-from pipetrain.monitor.draw.page import html, recompute_words
-from pipetrain.monitor.run_page import run_page
+from pipetrain.monitor.draw.page import html, recompute_words, run_page
 
 MEASURED = show(num_stages=4, num_microbatches=8, recompute="inline")
 PREDICTED = show(num_stages=4, num_microbatches=8)
