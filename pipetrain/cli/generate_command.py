@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.launcher.launch import launch
-from pipetrain.launcher.outcome import Exit, Outcome, announce, run_as_rank, tell
+from pipetrain.launcher.outcome import Exit, Outcome, leave_process, run_as_rank, tell
 from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
@@ -171,10 +170,8 @@ def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
-    """One of the ranks of torchrun; ends the process, for past a failure threads may wait for ranks that are gone."""
-    rank = int(os.environ["RANK"])
-    announce(rank)
+def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> NoReturn:
+    """One of the ranks of torchrun; ends the process."""
     import torch
 
     from pipetrain.comm.failure import PipelineError
@@ -182,7 +179,7 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     from pipetrain.launcher.stop import ending_with_the_launcher
     from pipetrain.trainer.generate import generate
 
-    def work() -> Outcome:
+    def work(rank: int) -> Outcome:
         asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
         weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
@@ -193,10 +190,7 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
             generate(config, plan, weights, asked, _write)
         return Outcome(rank, Exit.DONE)
 
-    code = run_as_rank(rank, work, PipelineError)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave_process(run_as_rank(work, PipelineError))
 
 
 COMMAND = Command(_add_arguments, _generate)

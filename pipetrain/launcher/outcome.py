@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from pipetrain.launcher.stuck import watch_torchrun
 
@@ -91,11 +92,13 @@ def end(outcome: Outcome) -> int:
     return tell(outcome) if is_first_here or outcome.code == Exit.FAILED else outcome.code
 
 
-def run_as_rank(rank: int, work: Callable[[], Outcome], pipeline_error: type[Exception]) -> int:
-    """Runs `work` as a rank and ends it with the outcome, or with what an error makes of it; `pipeline_error` says itself which rank
-    failed in what. Returns the exit code."""
+def run_as_rank(work: Callable[[int], Outcome], pipeline_error: type[Exception]) -> int:
+    """Runs `work` as the rank of this process, which it is given, and ends it with the outcome, or with what an error makes of it;
+    `pipeline_error` says itself which rank failed in what. Returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    announce(rank)
     try:
-        outcome = work()
+        outcome = work(rank)
     except ValueError as error:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except pipeline_error as error:
@@ -106,6 +109,13 @@ def run_as_rank(rank: int, work: Callable[[], Outcome], pipeline_error: type[Exc
         traceback.print_exc()
         outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
     return end(outcome)
+
+
+def leave_process(code: int) -> NoReturn:
+    """Past a failure threads may still wait for ranks that are gone: nothing is joined."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:

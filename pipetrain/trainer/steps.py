@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
@@ -22,6 +21,7 @@ from pipetrain.engine.engine import Engine
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.weights import Together, save_weights
+from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.metrics import metrics_of
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import (
@@ -66,12 +66,9 @@ def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a run work with; every rank has one and runs it. `inspect` is where batches of refused steps go."""
+    """What the steps of a run work with; every rank has one and runs it."""
 
-    experiment: str
-    num_steps: int
-    eval_every_steps: int | None  # None: nothing is evaluated on the way
-    seed: int
+    config: RunConfig
     phases: tuple[PhaseSteps, ...]
     batches: PhasedBatches
     spec: ModelSpec
@@ -81,7 +78,7 @@ class Steps:
     guard: Guard
     seen: TokensSeen
     ranks: tuple[RankPlace, ...]
-    inspect: Path
+    folder: RunFolder
     replicas: OverReplicas
 
     def run(self, asked_to_stop: Callable[[], int]) -> int:
@@ -95,7 +92,7 @@ class Steps:
         step = self.snapshots.first_step
         self.engine.start_at(step)
         phase = phase_of(self.phases, step)
-        while step <= self.num_steps:
+        while step <= self.config.num_steps:
             if (other := phase_of(self.phases, step)) is not phase:
                 phase = other
                 self.engine.change(phase.plan, phase.schedule)
@@ -122,7 +119,8 @@ class Steps:
 
     def report(self, signum: int) -> None:
         """What was predicted and what was done, with the held-out loss where no signal ended the run. Collective."""
-        phase = phase_of(self.phases, self.num_steps if self.recorder.last_step is None else self.recorder.last_step)
+        last_step = self.recorder.last_step
+        phase = phase_of(self.phases, self.config.num_steps if last_step is None else last_step)
         heldout_loss = None if signum else self.engine.evaluate(phase.heldout)
         if phase.last is None:  # all steps were done before, or this is not rank 0
             return
@@ -142,7 +140,7 @@ class Steps:
         metrics = [one for one in self.recorder.metrics if phase.first_step <= one.step <= phase.last_step]
         first = metrics[0].step
         report = make_report(
-            self.experiment,
+            self.config.experiment,
             phase.plan,
             phase.schedule,
             metrics,
@@ -181,11 +179,11 @@ class Steps:
             stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
         )
 
-    def finish(self, folder: Path, ranks: Together) -> None:
-        """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
-        snapshot on its way. Collective.
+    def finish(self, ranks: Together) -> None:
+        """Each rank of the first replica writes its part of the model, for `generate`, `export` and `init_from`; then a snapshot on its
+        way. Collective.
         """
-        save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
+        save_weights(self.folder.weights, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
 
     def _compare_replicas(self, step: int, *, stopping: bool) -> None:
@@ -225,10 +223,12 @@ class Steps:
             self.recorder.end_step(step, metrics, timelines)
             if timelines:
                 phase.watch.add(step, *timelines)
-        every = self.eval_every_steps
-        if every is not None and step % every == 0 and step < self.num_steps:
+        if step == self.config.num_steps:
+            return
+        every = self.config.observe.eval_every_steps
+        if every is not None and step % every == 0:
             self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
-        if step == phase.last_step and step < self.num_steps:
+        if step == phase.last_step:
             heldout_loss = self.engine.evaluate(phase.heldout)
             if phase.last is not None:  # a phase by itself; the last one is reported with the run
                 report = self._report_of(phase, heldout_loss, 0)
@@ -247,11 +247,11 @@ class Steps:
         state = self.snapshots.roll_back() if incident.action is Action.ROLLBACK else None
         if incident.action is Action.ROLLBACK and state is None:
             incident = self.guard.cannot_go_back()
-        folder = folder_of(self.inspect, incident)
+        folder = folder_of(self.folder.inspect, incident)
         if self.recorder.is_first:
             whole = self.batches.batch(incident.step, self.guard.passed_over)
             try:
-                write_incident(folder, incident, diagnosis, whole, self.seed)
+                write_incident(folder, incident, diagnosis, whole, self.config.seed)
             except OSError as error:
                 self.recorder.say(f"{folder} could not be written ({error.strerror})")
         if incident.action is Action.STOP:
