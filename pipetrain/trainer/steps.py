@@ -31,7 +31,6 @@ from pipetrain.monitor.report import (
     measured_steps,
     peak_activation_bytes,
 )
-from pipetrain.monitor.shown import Shown
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.monitor.stragglers import StragglerWatch
 from pipetrain.plan.mesh import RankPlace
@@ -122,36 +121,26 @@ class Steps:
         last_step = self.recorder.last_step
         phase = phase_of(self.phases, self.config.num_steps if last_step is None else last_step)
         heldout_loss = None if signum else self.engine.evaluate(phase.heldout)
+        self._report_phase(phase, heldout_loss, stopped_by=signal.Signals(signum).name if signum else None)
+
+    def _report_phase(
+        self, phase: PhaseSteps, heldout_loss: float | None, *, stopped_by: str | None = None, is_last: bool = True
+    ) -> None:
+        """What the steps of `phase` did that this process has seen, and with the last phase what the run did."""
         if phase.last is None:  # all steps were done before, or this is not rank 0
             return
-        own = self._report_of(phase, heldout_loss, signum)
-        whole = own if phase.number is None else self._of_all_phases(own)
-        measured, predicted = self._measured_and_predicted(phase)
-        for report in (whole,) if phase.number is None else (own, whole):
-            self.recorder.finish(report, measured, predicted, _clock_error(phase.last))
-
-    def _measured_and_predicted(self, phase: PhaseSteps) -> tuple[tuple[Shown, ...], Shown | None]:
-        assert phase.last is not None
-        return measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
-
-    def _report_of(self, phase: PhaseSteps, heldout_loss: float | None, signum: int) -> RunReport:
-        """The report of the steps of `phase` that this process has seen."""
-        assert phase.last is not None
+        measured, predicted = measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
         metrics = [one for one in self.recorder.metrics if phase.first_step <= one.step <= phase.last_step]
-        first = metrics[0].step
         report = make_report(
-            self.config.experiment,
-            phase.plan,
             phase.schedule,
             metrics,
             phase.last,
-            first_step=first,
-            predicted=self._measured_and_predicted(phase)[1],
+            first_step=metrics[0].step,
+            predicted=predicted,
             heldout_loss=heldout_loss,
-            stopped_by=signal.Signals(signum).name if signum else None,
-        )
-        return replace(
-            report,
+            experiment=self.config.experiment,
+            balance=phase.plan.balance,
+            stopped_by=stopped_by,
             tokens_seen=self.seen.total.all,
             counted_tokens_seen=self.seen.total.counted,
             skipped_steps=self.guard.num_skipped,
@@ -161,9 +150,12 @@ class Steps:
             batch_size=phase.config.data.global_batch_size,
             sequence_length=phase.config.data.sequence_length,
             num_microbatches=phase.plan.num_microbatches,
-            first_step=first,
             phase=phase.number,
         )
+        reports = [report] if phase.number is None or not is_last else [report, self._of_all_phases(report)]
+        for one in reports:
+            clock_error = phase.last.ops.clock_error_seconds if phase.last.ops else None
+            self.recorder.finish(one, measured, predicted, clock_error)
 
     def _of_all_phases(self, last: RunReport) -> RunReport:
         """The report of the run: that of its last phase, with what is of all, and each phase by itself."""
@@ -229,10 +221,7 @@ class Steps:
         if every is not None and step % every == 0:
             self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
         if step == phase.last_step:
-            heldout_loss = self.engine.evaluate(phase.heldout)
-            if phase.last is not None:  # a phase by itself; the last one is reported with the run
-                report = self._report_of(phase, heldout_loss, 0)
-                self.recorder.finish(report, *self._measured_and_predicted(phase), _clock_error(phase.last))
+            self._report_phase(phase, self.engine.evaluate(phase.heldout), is_last=False)
 
     def _respond(self, incident: Incident, batch: Batch) -> int | None:
         """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.
@@ -265,10 +254,6 @@ class Steps:
         self.engine.start_at(state.step + 1)
         self.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")
         return state.step + 1
-
-
-def _clock_error(last: StepFigures) -> float | None:
-    return last.ops.clock_error_seconds if last.ops else None
 
 
 def equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:
