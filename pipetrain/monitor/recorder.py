@@ -61,7 +61,8 @@ class Recorder:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
             folder.schedule.write_text(write_csv(schedule))
-        self._trackers.start({**config, "plan": asdict(phases[0][0])})
+        values = {**config, "plan": asdict(phases[0][0])}
+        self._trackers.tell(lambda tracker: tracker.start(values))
 
     def begin_phase(self, number: int | None, step: int, keep: range) -> None:
         """From `step` on it is another phase: of the timelines, those of the steps in `keep` are remembered."""
@@ -75,7 +76,7 @@ class Recorder:
         self.last_step = step
         if metrics is None:
             return
-        self._trackers.step(metrics)
+        self._trackers.tell(lambda tracker: tracker.step(metrics))
         self._reporter.step(metrics)
         self.metrics.append(metrics)
         if timelines and step in self._keep:
@@ -84,7 +85,7 @@ class Recorder:
     def rewind(self, first_step: int) -> None:
         """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
         self._events.rewind(first_step)
-        self._trackers.rewind(first_step)
+        self._trackers.tell(lambda tracker: tracker.rewind(first_step))
         self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
 
     def say(self, text: str) -> None:
@@ -95,7 +96,7 @@ class Recorder:
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""
         if heldout_loss is not None:
-            self._trackers.evaluated(step, heldout_loss)
+            self._trackers.tell(lambda tracker: tracker.evaluated(step, heldout_loss))
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
     def finish(
@@ -121,7 +122,8 @@ class Recorder:
         slowest = measured[slowest_of(measured)]
         pictures = [slowest] if predicted is None else [predicted, slowest]
         if report.phase is None:
-            self._trackers.finish(Ending(report, pictures, drawn))
+            ending = Ending(report, pictures, drawn)
+            self._trackers.tell(lambda tracker: tracker.finish(ending))
 
     def report_of_phase(self, number: int) -> RunReport | None:
         """What a phase that is over has reported, perhaps before this process went on from a snapshot; None: nothing that can be read."""

@@ -22,7 +22,7 @@ from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_r
 from pipetrain.monitor.residuals import measure_costs, op_seconds, residuals
 from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult
 from pipetrain.monitor.stragglers import Straggler
-from pipetrain.monitor.trackers.tracker import figures
+from pipetrain.monitor.trackers.tracker import Tracker, Trackers, figures
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
@@ -284,7 +284,9 @@ def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) ->
     recorder = Recorder(folder, 0, ObserveConfig(progress=False), num_steps=4, keep=range(2, 5))
     measured, predicted = measured_and_predicted(schedule(), report_of(one_behind(5.0)), [one_behind(0.0)])
     told = []
-    recorder._trackers.finish = told.append  # type: ignore[method-assign]
+    listener = Tracker()
+    listener.finish = told.append  # type: ignore[assignment, method-assign]
+    recorder._trackers = Trackers({"listener": listener})
     recorder.finish(FOUR, measured, predicted, 0.0)
     recorder.close()
     assert [one.ranks for one in told[0].pictures] == [(), RANKS[2:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -166,11 +167,7 @@ def _ticks(step_seconds: float) -> Sequence[float]:
     """Round numbers from 0 to the step's end, five to ten of them."""
     if step_seconds <= 0:
         return [0.0]
-    unit = 10.0
-    while unit > step_seconds:
-        unit /= 10
-    while unit * 10 <= step_seconds:
-        unit *= 10
+    unit = 10.0 ** math.floor(math.log10(step_seconds))
     step = next(part * unit / 10 for part in (1, 2, 5, 10) if step_seconds / (part * unit / 10) <= 10)
     return [count * step for count in range(int(step_seconds / step + 1e-9) + 1)]
 
