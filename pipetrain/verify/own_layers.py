@@ -25,7 +25,6 @@ from pipetrain.stage.stage import LossFn
 from pipetrain.verify.beside_loop import (
     NUM_MICROBATCHES,
     SEED,
-    Batch,
     Found,
     Subject,
     Trace,
@@ -42,6 +41,7 @@ NUM_STEPS = 2
 MOST_STAGES = 4
 PATIENCE_SECONDS = 120.0  # for one way; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
+_Made = tuple[Sequence[nn.Module], LossFn, Any, Any]  # with inputs and targets: what a user's functions gave
 _EXAMPLE = "as in pipetrain verify my_model:make_layers --batch my_model:make_batch"
 
 
@@ -51,16 +51,6 @@ class OwnLayers:
 
     layers: str
     batch: str | None = None
-
-
-@dataclass(frozen=True)
-class _Made:
-    """What a user's functions gave."""
-
-    layers: Sequence[nn.Module]
-    loss_fn: LossFn
-    inputs: Any
-    targets: Any
 
 
 @dataclass(frozen=True)
@@ -221,20 +211,15 @@ def _subject(own: OwnLayers) -> Subject:
         seed_everything(SEED)
         return _made(own, make, make_batch, step)
 
-    first = made(0)
-    rows = num_rows(first.inputs, "inputs")
-
-    def batch(step: int) -> Batch:
-        now = made(step)
-        return now.inputs, now.targets
-
+    _, _, inputs, _ = made(0)
+    rows = num_rows(inputs, "inputs")
     # Two rows in each where there are as many: BatchNorm refuses one.
     microbatches = NUM_MICROBATCHES if rows is None else max(1, min(NUM_MICROBATCHES, rows // 2))
-    cut(first.inputs, microbatches)
+    cut(inputs, microbatches)
     return Subject(
-        lambda: made(0).layers,
-        batch,
-        lambda: made(0).loss_fn,
+        lambda: made(0)[0],
+        lambda step: made(step)[2:],
+        lambda: made(0)[1],
         max_norm=None,
         num_microbatches=microbatches,
         num_steps=NUM_STEPS,
@@ -277,15 +262,22 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
     """Raises:
     ValueError: what a function gave is no model, or no batch.
     """
-    model, loss_fn, *batch = _parts(own.layers, _called(own.layers, make))
+    given = _called(own.layers, make)
+    is_model = isinstance(given, ModelSpec) or not isinstance(given, tuple)
+    if is_model or all(isinstance(part, nn.Module) for part in given):
+        given = (given, None)
+    if len(given) not in (2, 4):
+        raise ValueError(
+            f"{own.layers} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
+        )
+    model, loss_fn, *batch = given
     if make_batch is not None:
         seed_everything(step)
-        given = _called(own.batch or "", make_batch)
-        if not isinstance(given, tuple) or len(given) != 2:
+        batch = _called(own.batch or "", make_batch)
+        if not isinstance(batch, tuple) or len(batch) != 2:
             raise ValueError(
-                f"{own.batch} returned a {type(given).__name__}: it must return the pair (inputs, targets)"
+                f"{own.batch} returned a {type(batch).__name__}: it must return the pair (inputs, targets)"
             )
-        batch = list(given)
     if not batch:
         raise ValueError(
             f"{own.layers} gives layers without a batch to train on: let it return (layers, loss_fn, inputs, targets), or "
@@ -295,22 +287,8 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
         spec = spec_of(model)
     except TypeError as error:
         raise ValueError(f"{own.layers}: {error}") from None
-    return _Made(spec.build(0, spec.num_layers, seed=SEED), loss_fn or spec.loss_fn or mean_of_squares, *batch)
-
-
-def _parts(place: str, given: Any) -> list[Any]:
-    """`[model, loss_fn]`, or with inputs and targets besides."""
-    if (
-        isinstance(given, ModelSpec)
-        or not isinstance(given, tuple)
-        or all(isinstance(part, nn.Module) for part in given)
-    ):
-        return [given, None]
-    if len(given) in (2, 4):
-        return list(given)
-    raise ValueError(
-        f"{place} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
-    )
+    inputs, targets = batch
+    return spec.build(0, spec.num_layers, seed=SEED), loss_fn or spec.loss_fn or mean_of_squares, inputs, targets
 
 
 def mean_of_squares(output: Any, _: Any) -> Tensor:
@@ -336,8 +314,8 @@ def own_table(report: OwnReport) -> str:
         (str(number), kind, f"{_TOLD[found.result]}{f': {found.detail}' if found.detail else ''}")
         for number, (kind, found) in enumerate(zip(report.names, report.layers))
     ]
-    lines = [Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text(), ""]
-    return "\n".join([*lines, *_verdict(report)])
+    table = Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text()
+    return "\n".join([table, "", *_verdict(report)])
 
 
 def _verdict(report: OwnReport) -> Iterator[str]:
