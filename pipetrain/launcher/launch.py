@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.comm.address import check_a_port_is_free, is_rank
-from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
+from pipetrain.launcher.nodes import EndedEarly, Nodes, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
 
@@ -68,10 +68,8 @@ def launch(
         outcome = sum_up(collect(folder), killed, run_dir_of(folder))
         is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
         return replace(outcome, message="") if is_silent else outcome
-    except NotMet as error:
-        return Outcome(0, Exit.FAILED, str(error))
-    except StoppedEarly as error:
-        return Outcome(0, Exit.STOPPED, str(error))
+    except EndedEarly as error:
+        return Outcome(0, error.code, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -89,7 +87,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     """Runs torchrun in this process; returns which rank a signal killed from outside first, or "".
 
     Raises:
-        NotMet: the machines did not find each other.
+        EndedEarly: the machines did not find each other.
     """
     import torch.distributed as dist
     from torch.distributed import run as torchrun
@@ -114,7 +112,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     except (RendezvousError, dist.DistError, TimeoutError) as error:
         if nodes is None:
             raise
-        raise NotMet(nodes.did_not_meet(error)) from error
+        raise EndedEarly(Exit.FAILED, nodes.did_not_meet(error)) from error
     return ""
 
 

@@ -46,14 +46,20 @@ def has_launcher() -> bool:
 
 def announce(rank: int) -> None:
     """Tells the launcher which process `rank` is, so that it can end it at once."""
-    if has_launcher():
-        (Path(os.environ[FOLDER_VARIABLE]) / f"process-{rank:04d}").write_text(str(os.getpid()))
+    _tell_launcher(f"process-{rank:04d}", str(os.getpid()))
 
 
 def announce_run_dir(path: str) -> None:
     """Tells the launcher the run folder, which is there even if the run fails."""
-    if has_launcher():
-        (Path(os.environ[FOLDER_VARIABLE]) / _RUN_DIR).write_text(path)
+    _tell_launcher(_RUN_DIR, path)
+
+
+def _tell_launcher(name: str, text: str) -> None:
+    """In a file of its folder, whole or not at all. The first text under a name stays."""
+    if has_launcher() and not (path := Path(os.environ[FOLDER_VARIABLE]) / name).exists():
+        draft = path.with_name(f".{name}")
+        draft.write_text(text)
+        draft.rename(path)
 
 
 def run_dir_of(folder: Path) -> str | None:
@@ -69,12 +75,7 @@ def processes(folder: Path) -> list[int]:
 
 def leave(outcome: Outcome) -> None:
     """Writes the outcome where a launcher waits for it. The first one of a rank stays."""
-    if has_launcher():
-        path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{outcome.rank:04d}.json"
-        if not path.exists():
-            draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(asdict(outcome)))
-            draft.rename(path)
+    _tell_launcher(f"rank-{outcome.rank:04d}.json", json.dumps(asdict(outcome)))
 
 
 def end(outcome: Outcome) -> int:

@@ -211,10 +211,10 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
     pieces = []
     for rank, (curve, peak) in enumerate(zip(curves, peaks)):
         base = (rank + 1) * _CURVE
-        points = _outline(curve, one.start, across, base, up)
+        steps = "".join(f"H{_LEFT + (time - one.start) * across:.1f}V{base - held * up:.1f}" for time, held in curve)
         most = size(peak) if in_bytes else f"{peak:g}"
         pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
-        pieces.append(f'<polygon class="curve" points="{points}"/>')
+        pieces.append(f'<path class="curve" d="M{_LEFT},{base}{steps}V{base}Z"/>')
         pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
         pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
     height = len(curves) * _CURVE + 8
@@ -222,14 +222,3 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         f' font-size="13">{"".join(pieces)}</svg>'
     )
-
-
-def _outline(curve: Curve, start: float, across: float, base: float, up: float) -> str:
-    """The points of a polygon: up and down in steps from `base`, and back along it."""
-    points, level = [(float(_LEFT), base)], 0.0
-    for time, held in curve:
-        x = _LEFT + (time - start) * across
-        points += [(x, base - level * up), (x, base - held * up)]
-        level = held
-    points.append((points[-1][0], base))
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
