@@ -31,8 +31,8 @@ from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
 from pipetrain.engine.available import check_available, check_engine
-from pipetrain.engine.which import make_engine
-from pipetrain.launcher.outcome import Exit, Outcome, announce, announce_run_dir, run_as_rank
+from pipetrain.engine.engine import make_engine
+from pipetrain.launcher.outcome import Exit, Outcome, announce_run_dir, leave_process, run_as_rank
 from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
 from pipetrain.models.hf.source import bring_model
 from pipetrain.models.size import size_of
@@ -49,7 +49,7 @@ from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
-from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same
+from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same, from_first
 from pipetrain.trainer.guard import Guard
 from pipetrain.trainer.over_replicas import OverReplicas, TokensSeen
 from pipetrain.trainer.prepare import PreparedPhase, prepare_phases
@@ -66,10 +66,20 @@ def train(config: RunConfig) -> Outcome:
         ValueError: the configuration, the data or the number of ranks does not make a run.
         PipelineError: a rank failed.
     """
+    # Replicas of so many stages need another number of ranks, perhaps: that is said before anybody waits for anybody.
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+    world = world_of(config.pipeline, config.parallel, config.cluster, num_ranks)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         with ending_with_the_launcher():
-            group = stack.enter_context(_join(config))
+            joined = join_group(
+                timeout_seconds=config.timeout_seconds,
+                starts_alone=True,
+                shares_gpus=config.transport.backend == PINNED,
+                num_replicas=world.num_replicas,
+                order=config.parallel.order,
+            )
+            group = stack.enter_context(joined)
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
         if phases[0].run.note and group.rank == 0:
             print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
@@ -81,33 +91,23 @@ def train(config: RunConfig) -> Outcome:
         folder = stack.enter_context(
             agreed_folder(config.run_dir, config.experiment, group, again=again, announce=announce_run_dir)
         )
-        _keep_model_files(config, folder, group)
+        if config.model.name == HUGGING_FACE and group.rank == 0:
+            from pipetrain.models.hf.export import keep_files
+            from pipetrain.models.hf.source import find_source
+
+            keep_files(find_source(str(config.model.path), config.model.revision), folder.model)
         steps = _steps(config, phases, data, spec, folder, group, stack)
         signum = steps.run(lambda: group.largest(stop.signum))
         steps.report(signum)
-        steps.finish(folder.weights, group)
+        steps.finish(group)
         group.largest(0)  # nobody leaves before everything is written
-    told = str(folder.path) if group.rank == 0 else None
-    if signum:
-        return Outcome(group.rank, Exit.STOPPED, _stopped(signum, steps.snapshots), told)
-    return Outcome(group.rank, Exit.DONE, "", told)
-
-
-def _join(config: RunConfig) -> Group:
-    """This rank among all, of which each stands somewhere in one of the replicas.
-
-    Raises:
-        ValueError: there are not as many ranks as replicas of so many stages need; before anybody waits for anybody.
-    """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
-    world = world_of(config.pipeline, config.parallel, config.cluster, num_ranks)
-    return join_group(
-        timeout_seconds=config.timeout_seconds,
-        starts_alone=True,
-        shares_gpus=config.transport.backend == PINNED,
-        num_replicas=world.num_replicas,
-        order=config.parallel.order,
-    )
+    run_dir = str(folder.path) if group.rank == 0 else None
+    if not signum:
+        return Outcome(group.rank, Exit.DONE, "", run_dir)
+    newest = steps.snapshots.newest
+    then = "a snapshot could not be" if newest is None else f"and resume={newest} goes on"
+    told = f"stopped by {signal.Signals(signum).name}; the report is written, {then}"
+    return Outcome(group.rank, Exit.STOPPED, told, run_dir)
 
 
 def _data(config: RunConfig, group: Group) -> list[Data]:
@@ -124,16 +124,6 @@ def _data(config: RunConfig, group: Group) -> list[Data]:
             skipped = f"{told} documents are no samples and left out (data.on_error=skip), the first of them: "
             print(f"pipetrain: {skipped}{data[-1].first_skipped}", file=sys.stderr, flush=True)
     return data
-
-
-def _keep_model_files(config: RunConfig, folder: RunFolder, group: Group) -> None:
-    """What `export` and `generate` need of a Hugging Face model besides weights, into the run folder."""
-    if config.model.name == HUGGING_FACE and group.rank == 0:
-        from pipetrain.models.hf.export import keep_files
-        from pipetrain.models.hf.source import find_source
-
-        assert config.model.path is not None
-        keep_files(find_source(config.model.path, config.model.revision), folder.model)
 
 
 def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
@@ -160,34 +150,29 @@ def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
     """
     if config.pipeline.schedule != AUTO:
         return []
-    orders, problem = list[str | None](), ""
-    if group.rank == 0:
-        try:
-            orders = [_order_before(config, phase) for phase in phases_of(config)]
-            if None in orders:
-                orders = [write_csv(phase.run.schedule) for phase in prepare_phases(config, group.size, orders)]
-        except ValueError as error:
-            problem = str(error)
-    orders, problem = group.from_first((orders, problem))
-    if problem:
-        raise ValueError(problem)
-    return orders
+
+    def orders() -> list[str | None]:
+        known = [_order_before(config, phase) for phase in phases_of(config)]
+        if None not in known:
+            return known
+        return [write_csv(phase.run.schedule) for phase in prepare_phases(config, group.size, known)]
+
+    return from_first(orders, group)
 
 
 def _order_before(config: RunConfig, phase: Phase) -> str | None:
     """The order of the run that goes on, where it was sought for the same in one of its phases; None: it is to be sought."""
     given = config.run_dir if config.resume == AUTO_RESUME else config.resume
-    if given is None:
+    start = Path(given or "").absolute()  # a run folder, its snapshots, one of them
+    folders = map(RunFolder, (start, start.parent, start.parent.parent) if given is not None else ())
+    folder = next((one for one in folders if one.config.is_file() and one.schedule.is_file()), None)
+    if folder is None:
         return None
-    start = Path(given).absolute()  # a run folder, its snapshots, one of them
-    for folder in map(RunFolder, (start, start.parent, start.parent.parent)):
-        if folder.config.is_file() and folder.schedule.is_file():
-            before = read(folder.config)
-            for own in phases_of(before):
-                schedule = (folder.phase(own.number) if before.phases else folder).schedule
-                if _sought_for(own.config) == _sought_for(phase.config) and schedule.is_file():
-                    return schedule.read_text()
-            return None
+    before = read(folder.config)
+    for own in phases_of(before):
+        schedule = (folder.phase(own.number) if before.phases else folder).schedule
+        if _sought_for(own.config) == _sought_for(phase.config) and schedule.is_file():
+            return schedule.read_text()
     return None
 
 
@@ -222,19 +207,14 @@ def _steps(
     stack.enter_context(closing(recorder))
     recorder.start(as_yaml(config), asdict(config), *((phase.run.plan, phase.run.schedule) for phase in phases))
     ranks = rank_places(plan, group.grid)
-    replicas = OverReplicas.of(plan, at, group.replicas, config.parallel.check_every_steps)
     of_phases = _phase_steps(config, phases, data, group, ranks)
     now = phase_of(of_phases, first)
     engine = make_engine(config, spec, now.plan, now.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
-    guard = Guard(config.guard)
-    seen = TokensSeen()
+    guard, seen = Guard(config.guard), TokensSeen()
     snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
-        experiment=config.experiment,
-        num_steps=config.num_steps,
-        eval_every_steps=config.observe.eval_every_steps,
-        seed=config.seed,
+        config=config,
         phases=of_phases,
         batches=PhasedBatches([(phase.first_step - 1, own.train) for phase, own in zip(phases, data)]),
         spec=spec,
@@ -244,8 +224,8 @@ def _steps(
         guard=guard,
         seen=seen,
         ranks=ranks,
-        inspect=folder.inspect,
-        replicas=replicas,
+        folder=folder,
+        replicas=OverReplicas.of(plan, at, group.replicas, config.parallel.check_every_steps),
     )
 
 
@@ -275,13 +255,6 @@ def _phase_steps(
     )
 
 
-def _stopped(signum: int, snapshots: Snapshots) -> str:
-    """What to type to go on."""
-    newest = snapshots.newest
-    then = "a snapshot could not be" if newest is None else f"and resume={newest} goes on"
-    return f"stopped by {signal.Signals(signum).name}; the report is written, {then}"
-
-
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
     """Within it, what the library warns of is one line, as all that a command says; others' warnings look as they always do."""
@@ -301,11 +274,9 @@ def _warnings_as_lines() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains with the overrides in `arguments` as one rank; returns the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    announce(rank)
     os.umask(os.umask(0o077) | 0o027)  # what a run writes is the owner's, the group may read it
 
-    def work() -> Outcome:
+    def work(rank: int) -> Outcome:
         try:
             config = load(sys.argv[1:] if arguments is None else arguments)
             check_run(config)
@@ -322,12 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             go_on = "resume=auto run_dir=PATH goes on from the last snapshot"
             return Outcome(rank, Exit.FAILED, f"rank {rank}: {error}; {go_on}")
 
-    return run_as_rank(rank, work, PipelineError)
+    return run_as_rank(work, PipelineError)
 
 
 if __name__ == "__main__":
-    # Past a failure, threads may still wait for ranks that are gone: nothing is joined.
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave_process(main())

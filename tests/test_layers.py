@@ -38,7 +38,6 @@ TORCH_FREE_FILES = {
     "models/hf/hf_size.py",
     "models/hf/source.py",
     "engine/available.py",
-    "engine/deepspeed/refused.py",
     "snapshot/start.py",
     "comm/coordinates.py",
 }  # of a room with torch: what is read before a process starts

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipetrain.comm.gloo import GlooEnd, GlooReducer
 from pipetrain.config.load import load
 from pipetrain.data.batch import Batch
-from pipetrain.engine.which import make_engine
+from pipetrain.engine.engine import make_engine
 from pipetrain.models.spec import make_spec
 from pipetrain.plan.mesh import ACTIVATIONS, GRADIENTS, REDUCE, UPDATES, Mesh, MeshRank
 from pipetrain.schedule.kinds import Kind
@@ -62,7 +62,7 @@ class Figures:
 
 
 def run(options: Options) -> Result:
-    preload("pipetrain.engine.which", "pipetrain.trainer.prepare", "pipetrain.config.load")
+    preload("pipetrain.engine.engine", "pipetrain.trainer.prepare", "pipetrain.config.load")
     result = Result("scaling", CLAIM, settings={"model": MODEL})
     rows = []
     for name, overrides in list(CASES.items())[2:3] if options.quick else CASES.items():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.launcher.launch import launch
-from pipetrain.launcher.outcome import Exit, Outcome, announce, run_as_rank, tell
+from pipetrain.launcher.outcome import Exit, Outcome, leave_process, run_as_rank, tell
 from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.plan.plan import Plan, make_plan, read_plan, whole_number
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipetrain.trainer.generate import Asked
 
 _PROMPT = "import "
+_LAST_WORDS_SECONDS = 5
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -166,30 +167,27 @@ def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> None:
+def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> NoReturn:
     """Runs one rank of torchrun, then ends the process: after a failure threads may wait for ranks that are gone."""
-    rank = int(os.environ["RANK"])
-    announce(rank)
     import torch
 
     from pipetrain.comm.failure import PipelineError
     from pipetrain.comm.own_device import set_variables_of_gpus
-    from pipetrain.launcher.stop import ending_with_the_launcher, telling_first
+    from pipetrain.launcher.stop import ending_with_the_launcher
     from pipetrain.trainer.generate import generate
 
-    def work() -> Outcome:
+    def work(rank: int) -> Outcome:
         asked, plan = _asked(arguments), _plan(folder, int(os.environ["WORLD_SIZE"]))
         weights = _weights(folder, arguments.step, is_rank=True)
         set_variables_of_gpus()
         torch.set_num_threads(config.threads_per_rank)
-        with ending_with_the_launcher(), telling_first():
+        # Where a rank is gone torchrun asks the others to end, and may be faster than they are in seeing who it was.
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_LAST_WORDS_SECONDS))
+        with ending_with_the_launcher():
             generate(config, plan, weights, asked, _write)
         return Outcome(rank, Exit.DONE)
 
-    code = run_as_rank(rank, work, PipelineError)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave_process(run_as_rank(work, PipelineError))
 
 
 COMMAND = Command(_add_arguments, _generate)

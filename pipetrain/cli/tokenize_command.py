@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,8 +49,7 @@ def _tokenize(arguments: Arguments) -> int:
     if out is not None and out.exists():
         what = "tokens" if (out / TOKENS_JSON).is_file() else "something"
         raise ValueError(f"--out={arguments.out}: there is {what} already; remove it, or give another folder")
-    with shown_progress("tokenizing", shown=config.observe.progress) as tell:
-        folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=tell)
+    folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=_progress(config))
     sheet = read_sheet(folder)
     train, heldout = sheet.parts["train"], sheet.parts["heldout"]
     counted = f", {train.counted:,} of them count" if sheet.is_chat else ""
@@ -78,33 +75,23 @@ def tokenize_ahead(config: RunConfig) -> None:
     tokenizer = make_tokenizer(data, own)
     if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
         return
-    with shown_progress("tokenizing", shown=config.observe.progress) as tell:
-        make_data(data, config.seed, own_tokenizer=own, timeout_seconds=config.timeout_seconds, tell=tell)
+    wait = config.timeout_seconds
+    make_data(data, config.seed, own_tokenizer=own, timeout_seconds=wait, tell=_progress(config))
 
 
-@contextlib.contextmanager
-def shown_progress(what: str, *, shown: bool) -> Iterator[Callable[[float], None] | None]:
-    """A function that shows the progress, from 0 to 1: as a bar on a terminal, else as lines. None if nothing is shown."""
-    if not shown:
-        yield None
-    elif not sys.stderr.isatty():
-        said_at = time.monotonic()
+def _progress(config: RunConfig) -> Callable[[float], None] | None:
+    """What is to be told which share is done: says so in a line every few seconds, and nothing of what takes less. None: it is not shown."""
+    if not config.observe.progress:
+        return None
+    said_at = time.monotonic()
 
-        def tell(share: float) -> None:
-            """Prints a line every few seconds."""
-            nonlocal said_at
-            if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
-                said_at = time.monotonic()
-                say(f"{what}: {share:.0%}")
+    def tell(share: float) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
+            said_at = time.monotonic()
+            say(f"tokenizing: {share:.0%}")
 
-        yield tell
-    else:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(what, total=1.0, visible=False)
-            yield lambda share: progress.update(task, completed=share, visible=True)
+    return tell
 
 
 COMMAND = Command(_add_arguments, _tokenize)

@@ -21,18 +21,6 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """`HOST:PORT` as host and port.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text}: expected HOST:PORT with a port from 1 to 65535, as in node0:29500")
-    return host.strip("[]"), int(port)
-
-
 def wait_for(host: str, port: int, timeout_seconds: float) -> float:
     """Wait until something listens at the address; returns after how many seconds it did.
 
@@ -82,17 +70,6 @@ def check_a_port_is_free() -> None:
             f"no free port on 127.0.0.1 ({_reason(error)}): the ranks need one to meet, and all of net.ipv4.ip_local_port_range are "
             "taken; `ss -tanp` shows by what"
         ) from error
-
-
-def is_own(host: str) -> bool:
-    """Whether `host` names this machine: one can listen at its address."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listener:
-            listener.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 def explain_unreachable(host: str, port: int, seconds: float, error: OSError) -> str:

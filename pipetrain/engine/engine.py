@@ -1,4 +1,4 @@
-"""What a training loop asks of an engine, whichever runtime is behind it."""
+"""What a training loop asks of an engine, whichever runtime is behind it, and the engine that the configuration names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.config.records import WEIGHTS_IN
+from pipetrain.config.records import DEEPSPEED, WEIGHTS_IN, RunConfig
 from pipetrain.data.batch import Batch
+from pipetrain.engine.available import check_engine
+from pipetrain.models.sharing import ties_of
+from pipetrain.models.spec import ModelSpec, with_compiled_layers, with_weights_in
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.diagnosis import Diagnosis
+from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.schedule import Schedule
 
 # Given step, loss and global gradient norm (None: the loss is not finite): whether they may change the weights.
@@ -96,3 +100,36 @@ class Engine(Protocol):
     def close(self) -> None:
         """Gives back what the engine holds."""
         ...
+
+
+def make_engine(
+    config: RunConfig,
+    spec: ModelSpec,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    device: torch.device,
+    on_event: Callable[[OpEvent], None],
+) -> Engine:
+    """An engine that trains the model of `spec` by this plan, with the weights of `config.seed`, in `config.precision`.
+
+    DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
+
+    Raises:
+        ValueError: a model without a loss, or one that the engine cannot cut so.
+    """
+    if spec.loss_fn is None:
+        raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")
+    check_engine(config, plan.num_replicas, plan.tied_stages(tie.layers for tie in ties_of(spec.tied, plan.stage_of)))
+    precision = precision_of(config.precision, device)
+    spec = with_weights_in(spec, precision.weights)
+    if config.model.compile:
+        spec = with_compiled_layers(spec)
+    if config.engine.name == DEEPSPEED:
+        # Imported here: it takes seconds, and may not be installed.
+        from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, spec, plan, schedule, device=device, precision=precision)
+    from pipetrain.engine.native import NativeEngine
+
+    return NativeEngine(config, spec, plan, schedule, device=device, precision=precision, on_event=on_event)

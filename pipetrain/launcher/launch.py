@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.comm.address import check_a_port_is_free, is_rank
-from pipetrain.launcher.nodes import Nodes, NotMet, StoppedEarly, passing_signals_on
+from pipetrain.launcher.nodes import EndedEarly, Nodes, passing_signals_on
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
 from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
 
@@ -60,7 +61,6 @@ def launch(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_second_signal_ends(folder))
             stack.enter_context(remains_ended(folder))
             if nodes is not None:
                 stack.enter_context(passing_signals_on(lambda: processes(folder), num_ranks))
@@ -68,10 +68,8 @@ def launch(
         outcome = sum_up(collect(folder), killed, run_dir_of(folder))
         is_silent = outcome.run_dir is None and outcome.code in (Exit.DONE, Exit.STOPPED)
         return replace(outcome, message="") if is_silent else outcome
-    except NotMet as error:
-        return Outcome(0, Exit.FAILED, str(error))
-    except StoppedEarly as error:
-        return Outcome(0, Exit.STOPPED, str(error))
+    except EndedEarly as error:
+        return Outcome(0, error.code, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -89,7 +87,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     """Runs torchrun in this process; returns which rank a signal killed from outside first, or "".
 
     Raises:
-        NotMet: the machines did not find each other.
+        EndedEarly: the machines did not find each other.
     """
     import torch.distributed as dist
     from torch.distributed import run as torchrun
@@ -114,39 +112,8 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     except (RendezvousError, dist.DistError, TimeoutError) as error:
         if nodes is None:
             raise
-        raise NotMet(nodes.did_not_meet(error)) from error
+        raise EndedEarly(Exit.FAILED, nodes.did_not_meet(error)) from error
     return ""
-
-
-@contextlib.contextmanager
-def _second_signal_ends(folder: Path) -> Iterator[None]:
-    """Kills all ranks when a second request comes, while torchrun waits for them because of the first.
-
-    torchrun's handlers stay as they are: Python's wake-up descriptor tells a thread of each signal besides.
-    """
-    seen, told = socket.socketpair()
-    told.setblocking(False)
-
-    def watch() -> None:
-        first = None
-        while signals := seen.recv(1):
-            now = time.monotonic()
-            if signals[0] not in SIGNALS:
-                continue
-            if first is not None and now - first > ONE_REQUEST_SECONDS:
-                end_at_once(folder)
-            first = first or now
-
-    thread = threading.Thread(target=watch, name="second-signal", daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        told.close()
-        thread.join()
-        seen.close()
 
 
 def sum_up(outcomes: Sequence[Outcome], killed: str, run_dir: str | None) -> Outcome:
@@ -163,27 +130,43 @@ def sum_up(outcomes: Sequence[Outcome], killed: str, run_dir: str | None) -> Out
 
 @contextlib.contextmanager
 def remains_ended(folder: Path) -> Iterator[None]:
-    """While it is open, a failed outcome in `folder` ends every rank that has announced itself there: torchrun would give a stopped process 30 seconds."""
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, over), name="remains", daemon=True)
+    """While it is open, a thread kills all ranks that have announced themselves in `folder`: `REMAINS_SECONDS` after the first failed
+    outcome there, where torchrun would give a stopped process 30 seconds, and when a second request to stop comes.
+
+    torchrun's handlers stay as they are: Python's wake-up descriptor tells of each signal besides.
+    """
+    seen, told = socket.socketpair()
+    told.setblocking(False)
+    thread = threading.Thread(target=_watch, args=(folder, seen), name="remains", daemon=True)
     thread.start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
-        over.set()
+        signal.set_wakeup_fd(before)
+        told.close()
         thread.join()
+        seen.close()
 
 
-def end_at_once(folder: Path) -> None:
-    """Kill all ranks that have announced themselves in `folder`; a stopped process cannot hold this up."""
-    for process in processes(folder):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
-
-
-def _watch(folder: Path, over: threading.Event) -> None:
-    while not over.wait(_LOOK_SECONDS):
-        if any(outcome.code not in (Exit.DONE, Exit.STOPPED) for outcome in collect(folder)):
-            if not over.wait(REMAINS_SECONDS):
-                end_at_once(folder)
+def _watch(folder: Path, signals: socket.socket) -> None:
+    """Until the other end of `signals` is closed."""
+    signals.settimeout(_LOOK_SECONDS)
+    asked_at, end_at = math.inf, math.inf
+    while True:
+        try:
+            signum = signals.recv(1)
+        except TimeoutError:
+            signum = b"\0"
+        if not signum:
             return
+        now = time.monotonic()
+        if end_at == math.inf and any(outcome.code not in (Exit.DONE, Exit.STOPPED) for outcome in collect(folder)):
+            end_at = now + REMAINS_SECONDS
+        if now >= end_at or (signum[0] in SIGNALS and now > asked_at + ONE_REQUEST_SECONDS):
+            for process in processes(folder):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
+            return
+        if signum[0] in SIGNALS:
+            asked_at = min(asked_at, now)

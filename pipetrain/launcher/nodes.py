@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from types import FrameType
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig
+from pipetrain.launcher.outcome import Exit
 from pipetrain.launcher.stop import SIGNALS
 
 # What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
 SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
 
 
-class NotMet(Exception):
-    """Machines that did not find each other; the message is for the user."""
+class EndedEarly(Exception):
+    """Machines did not find each other (`code` 1), or a request to stop came before the ranks were there (75); the message is for the user."""
 
-
-class StoppedEarly(Exception):
-    """A request to stop came before the ranks were there; the message is for the user."""
+    def __init__(self, code: Exit, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,15 @@ def passing_signals_on(ranks: Callable[[], list[int]], num_ranks: int) -> Iterat
     """A request to stop goes to the ranks of this machine and to nobody else: they tell those of the others.
 
     Raises:
-        StoppedEarly: not all of them have announced themselves, so there is nothing to save; torchrun ends those that run.
+        EndedEarly: not all of them have announced themselves, so there is nothing to save; torchrun ends those that run.
     """
 
     def handle(signum: int, _frame: FrameType | None) -> None:
         started = ranks()
         if len(started) < num_ranks:
-            raise StoppedEarly(f"stopped by {signal.Signals(signum).name} before the ranks of this machine were there")
+            raise EndedEarly(
+                Exit.STOPPED, f"stopped by {signal.Signals(signum).name} before the ranks of this machine were there"
+            )
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signum)

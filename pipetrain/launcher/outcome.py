@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from pipetrain.launcher.stuck import watch_torchrun
 
@@ -45,14 +46,20 @@ def has_launcher() -> bool:
 
 def announce(rank: int) -> None:
     """Tells the launcher which process `rank` is, so that it can end it at once."""
-    if has_launcher():
-        (Path(os.environ[FOLDER_VARIABLE]) / f"process-{rank:04d}").write_text(str(os.getpid()))
+    _tell_launcher(f"process-{rank:04d}", str(os.getpid()))
 
 
 def announce_run_dir(path: str) -> None:
     """Tells the launcher the run folder, which is there even if the run fails."""
-    if has_launcher():
-        (Path(os.environ[FOLDER_VARIABLE]) / _RUN_DIR).write_text(path)
+    _tell_launcher(_RUN_DIR, path)
+
+
+def _tell_launcher(name: str, text: str) -> None:
+    """In a file of its folder, whole or not at all. The first text under a name stays."""
+    if has_launcher() and not (path := Path(os.environ[FOLDER_VARIABLE]) / name).exists():
+        draft = path.with_name(f".{name}")
+        draft.write_text(text)
+        draft.rename(path)
 
 
 def run_dir_of(folder: Path) -> str | None:
@@ -68,12 +75,7 @@ def processes(folder: Path) -> list[int]:
 
 def leave(outcome: Outcome) -> None:
     """Writes the outcome where a launcher waits for it. The first one of a rank stays."""
-    if has_launcher():
-        path = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{outcome.rank:04d}.json"
-        if not path.exists():
-            draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(asdict(outcome)))
-            draft.rename(path)
+    _tell_launcher(f"rank-{outcome.rank:04d}.json", json.dumps(asdict(outcome)))
 
 
 def end(outcome: Outcome) -> int:
@@ -91,11 +93,13 @@ def end(outcome: Outcome) -> int:
     return tell(outcome) if is_first_here or outcome.code == Exit.FAILED else outcome.code
 
 
-def run_as_rank(rank: int, work: Callable[[], Outcome], pipeline_error: type[Exception]) -> int:
-    """Runs `work` as a rank and ends it with the outcome, or with what an error makes of it; `pipeline_error` says itself which rank
-    failed in what. Returns the exit code."""
+def run_as_rank(work: Callable[[int], Outcome], pipeline_error: type[Exception]) -> int:
+    """Runs `work` as the rank of this process, which it is given, and ends it with the outcome, or with what an error makes of it;
+    `pipeline_error` says itself which rank failed in what. Returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    announce(rank)
     try:
-        outcome = work()
+        outcome = work(rank)
     except ValueError as error:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
     except pipeline_error as error:
@@ -106,6 +110,13 @@ def run_as_rank(rank: int, work: Callable[[], Outcome], pipeline_error: type[Exc
         traceback.print_exc()
         outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
     return end(outcome)
+
+
+def leave_process(code: int) -> NoReturn:
+    """Past a failure threads may still wait for ranks that are gone: nothing is joined."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:

@@ -42,31 +42,6 @@ def ending_with_the_launcher() -> Iterator[None]:
         libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
-@contextlib.contextmanager
-def telling_first(seconds: float = 5.0) -> Iterator[None]:
-    """While it is open, a SIGTERM ends this process `seconds` later.
-
-    Where a rank is gone torchrun asks the others to end, and may be faster than they are in seeing who it was.
-    """
-
-    def end_now(_signum: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def end_later(_signum: int, _frame: FrameType | None) -> None:
-        if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    handlers = {signal.SIGTERM: end_later, signal.SIGALRM: end_now}
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
 class StopRequest:
     """While it is open, SIGINT, SIGTERM and SIGUSR1 are kept in `signum` instead of ending the process.
 

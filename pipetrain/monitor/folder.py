@@ -75,16 +75,6 @@ class RunFolder:
             draft.replace(RUNS / LATEST)
 
 
-def sees(path: Path, mark: str, timeout_seconds: float) -> bool:
-    """Whether `mark`, which another machine has just written into `path`, is there. A file system may take its time."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (path / mark).is_file():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def check_free(run_dir: str | None) -> None:
     """Raises:
     ValueError: there is a run in the folder already, it is a file, or it cannot be made.

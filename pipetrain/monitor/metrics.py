@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pipetrain.monitor.breakdown import bubble_fraction
@@ -17,16 +17,6 @@ _OF_BREAKDOWN = (
     *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),
 )
 _OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
-
-
-@dataclass(frozen=True)
-class TokenFigures:
-    """The tokens of a step, as in `StepMetrics`."""
-
-    tokens: int
-    counted_tokens: int
-    tokens_seen: int
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,14 @@ def metrics_of(
     step: int,
     result: StepResult,
     figures: StepFigures,
-    tokens: TokenFigures,
+    tokens: tuple[int, int],
+    tokens_seen: int,
+    seconds: float,
     mfu_of_a_token_per_second: float | None = None,
     phase: int | None = None,
 ) -> StepMetrics:
-    """The line of `step` in metrics.jsonl; what is not finite or not known is None."""
+    """The line of `step` in metrics.jsonl; what is not finite or not known is None. `tokens`: all, and those that count; `seconds`: of the
+    whole step."""
     ops, unknown = figures.ops, (None,) * figures.num_ranks
 
     def of_breakdown(name: str) -> PerRank:
@@ -92,10 +85,13 @@ def metrics_of(
         perplexity=perplexity_of(result.loss),
         lr=result.learning_rate,
         grad_norm=result.grad_norm if result.grad_norm is not None and math.isfinite(result.grad_norm) else None,
-        **asdict(tokens),
+        tokens=tokens[0],
+        counted_tokens=tokens[1],
+        tokens_seen=tokens_seen,
+        tokens_per_second=tokens[0] / seconds,
         step_seconds=figures.step_seconds,
         bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
-        mfu=None if mfu_of_a_token_per_second is None else tokens.tokens_per_second * mfu_of_a_token_per_second,
+        mfu=None if mfu_of_a_token_per_second is None else tokens[0] / seconds * mfu_of_a_token_per_second,
         unexplained_seconds=of_breakdown("other_seconds"),
         peak_memory_bytes=figures.peak_memory_bytes,
         skipped=not result.is_accepted,

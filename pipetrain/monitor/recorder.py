@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.config.records import ObserveConfig
+from pipetrain.monitor.draw.page import run_page, slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
 from pipetrain.monitor.metrics import StepMetrics
 from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
-from pipetrain.monitor.run_page import run_page, slowest_of
 from pipetrain.monitor.shown import Shown
 from pipetrain.monitor.trackers.tracker import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
@@ -46,7 +46,7 @@ class Recorder:
         self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
         self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
-        self._reporter = self._stack.enter_context(make_reporter(num_steps, shown=config.progress and self.is_first))
+        self._reporter = self._stack.enter_context(Reporter(num_steps, shown=config.progress and self.is_first))
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
@@ -61,7 +61,8 @@ class Recorder:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
             folder.schedule.write_text(write_csv(schedule))
-        self._trackers.start({**config, "plan": asdict(phases[0][0])})
+        values = {**config, "plan": asdict(phases[0][0])}
+        self._trackers.tell(lambda tracker: tracker.start(values))
 
     def begin_phase(self, number: int | None, step: int, keep: range) -> None:
         """From `step` on it is another phase: of the timelines, those of the steps in `keep` are remembered."""
@@ -75,7 +76,7 @@ class Recorder:
         self.last_step = step
         if metrics is None:
             return
-        self._trackers.step(metrics)
+        self._trackers.tell(lambda tracker: tracker.step(metrics))
         self._reporter.step(metrics)
         self.metrics.append(metrics)
         if timelines and step in self._keep:
@@ -84,7 +85,7 @@ class Recorder:
     def rewind(self, first_step: int) -> None:
         """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
         self._events.rewind(first_step)
-        self._trackers.rewind(first_step)
+        self._trackers.tell(lambda tracker: tracker.rewind(first_step))
         self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
 
     def say(self, text: str) -> None:
@@ -95,7 +96,7 @@ class Recorder:
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""
         if heldout_loss is not None:
-            self._trackers.evaluated(step, heldout_loss)
+            self._trackers.tell(lambda tracker: tracker.evaluated(step, heldout_loss))
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
     def finish(
@@ -121,7 +122,8 @@ class Recorder:
         slowest = measured[slowest_of(measured)]
         pictures = [slowest] if predicted is None else [predicted, slowest]
         if report.phase is None:
-            self._trackers.finish(Ending(report, pictures, drawn))
+            ending = Ending(report, pictures, drawn)
+            self._trackers.tell(lambda tracker: tracker.finish(ending))
 
     def report_of_phase(self, number: int) -> RunReport | None:
         """What a phase that is over has reported, perhaps before this process went on from a snapshot; None: nothing that can be read."""
@@ -134,72 +136,40 @@ class Recorder:
         self._stack.close()
 
 
-# How far the run is, on stderr: a bar on a terminal, lines elsewhere ------------------------------------------------
-
-
 class Reporter(AbstractContextManager["Reporter"]):
-    """What a training loop tells about itself. This one is silent: on every rank but the first, and for `observe.progress=false`."""
+    """How far the run is, on stderr: a bar on a terminal, elsewhere a line for the first step, the last one, and one every few seconds.
+    Nothing on a rank that is not to show it."""
+
+    def __init__(self, num_steps: int, *, shown: bool) -> None:
+        self._num_steps = num_steps
+        self._shown = shown
+        self._said_at = float("-inf")
+        self._bar: Progress | None = None
+        if shown and sys.stderr.isatty():
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(TextColumn("step"), *columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=num_steps)
+            self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self._bar is not None:
+            self._bar.stop()
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is over."""
-
-    def say(self, text: str) -> None:
-        """A line between steps."""
-
-
-class Lines(Reporter):
-    """For log files: the first step, the last one, and one every few seconds."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._said_at = float("-inf")
-
-    def step(self, metrics: StepMetrics) -> None:
         now = time.monotonic()
-        if now - self._said_at >= SECONDS_BETWEEN_LINES or metrics.step == self._num_steps:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics.step, description=_figures(metrics))
+        elif now - self._said_at >= SECONDS_BETWEEN_LINES or metrics.step == self._num_steps:
             self._said_at = now
             self.say(f"step {metrics.step}/{self._num_steps}  {_figures(metrics)}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-
-class Bar(Reporter):
-    """For a terminal."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("", total=num_steps)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._progress.update(self._task, completed=metrics.step, description=_figures(metrics))
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
-
-
-def make_reporter(num_steps: int, *, shown: bool) -> Reporter:
-    """The reporter that suits stderr."""
-    if not shown:
-        return Reporter()
-    return Bar(num_steps) if sys.stderr.isatty() else Lines(num_steps)
+        """A line between steps."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        elif self._shown:
+            print(text, file=sys.stderr, flush=True)
 
 
 def _figures(metrics: StepMetrics) -> str:

@@ -16,7 +16,6 @@ from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import Report, StepFigures
 from pipetrain.monitor.stragglers import Straggler
 from pipetrain.plan.mesh import RankPlace, name_of, num_replicas_of
-from pipetrain.plan.plan import Plan
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
@@ -79,15 +78,13 @@ def read_report(path: Path) -> RunReport:
     if not path.is_file():
         raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
     try:
-        values: dict[str, Any] = dict(json.loads(path.read_text()))
+        values = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: this is not a report ({error}); its run's metrics.jsonl may still be whole"
         ) from error
-    if values.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: format_version={values.get('format_version')}, this pipetrain reads {FORMAT_VERSION}"
-        )
+    if (version := values.get("format_version")) != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
     try:
         return _of_values(values)
     except (TypeError, KeyError) as error:
@@ -257,8 +254,6 @@ def measured_and_predicted(
 
 
 def make_report(
-    experiment: str,
-    plan: Plan,
     schedule: Schedule,
     metrics: Sequence[StepMetrics],
     last: StepFigures,
@@ -266,9 +261,10 @@ def make_report(
     first_step: int,
     predicted: Shown | None,
     heldout_loss: float | None,
-    stopped_by: str | None,
+    **known: Any,
 ) -> RunReport:
-    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all.
+    """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all; `known` are the other
+    fields.
 
     A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks. Likewise those of a
     phase.
@@ -285,10 +281,8 @@ def make_report(
         return tuple(map(_median, zip(*(getattr(step, name) for step in settled))))
 
     return RunReport(
-        experiment=experiment,
         schedule=schedule.family,
         recompute_mode=schedule.policy.mode.value,
-        balance=plan.balance,
         steps=metrics[-1].step,
         loss=metrics[-1].loss,
         heldout_loss=heldout_loss,
@@ -298,14 +292,15 @@ def make_report(
         step_seconds_measured=median("step_seconds"),
         step_seconds_predicted=predicted.step_seconds if predicted and compared else None,
         bubble_fraction=median("bubble_fraction"),
-        stopped_by=stopped_by,
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
         peak_activation_bytes=peak_activation_bytes(metrics),
         peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
         mfu=median("mfu"),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
+        first_step=first_step,
         **held,
+        **known,
     )
 
 

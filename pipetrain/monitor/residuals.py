@@ -102,23 +102,21 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
         otherwise = instead or (0.0,) * places
         return tuple(statistics.median(spent.get((cost, place), [otherwise[place]])) for place in range(places))
 
-    def halves(cost: str) -> tuple[float, ...]:
-        return median(cost, num_stages, tuple(one / 2 for one in whole)) if any(key == cost for key, _ in spent) else ()
-
-    def where_spent(cost: str) -> tuple[float, ...]:
-        return median(cost, num_stages) if any(key == cost for key, _ in spent) else ()
+    def where_spent(cost: str, instead: Sequence[float] = ()) -> tuple[float, ...]:
+        return median(cost, num_stages, instead) if any(key == cost for key, _ in spent) else ()
 
     forward = median("forward", num_stages)
     split = [sum(pair) for pair in zip(median("input_gradient", num_stages), median("weight_gradient", num_stages))]
     whole = median("backward", num_stages, split)
+    half = tuple(one / 2 for one in whole)
     return Costs(
         forward=forward,
         backward=whole,
         recompute=median("recompute", num_stages, forward),
         hop_forward=median("hop_forward", num_stages - 1),
         hop_backward=median("hop_backward", num_stages - 1),
-        input_gradient=halves("input_gradient"),
-        weight_gradient=halves("weight_gradient"),
+        input_gradient=where_spent("input_gradient", half),
+        weight_gradient=where_spent("weight_gradient", half),
         reduce=where_spent("reduce"),
         reduce_shared=where_spent("reduce_shared"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT
 from pipetrain.schedule.halves import is_split
+from pipetrain.schedule.op import Lane
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy, Sets
 from pipetrain.schedule.schedule import Schedule
@@ -137,6 +139,31 @@ def op_record(event: OpEvent) -> dict[str, Any]:
     """An event as plain values."""
     times = {"start": event.start, "end": event.end}
     return {"rank": event.rank, "lane": event.lane.value, "op": str(event.op), **times}
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """A timeline in the Chrome trace event format, for ui.perfetto.dev: a process per rank, a thread per lane, a complete event ("ph": "X") per op."""
+    lanes = list(Lane)
+    events: list[dict[str, Any]] = []
+    for rank in range(timeline.num_ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for number, lane in enumerate(lanes):
+            name = {"name": lane.value}
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": name})
+    for event in timeline.events:
+        events.append(
+            {
+                "ph": "X",
+                "name": str(event.op),
+                "cat": event.op.kind.value,
+                "pid": event.rank,
+                "tid": lanes.index(event.lane),
+                "ts": event.start * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+                "args": {"stage": event.op.stage, "microbatch": event.op.microbatch},
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _policy(policy: RecomputePolicy) -> str:

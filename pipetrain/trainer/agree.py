@@ -1,18 +1,40 @@
-"""What the ranks of a run agree on before its first step: that they read the same text, and one run folder."""
+"""What the ranks of a run agree on before its first step: what rank 0 chooses, that they read the same text, and one run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from pipetrain.comm.group import Group
 from pipetrain.monitor.claim import claimed
-from pipetrain.monitor.folder import RunFolder, check_free, reserve_folder, sees
+from pipetrain.monitor.folder import RunFolder, check_free, reserve_folder
+
+_T = TypeVar("_T")
 
 _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
+
+
+def from_first(make: Callable[[], _T], group: Group) -> _T:
+    """What rank 0 makes, of what JSON knows, on every rank. Collective.
+
+    Raises:
+        ValueError: what it raises, on every rank.
+    """
+    made, problem = None, ""
+    if group.rank == 0:
+        try:
+            made = make()
+        except ValueError as error:
+            problem = str(error)
+    made, problem = group.from_first((made, problem))
+    if problem:
+        raise ValueError(problem)
+    return made  # type: ignore[return-value]
 
 
 def check_all_read_the_same(fingerprint: str, group: Group) -> None:
@@ -40,16 +62,13 @@ def agreed_folder(
         ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
     """
     with contextlib.ExitStack() as stack:
-        chosen, problem = "", ""
-        if group.rank == 0:
-            try:
-                chosen = str(stack.enter_context(_claimed_folder(run_dir, experiment, again=again)).path)
-                announce(chosen)
-            except ValueError as error:
-                problem = str(error)
-        chosen, problem = group.from_first((chosen, problem))
-        if problem:
-            raise ValueError(problem)
+
+        def choose() -> str:
+            path = str(stack.enter_context(_claimed_folder(run_dir, experiment, again=again)).path)
+            announce(path)
+            return path
+
+        chosen = from_first(choose, group)
         if group.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             check_shared(Path(chosen), group)
         yield RunFolder(Path(chosen))
@@ -75,7 +94,9 @@ def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_S
     if group.rank == 0:
         (run_dir / mark).touch()
     try:
-        seen = sees(run_dir, mark, timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        while not (seen := (run_dir / mark).is_file()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         first_blind = group.largest(0 if seen else group.size - group.rank)
     finally:
         if group.rank == 0:

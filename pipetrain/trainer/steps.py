@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
@@ -22,7 +21,8 @@ from pipetrain.engine.engine import Engine
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.weights import Together, save_weights
-from pipetrain.monitor.metrics import TokenFigures, metrics_of
+from pipetrain.monitor.folder import RunFolder
+from pipetrain.monitor.metrics import metrics_of
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import (
     RunReport,
@@ -31,7 +31,6 @@ from pipetrain.monitor.report import (
     measured_steps,
     peak_activation_bytes,
 )
-from pipetrain.monitor.shown import Shown
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.monitor.stragglers import StragglerWatch
 from pipetrain.plan.mesh import RankPlace
@@ -66,12 +65,9 @@ def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a run work with; every rank has one and runs it. `inspect` is where batches of refused steps go."""
+    """What the steps of a run work with; every rank has one and runs it."""
 
-    experiment: str
-    num_steps: int
-    eval_every_steps: int | None  # None: nothing is evaluated on the way
-    seed: int
+    config: RunConfig
     phases: tuple[PhaseSteps, ...]
     batches: PhasedBatches
     spec: ModelSpec
@@ -81,7 +77,7 @@ class Steps:
     guard: Guard
     seen: TokensSeen
     ranks: tuple[RankPlace, ...]
-    inspect: Path
+    folder: RunFolder
     replicas: OverReplicas
 
     def run(self, asked_to_stop: Callable[[], int]) -> int:
@@ -95,7 +91,7 @@ class Steps:
         step = self.snapshots.first_step
         self.engine.start_at(step)
         phase = phase_of(self.phases, step)
-        while step <= self.num_steps:
+        while step <= self.config.num_steps:
             if (other := phase_of(self.phases, step)) is not phase:
                 phase = other
                 self.engine.change(phase.plan, phase.schedule)
@@ -122,38 +118,29 @@ class Steps:
 
     def report(self, signum: int) -> None:
         """What was predicted and what was done, with the held-out loss where no signal ended the run. Collective."""
-        phase = phase_of(self.phases, self.num_steps if self.recorder.last_step is None else self.recorder.last_step)
+        last_step = self.recorder.last_step
+        phase = phase_of(self.phases, self.config.num_steps if last_step is None else last_step)
         heldout_loss = None if signum else self.engine.evaluate(phase.heldout)
+        self._report_phase(phase, heldout_loss, stopped_by=signal.Signals(signum).name if signum else None)
+
+    def _report_phase(
+        self, phase: PhaseSteps, heldout_loss: float | None, *, stopped_by: str | None = None, is_last: bool = True
+    ) -> None:
+        """What the steps of `phase` did that this process has seen, and with the last phase what the run did."""
         if phase.last is None:  # all steps were done before, or this is not rank 0
             return
-        own = self._report_of(phase, heldout_loss, signum)
-        whole = own if phase.number is None else self._of_all_phases(own)
-        measured, predicted = self._measured_and_predicted(phase)
-        for report in (whole,) if phase.number is None else (own, whole):
-            self.recorder.finish(report, measured, predicted, _clock_error(phase.last))
-
-    def _measured_and_predicted(self, phase: PhaseSteps) -> tuple[tuple[Shown, ...], Shown | None]:
-        assert phase.last is not None
-        return measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
-
-    def _report_of(self, phase: PhaseSteps, heldout_loss: float | None, signum: int) -> RunReport:
-        """The report of the steps of `phase` that this process has seen."""
-        assert phase.last is not None
+        measured, predicted = measured_and_predicted(phase.schedule, phase.last.ops, self.recorder.timelines)
         metrics = [one for one in self.recorder.metrics if phase.first_step <= one.step <= phase.last_step]
-        first = metrics[0].step
         report = make_report(
-            self.experiment,
-            phase.plan,
             phase.schedule,
             metrics,
             phase.last,
-            first_step=first,
-            predicted=self._measured_and_predicted(phase)[1],
+            first_step=metrics[0].step,
+            predicted=predicted,
             heldout_loss=heldout_loss,
-            stopped_by=signal.Signals(signum).name if signum else None,
-        )
-        return replace(
-            report,
+            experiment=self.config.experiment,
+            balance=phase.plan.balance,
+            stopped_by=stopped_by,
             tokens_seen=self.seen.total.all,
             counted_tokens_seen=self.seen.total.counted,
             skipped_steps=self.guard.num_skipped,
@@ -163,9 +150,12 @@ class Steps:
             batch_size=phase.config.data.global_batch_size,
             sequence_length=phase.config.data.sequence_length,
             num_microbatches=phase.plan.num_microbatches,
-            first_step=first,
             phase=phase.number,
         )
+        reports = [report] if phase.number is None or not is_last else [report, self._of_all_phases(report)]
+        for one in reports:
+            clock_error = phase.last.ops.clock_error_seconds if phase.last.ops else None
+            self.recorder.finish(one, measured, predicted, clock_error)
 
     def _of_all_phases(self, last: RunReport) -> RunReport:
         """The report of the run: that of its last phase, with what is of all, and each phase by itself."""
@@ -181,11 +171,11 @@ class Steps:
             stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
         )
 
-    def finish(self, folder: Path, ranks: Together) -> None:
-        """Each rank of the first replica writes its part of the model into `folder`, for `generate`, `export` and `init_from`; then a
-        snapshot on its way. Collective.
+    def finish(self, ranks: Together) -> None:
+        """Each rank of the first replica writes its part of the model, for `generate`, `export` and `init_from`; then a snapshot on its
+        way. Collective.
         """
-        save_weights(folder, self.engine.weights(), self.spec, ranks, self.replicas.shard)
+        save_weights(self.folder.weights, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
 
     def _compare_replicas(self, step: int, *, stopping: bool) -> None:
@@ -220,19 +210,18 @@ class Steps:
             self.recorder.end_step(step)
         else:
             timelines = () if figures.ops is None else figures.ops.timelines
-            of_tokens = TokenFigures(tokens.all, tokens.counted, self.seen.total.all, tokens.all / seconds)
-            metrics = metrics_of(step, result, figures, of_tokens, phase.mfu_of_a_token_per_second, phase.number)
+            seen, mfu = self.seen.total.all, phase.mfu_of_a_token_per_second
+            metrics = metrics_of(step, result, figures, tokens, seen, seconds, mfu, phase.number)
             self.recorder.end_step(step, metrics, timelines)
             if timelines:
                 phase.watch.add(step, *timelines)
-        every = self.eval_every_steps
-        if every is not None and step % every == 0 and step < self.num_steps:
+        if step == self.config.num_steps:
+            return
+        every = self.config.observe.eval_every_steps
+        if every is not None and step % every == 0:
             self.recorder.evaluated(step, self.engine.evaluate(phase.heldout))
-        if step == phase.last_step and step < self.num_steps:
-            heldout_loss = self.engine.evaluate(phase.heldout)
-            if phase.last is not None:  # a phase by itself; the last one is reported with the run
-                report = self._report_of(phase, heldout_loss, 0)
-                self.recorder.finish(report, *self._measured_and_predicted(phase), _clock_error(phase.last))
+        if step == phase.last_step:
+            self._report_phase(phase, self.engine.evaluate(phase.heldout), is_last=False)
 
     def _respond(self, incident: Incident, batch: Batch) -> int | None:
         """A step was refused, by all replicas: say where it went wrong, keep its whole batch, and do what the guard decided.
@@ -247,11 +236,11 @@ class Steps:
         state = self.snapshots.roll_back() if incident.action is Action.ROLLBACK else None
         if incident.action is Action.ROLLBACK and state is None:
             incident = self.guard.cannot_go_back()
-        folder = folder_of(self.inspect, incident)
+        folder = folder_of(self.folder.inspect, incident)
         if self.recorder.is_first:
             whole = self.batches.batch(incident.step, self.guard.passed_over)
             try:
-                write_incident(folder, incident, diagnosis, whole, self.seed)
+                write_incident(folder, incident, diagnosis, whole, self.config.seed)
             except OSError as error:
                 self.recorder.say(f"{folder} could not be written ({error.strerror})")
         if incident.action is Action.STOP:
@@ -265,10 +254,6 @@ class Steps:
         self.engine.start_at(state.step + 1)
         self.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")
         return state.step + 1
-
-
-def _clock_error(last: StepFigures) -> float | None:
-    return last.ops.clock_error_seconds if last.ops else None
 
 
 def equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:

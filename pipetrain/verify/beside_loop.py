@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import math
+import multiprocessing as mp
 import random
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.context import ForkServerContext
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,17 @@ _NAMES_SOMETHING = re.compile(r"layers? \d+|stage \d+|loss_fn|count_fn|inputs|ta
 # Never meant for a user, whatever they say.
 _RAW = (AssertionError, AttributeError, LookupError, NameError, RecursionError, ArithmeticError, NotImplementedError)
 _NOT_RECOMPUTED = re.compile(r"gradient inside|not recomputed|kept from F to B")
+
+START_METHOD: Final = "forkserver"
+# A first optimizer, and a first backward, load what torch.compile needs.
+_LOADED = ["torch", "torch._dynamo", "pipetrain.runtime.pipeline"]
+
+
+def forking() -> ForkServerContext:
+    """Where processes are made: they are forked from one that has loaded what takes each seconds, and has not touched CUDA."""
+    context = mp.get_context(START_METHOD)
+    context.set_forkserver_preload(_LOADED)
+    return context
 
 
 class Verdict(enum.StrEnum):

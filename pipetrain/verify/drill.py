@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,27 +107,51 @@ _DRILLS = (
 )
 
 
+@dataclass(frozen=True)
+class _Damage:
+    """A file in each of these snapshots is damaged, and what is promised: how a resume ends, and what it says in one line."""
+
+    name: str
+    snapshots: tuple[str, ...]
+    file: str
+    damage: Callable[[Path], None]
+    says: str = rf"set aside, going on from \S*{_BEFORE}$"
+    exit_code: int = Exit.DONE
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Flips one bit of the byte at `position` (from the end, where it is negative)."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+_DAMAGES = (
+    _Damage("a bit of a snapshot is flipped", (_NEWEST,), "weights/rank-0001.safetensors", flip),
+    _Damage("a manifest is cut", (_NEWEST,), "manifest.json", lambda path: os.truncate(path, 100)),
+    _Damage(
+        "all snapshots are damaged",
+        (_NEWEST, _BEFORE),
+        "optimizer/rank-0000.safetensors",
+        lambda path: os.truncate(path, 500),
+        "is whole: remove them to start from step 1",
+        Exit.WRONG_INPUT,
+    ),
+)
+
+
 def drill(*, quick: bool = False, say: Callable[[str], None]) -> list[Result]:
     """All drills, or with `quick` those of two ranks that need no damage on the disk. `say` is told of each as it ends."""
+    results, faults = [], list[_Drill | _Damage]([*_DRILLS, *_DAMAGES])
     with TemporaryDirectory(prefix="pipetrain-drill-") as name, _Ground(Path(name)) as ground:
-        results = []
-        for result in _results(ground, quick=quick):
+        for one in faults:
+            if quick and (isinstance(one, _Damage) or one.num_ranks > 2):
+                continue
+            result = _resume_damaged(one, ground) if isinstance(one, _Damage) else _run(one, ground)
             results.append(result)
             seconds = "" if result.seconds is None else f", all ranks ended after {result.seconds:.1f} s"
             say(f"{result.fault} ({result.num_ranks} ranks): {_verdict(result)}{seconds}")
-        return results
-
-
-def _results(ground: _Ground, *, quick: bool) -> Iterator[Result]:
-    for one in _DRILLS:
-        if one.num_ranks == 2 or not quick:
-            yield _run(one, ground)
-    if not quick:
-        yield _harmed(
-            ground, "a bit of a snapshot is flipped", lambda path: flip(path / "weights/rank-0001.safetensors", -1)
-        )
-        yield _harmed(ground, "a manifest is cut", lambda path: os.truncate(path / "manifest.json", 100))
-        yield _all_damaged(ground)
+    return results
 
 
 def _verdict(result: Result) -> str:
@@ -223,12 +247,10 @@ class _Ground:
         lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
         return [(line["step"], line["loss"], line["grad_norm"]) for line in map(json.loads, lines)]
 
-    def resume(
-        self, run: str, num_ranks: int, *, says: str = "going on from", num_replicas: int = 1
-    ) -> tuple[str, str | None]:
+    def resume(self, run: str, num_ranks: int, num_replicas: int) -> tuple[str, str | None]:
         """Type the same again with resume=auto: what happened, and what was wrong about it."""
         done, _ = self.train(run, num_ranks, "resume=auto", num_replicas=num_replicas)
-        if done.returncode != Exit.DONE or says not in done.stderr:
+        if done.returncode != Exit.DONE or "going on from" not in done.stderr:
             return f"exit code {done.returncode}", f"resume=auto: {_last_line(done.stderr)}"
         (step,) = re.findall(r"going on from \S*step-(\d+)\n", done.stderr)
         if self.losses(run) != self.losses(self.whole(num_replicas)):
@@ -254,44 +276,28 @@ def _run(one: _Drill, ground: _Ground) -> Result:
     if one.exit_code == Exit.DONE and ground.losses(run) != ground.losses(ground.whole()):
         problems.append("the losses are not those of the undisturbed run")
     if one.resumes:
-        resumed, problem = ground.resume(run, one.num_ranks, num_replicas=one.num_replicas)
+        resumed, problem = ground.resume(run, one.num_ranks, one.num_replicas)
         problems += [problem] if problem else []
     ended = seconds if one.exit_code != Exit.DONE else None
     shown = message if one.exit_code != Exit.DONE else ""
     return Result(one.name, one.num_ranks, done.returncode, ended, shown, resumed, "; ".join(problems) or None)
 
 
-def flip(path: Path, position: int) -> None:
-    """Flips one bit of the byte at `position` (from the end, where it is negative)."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def _harmed(ground: _Ground, name: str, harm: Callable[[Path], None]) -> Result:
-    """The newest of two snapshots is harmed: a resume sets it aside, says so, and goes on from the one before."""
-    run = name.replace(" ", "-")
+def _resume_damaged(one: _Damage, ground: _Ground) -> Result:
+    """A resume of a run that ended early, with snapshots of steps 2 and 4."""
+    run = one.name.replace(" ", "-")
     snapshots = _four_steps(ground, run)
-    harm(snapshots / _NEWEST)
+    for name in one.snapshots:
+        one.damage(snapshots / name / one.file)
     done, _ = ground.train(run, 2, "resume=auto")
-    told = [line for line in done.stderr.splitlines() if "set aside" in line]
-    good = done.returncode == Exit.DONE and len(told) == 1 and f"going on from {_BEFORE}" in told[0]
-    equal = good and ground.losses(run) == ground.losses(ground.whole())
-    problem = None if equal else f"exit code {done.returncode}: {_last_line(done.stderr)}"
-    resumed = "from step 2, equal bit for bit" if equal else "wrong"
-    return Result(name, 2, done.returncode, None, told[0] if told else "", resumed, problem)
-
-
-def _all_damaged(ground: _Ground) -> Result:
-    snapshots = _four_steps(ground, "damaged")
-    for step in (_NEWEST, _BEFORE):
-        os.truncate(snapshots / step / "optimizer/rank-0000.safetensors", 500)
-    done, _ = ground.train("damaged", 2, "resume=auto")
-    message = _last_line(done.stderr)
-    good = done.returncode == Exit.WRONG_INPUT and "is whole: remove them to start from step 1" in message
-    problem = None if good else f"exit code {done.returncode} in place of 2, or no clear message"
-    resumed = "refused" if good else "wrong"
-    return Result("all snapshots are damaged", 2, done.returncode, None, message, resumed, problem)
+    told = [line for line in done.stderr.splitlines() if re.search(one.says, line)]
+    is_right = done.returncode == one.exit_code and len(told) == 1
+    resumed = "refused"
+    if one.exit_code == Exit.DONE:
+        is_right = is_right and ground.losses(run) == ground.losses(ground.whole())
+        resumed = "from step 2, equal bit for bit"
+    problem = None if is_right else f"exit code {done.returncode}: {_last_line(done.stderr)}"
+    return Result(one.name, 2, done.returncode, None, "".join(told[:1]), resumed if is_right else "wrong", problem)
 
 
 def _four_steps(ground: _Ground, run: str) -> Path:

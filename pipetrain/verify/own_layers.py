@@ -25,7 +25,6 @@ from pipetrain.stage.stage import LossFn
 from pipetrain.verify.beside_loop import (
     NUM_MICROBATCHES,
     SEED,
-    Batch,
     Found,
     Subject,
     Trace,
@@ -33,15 +32,16 @@ from pipetrain.verify.beside_loop import (
     Way,
     beside,
     differences,
+    forking,
     plain,
     seed_everything,
 )
-from pipetrain.verify.forked import forking
 
 NUM_STEPS = 2
 MOST_STAGES = 4
 PATIENCE_SECONDS = 120.0  # for one way; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
+_Made = tuple[Sequence[nn.Module], LossFn, Any, Any]  # with inputs and targets: what a user's functions gave
 _EXAMPLE = "as in pipetrain verify my_model:make_layers --batch my_model:make_batch"
 
 
@@ -54,33 +54,11 @@ class OwnLayers:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What a user's functions gave."""
-
-    layers: Sequence[nn.Module]
-    loss_fn: LossFn
-    inputs: Any
-    targets: Any
-
-
-@dataclass(frozen=True)
-class OwnTrial:
-    """All layers in one way."""
-
-    own: OwnLayers
-    mode: str
-    num_stages: int
-
-    def __str__(self) -> str:
-        return f"{self.mode}, {self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
-
-
-@dataclass(frozen=True)
 class OwnReport:
     """`names` of the layers, and what came of each way."""
 
     names: tuple[str, ...]
-    ways: tuple[tuple[OwnTrial, Found], ...]
+    ways: tuple[tuple[Way, Found], ...]
 
     @property
     def is_right(self) -> bool:
@@ -90,8 +68,8 @@ class OwnReport:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         ways = [
-            {"mode": trial.mode, "stages": trial.num_stages, "result": found.result.value, "detail": found.detail}
-            for trial, found in self.ways
+            {"mode": way.mode, "stages": way.num_stages, "result": found.result.value, "detail": found.detail}
+            for way, found in self.ways
         ]
         layers = [
             {"layer": number, "kind": kind, "result": found.result.value, "detail": found.detail}
@@ -117,18 +95,17 @@ def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
         ValueError: there is no such function, it raises, what it gives is no model or no batch, or the plain loop fails itself.
     """
     names = _checked(own)
-    stages = range(1, min(MOST_STAGES, len(names)) + 1)
     modes = [Mode.OVERLAP] if quick else list(Mode)
-    wanted = [min(2, len(names))] if quick else list(stages)
-    trials = [OwnTrial(own, mode.value, number) for number in wanted for mode in modes]
-    return OwnReport(names, tuple(try_apart(attempt_own, trials)))
+    stages = [min(2, len(names))] if quick else range(1, min(MOST_STAGES, len(names)) + 1)
+    ways = [Way(mode.value, number) for number in stages for mode in modes]
+    return OwnReport(names, tuple(try_apart(functools.partial(attempt_own, own), ways)))
 
 
 def try_apart(
-    attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial], seconds: float = PATIENCE_SECONDS
-) -> Iterator[tuple[OwnTrial, Found]]:
-    """What `attempt` finds, trial by trial, in another process: after one that hangs the others are left out."""
-    left = list(trials)
+    attempt: Callable[[Way], Found], ways: Sequence[Way], seconds: float = PATIENCE_SECONDS
+) -> Iterator[tuple[Way, Found]]:
+    """What `attempt` finds, way by way, in another process: after one that hangs the others are left out."""
+    left = list(ways)
     while left:  # in a new process what one that died has left
         ours, theirs = forking().Pipe(duplex=False)
         process = forking().Process(target=_work, args=(theirs, attempt, left), daemon=True)
@@ -138,10 +115,9 @@ def try_apart(
         try:
             ours.recv()
             while left:
-                trial = left[0]
                 if not ours.poll(seconds):
-                    yield trial, Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s")
-                    yield from ((other, Found(Verdict.FAILED, f"not tried, as {trial} hung")) for other in left[1:])
+                    yield left[0], Found(Verdict.FAILED, f"hangs: nothing came for {seconds:g} s")
+                    yield from ((way, Found(Verdict.FAILED, f"not tried, as {left[0]} hung")) for way in left[1:])
                     return
                 found = ours.recv()
                 yield left.pop(0), found
@@ -154,19 +130,19 @@ def try_apart(
             ours.close()
 
 
-def _work(end: Connection, attempt: Callable[[OwnTrial], Found], trials: Sequence[OwnTrial]) -> None:
+def _work(end: Connection, attempt: Callable[[Way], Found], ways: Sequence[Way]) -> None:
     os.dup2(2, 1)  # what a layer prints must not come between what the command does
     torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
     end.send(None)  # it has started
-    for trial in trials:
-        end.send(attempt(trial))
+    for way in ways:
+        end.send(attempt(way))
 
 
-def attempt_own(trial: OwnTrial) -> Found:
-    """One trial beside the plain loop, which runs once."""
-    subject, expected = _plain_of(trial.own)
+def attempt_own(own: OwnLayers, way: Way) -> Found:
+    """One way beside the plain loop, which runs once."""
+    subject, expected = _plain_of(own)
     saving = dataclasses.replace(subject, layers=lambda: _saving_outputs(subject.layers()))
-    return beside(saving, expected, Way(trial.mode, trial.num_stages))
+    return beside(saving, expected, way)
 
 
 class _Saved(torch.autograd.Function):
@@ -235,20 +211,15 @@ def _subject(own: OwnLayers) -> Subject:
         seed_everything(SEED)
         return _made(own, make, make_batch, step)
 
-    first = made(0)
-    rows = num_rows(first.inputs, "inputs")
-
-    def batch(step: int) -> Batch:
-        now = made(step)
-        return now.inputs, now.targets
-
+    _, _, inputs, _ = made(0)
+    rows = num_rows(inputs, "inputs")
     # Two rows in each where there are as many: BatchNorm refuses one.
     microbatches = NUM_MICROBATCHES if rows is None else max(1, min(NUM_MICROBATCHES, rows // 2))
-    cut(first.inputs, microbatches)
+    cut(inputs, microbatches)
     return Subject(
-        lambda: made(0).layers,
-        batch,
-        lambda: made(0).loss_fn,
+        lambda: made(0)[0],
+        lambda step: made(step)[2:],
+        lambda: made(0)[1],
         max_norm=None,
         num_microbatches=microbatches,
         num_steps=NUM_STEPS,
@@ -291,15 +262,22 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
     """Raises:
     ValueError: what a function gave is no model, or no batch.
     """
-    model, loss_fn, *batch = _parts(own.layers, _called(own.layers, make))
+    given = _called(own.layers, make)
+    is_model = isinstance(given, ModelSpec) or not isinstance(given, tuple)
+    if is_model or all(isinstance(part, nn.Module) for part in given):
+        given = (given, None)
+    if len(given) not in (2, 4):
+        raise ValueError(
+            f"{own.layers} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
+        )
+    model, loss_fn, *batch = given
     if make_batch is not None:
         seed_everything(step)
-        given = _called(own.batch or "", make_batch)
-        if not isinstance(given, tuple) or len(given) != 2:
+        batch = _called(own.batch or "", make_batch)
+        if not isinstance(batch, tuple) or len(batch) != 2:
             raise ValueError(
-                f"{own.batch} returned a {type(given).__name__}: it must return the pair (inputs, targets)"
+                f"{own.batch} returned a {type(batch).__name__}: it must return the pair (inputs, targets)"
             )
-        batch = list(given)
     if not batch:
         raise ValueError(
             f"{own.layers} gives layers without a batch to train on: let it return (layers, loss_fn, inputs, targets), or "
@@ -309,22 +287,8 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
         spec = spec_of(model)
     except TypeError as error:
         raise ValueError(f"{own.layers}: {error}") from None
-    return _Made(spec.build(0, spec.num_layers, seed=SEED), loss_fn or spec.loss_fn or mean_of_squares, *batch)
-
-
-def _parts(place: str, given: Any) -> list[Any]:
-    """`[model, loss_fn]`, or with inputs and targets besides."""
-    if (
-        isinstance(given, ModelSpec)
-        or not isinstance(given, tuple)
-        or all(isinstance(part, nn.Module) for part in given)
-    ):
-        return [given, None]
-    if len(given) in (2, 4):
-        return list(given)
-    raise ValueError(
-        f"{place} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
-    )
+    inputs, targets = batch
+    return spec.build(0, spec.num_layers, seed=SEED), loss_fn or spec.loss_fn or mean_of_squares, inputs, targets
 
 
 def mean_of_squares(output: Any, _: Any) -> Tensor:
@@ -350,14 +314,14 @@ def own_table(report: OwnReport) -> str:
         (str(number), kind, f"{_TOLD[found.result]}{f': {found.detail}' if found.detail else ''}")
         for number, (kind, found) in enumerate(zip(report.names, report.layers))
     ]
-    lines = [Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text(), ""]
-    return "\n".join([*lines, *_verdict(report)])
+    table = Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text()
+    return "\n".join([table, "", *_verdict(report)])
 
 
 def _verdict(report: OwnReport) -> Iterator[str]:
     same: dict[tuple[Verdict, str], list[str]] = {}
-    for trial, found in report.ways:
-        same.setdefault((found.result, found.detail), []).append(str(trial))
+    for way, found in report.ways:
+        same.setdefault((found.result, found.detail), []).append(str(way))
     for (result, detail), ways in same.items():
         if result not in (Verdict.EQUAL, Verdict.KEPT):
             yield f"{'; '.join(ways)}: {result}: {detail}"

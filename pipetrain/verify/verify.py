@@ -28,8 +28,18 @@ from pipetrain.monitor.draw.table import Table
 from pipetrain.plan.plan import make_plan
 from pipetrain.schedule.families import AUTO, FAMILIES
 from pipetrain.schedule.policy import Mode
-from pipetrain.verify.beside_loop import NUM_MICROBATCHES, SEED, Subject, Trace, Way, differences, piped, plain
-from pipetrain.verify.forked import START_METHOD, forking
+from pipetrain.verify.beside_loop import (
+    NUM_MICROBATCHES,
+    SEED,
+    START_METHOD,
+    Subject,
+    Trace,
+    Way,
+    differences,
+    forking,
+    piped,
+    plain,
+)
 
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
 RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # of all replicas; replicas

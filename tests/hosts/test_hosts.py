@@ -124,12 +124,13 @@ def test_machines_with_other_sources_are_refused(folder: pathlib.Path, tmp_path:
 def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
     with hosts(1) as network:
         (host,) = network.hosts
-        address = f"{network.unused_address()}:29400"
-        words = [sys.executable, "-m", "pipetrain.launcher.meet", address, "--timeout=2"]
-        code, stderr = end(start(host.command(words), folder, environment()))
+        address = network.unused_address()
+        words = [sys.executable, "-m", "pipetrain.train", *RUN, "timeout_seconds=2", "pipeline.num_stages=2"]
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29400"}
+        code, stderr = end(start(host.command(words), folder, environment() | variables))
     assert code == 1
     assert stderr.startswith(
-        f"pipetrain: {address}, where the ranks meet, could not be reached from {host.address} of "
+        f"pipetrain: rank 1: {address}:29400, where the ranks meet, could not be reached from {host.address} of "
     )
     assert len(stderr.splitlines()) == 1
 

@@ -15,11 +15,10 @@ from ranks import PATIENCE_SECONDS
 from torch.distributed import PrefixStore, TCPStore
 
 from pipetrain.comm import address, versions
-from pipetrain.comm.address import Unreachable, check_a_port_is_free, check_can_listen, parse_address, wait_for
+from pipetrain.comm.address import Unreachable, check_a_port_is_free, check_can_listen, wait_for
 from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.torch_distributed import store_of_this_attempt
 from pipetrain.comm.versions import Versions, check_same, own_versions
-from pipetrain.launcher import meet as rendezvous
 
 
 def taken() -> socket.socket:
@@ -77,23 +76,13 @@ def test_a_name_that_nobody_knows() -> None:
         wait_for("no-such-host.invalid", 29500, 0.1)
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken() -> None:
     with taken() as listener:
         port = listener.getsockname()[1]
         with pytest.raises(Unreachable, match=rf"cannot listen at 127.0.0.1:{port}.*Address already in use.*older run"):
             check_can_listen("127.0.0.1", port)
-        assert rendezvous.main([f"127.0.0.1:{port}"]) == 1
-    assert "Address already in use" in capsys.readouterr().err
-    assert rendezvous.main([f"127.0.0.1:{port}"]) == 0
-    assert rendezvous.main([f"no-such-host.invalid:{port}", "--listen"]) == 0
-
-
-@pytest.mark.parametrize("text", ["node0", "node0:", ":29500", "node0:port", "node0:0", "node0:70000"])
-def test_what_is_no_address(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rendezvous.main([text]) == 2
-    assert capsys.readouterr().err == (
-        f"pipetrain: {text}: expected HOST:PORT with a port from 1 to 65535, as in node0:29500\n"
-    )
+    check_can_listen("127.0.0.1", port)
+    check_a_port_is_free()
 
 
 def test_ranks_that_were_not_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +90,6 @@ def test_ranks_that_were_not_told_where_to_meet(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match="RANK is set and MASTER_ADDR is not: start the ranks with torchrun"):
         store_of_this_attempt(timedelta(seconds=1))
-
-
-def test_addresses() -> None:
-    assert parse_address("node0:29500") == ("node0", 29500)
-    assert parse_address("[fd00::1]:29500") == ("fd00::1", 29500)
-    check_a_port_is_free()
 
 
 # Versions -------------------------------------------------------------------------------------------------------------

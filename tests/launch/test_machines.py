@@ -15,7 +15,7 @@ from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from small_text import make_text
 
 from pipetrain.comm.group import join_group
-from pipetrain.launcher.nodes import StoppedEarly, passing_signals_on
+from pipetrain.launcher.nodes import EndedEarly, passing_signals_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUN = ["experiment=smoke"]
@@ -144,8 +144,8 @@ def test_a_signal_before_all_ranks_are_there_ends_at_once(num_announced: int) ->
         with passing_signals_on(lambda: [process.pid] * num_announced, 2):
             try:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            except StoppedEarly as error:
-                told.append(str(error).startswith("stopped by SIGUSR1 before the ranks"))
+            except EndedEarly as error:
+                told.append(error.code == 75 and str(error).startswith("stopped by SIGUSR1 before the ranks"))
         assert told == ([True] if num_announced == 1 else [])
         if num_announced == 2:
             assert process.wait(PATIENCE_SECONDS) == -signal.SIGUSR1

@@ -5,9 +5,7 @@ import socket
 
 import pytest
 
-from pipetrain.launcher.slurm.port import COUNT, FIRST, free_port
-from pipetrain.launcher.slurm.port import main as print_port
-from pipetrain.launcher.slurm.restarts import Restarts, begin, main, may_go_on
+from pipetrain.launcher.slurm.restarts import FIRST_PORT, NUM_PORTS, Restarts, begin, free_port, main, may_go_on
 
 
 def save(run: pathlib.Path, step: int) -> None:
@@ -63,14 +61,15 @@ def test_a_requeue_without_slurm_says_what_failed(
     assert "the job cannot start again" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
-    first = next(job for job in range(1000, 9000, 7) if free_port(job, attempts=3) == FIRST + job)
+def test_a_port_that_is_taken_is_passed_over(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = next(job for job in range(1000, 9000, 7) if free_port(job, attempts=3) == FIRST_PORT + job)
     with socket.socket() as one, socket.socket() as other:
-        for taken, port in ((one, FIRST + first), (other, FIRST + first + 1)):
+        for taken, port in ((one, FIRST_PORT + first), (other, FIRST_PORT + first + 1)):
             taken.bind(("", port))
             taken.listen()
-        assert free_port(first) >= FIRST + first + 2
-        with pytest.raises(OSError, match=f"no free port .*{FIRST + first} on are taken.*ss -ltnp"):
+        assert free_port(first) >= FIRST_PORT + first + 2
+        with pytest.raises(ValueError, match=f"no free port .*{FIRST_PORT + first} on are taken.*ss -ltnp"):
             free_port(first, attempts=2)
-    assert print_port([str(first + COUNT)]) == 0  # numbers of jobs grow without end, ports do not
-    assert FIRST <= int(capsys.readouterr().out) < FIRST + COUNT
+    # numbers of jobs grow without end, ports do not
+    assert main(["begin", str(tmp_path), "--max=2", f"--port={first + NUM_PORTS}"]) == 0
+    assert FIRST_PORT <= int(capsys.readouterr().out) < FIRST_PORT + NUM_PORTS

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipetrain import Pipeline, make_plan, make_schedule
 from pipetrain.config.records import DataConfig, ModelConfig, OptimConfig, RunConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.which import make_engine
+from pipetrain.engine.engine import make_engine
 from pipetrain.models.loss import next_token_loss
 from pipetrain.models.size import MODEL_FAMILIES, ModelFamily, ModelSize, size_of
 from pipetrain.models.spec import ModelSpec, make_spec, one_by_one, spec_of

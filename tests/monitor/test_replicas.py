@@ -13,16 +13,16 @@ from test_report import REPORT
 
 from pipetrain.config.records import ObserveConfig
 from pipetrain.monitor.breakdown import break_down, break_down_replicas
+from pipetrain.monitor.draw.page import run_page
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
-from pipetrain.monitor.metrics import TokenFigures, metrics_of
+from pipetrain.monitor.metrics import metrics_of
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.monitor.residuals import measure_costs, op_seconds, residuals
-from pipetrain.monitor.run_page import run_page
 from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult
 from pipetrain.monitor.stragglers import Straggler
-from pipetrain.monitor.trackers.tracker import figures
+from pipetrain.monitor.trackers.tracker import Tracker, Trackers, figures
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
@@ -268,7 +268,7 @@ def test_figures_of_trackers_are_named_by_the_ranks_of_the_run(order: str) -> No
     report = report_of(one_behind(5.0), order)
     result = StepResult(loss=1.0, learning_rate=0.1, grad_norm=2.0)
     memory = StepFigures(report.step_seconds, (1, 2, 3, 4), report)
-    metrics = metrics_of(7, result, memory, TokenFigures(8, 8, 8, 4.0))
+    metrics = metrics_of(7, result, memory, (8, 8), 8, 2.0)
     kept = figures(dataclasses.asdict(metrics))
     late = BY_ORDER[order][2]  # the first rank of the replica that is behind
     assert kept[f"fill_seconds/rank-{late}"] == 5
@@ -284,7 +284,9 @@ def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) ->
     recorder = Recorder(folder, 0, ObserveConfig(progress=False), num_steps=4, keep=range(2, 5))
     measured, predicted = measured_and_predicted(schedule(), report_of(one_behind(5.0)), [one_behind(0.0)])
     told = []
-    recorder._trackers.finish = told.append  # type: ignore[method-assign]
+    listener = Tracker()
+    listener.finish = told.append  # type: ignore[assignment, method-assign]
+    recorder._trackers = Trackers({"listener": listener})
     recorder.finish(FOUR, measured, predicted, 0.0)
     recorder.close()
     assert [one.ranks for one in told[0].pictures] == [(), RANKS[2:]]

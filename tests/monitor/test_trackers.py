@@ -56,11 +56,15 @@ def at_step(step: int) -> StepMetrics:
     return dataclasses.replace(METRICS, step=step, loss=1 / step)
 
 
+def tell_step(trackers: Trackers, step: int) -> None:
+    trackers.tell(lambda tracker: tracker.step(at_step(step)))
+
+
 def call_all(trackers: Trackers, ending: Any) -> None:
-    trackers.start({})
-    trackers.step(METRICS)
-    trackers.evaluated(3, 1.0)
-    trackers.finish(ending)
+    trackers.tell(lambda tracker: tracker.start({}))
+    trackers.tell(lambda tracker: tracker.step(METRICS))
+    trackers.tell(lambda tracker: tracker.evaluated(3, 1.0))
+    trackers.tell(lambda tracker: tracker.finish(ending))
     trackers.close()
 
 
@@ -150,10 +154,10 @@ def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
     """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
     os.environ["HOME"] = str(path)
     trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
-    trackers.start({"steps": 40})
+    trackers.tell(lambda tracker: tracker.start({"steps": 40}))
     lost: list[int] = []
     for step in range(1, 41):
-        trackers.step(at_step(step))
+        tell_step(trackers, step)
         if step == 20:
             lost = cores()
             end_cores()
@@ -189,10 +193,10 @@ def lose_wandb_at_the_end(path: pathlib.Path, over_the_page: bool) -> None:
 
     wandb.Html.bind_to_run = take_and_lose
     trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
-    trackers.start({})
+    trackers.tell(lambda tracker: tracker.start({}))
     for step in range(1, 4):
-        trackers.step(at_step(step))
-    trackers.finish(Ending(REPORT, [PICTURE], "<html></html>"))
+        tell_step(trackers, step)
+    trackers.tell(lambda tracker: tracker.finish(Ending(REPORT, [PICTURE], "<html></html>")))
     if not over_the_page:
         end_cores()
     trackers.close()

@@ -18,10 +18,10 @@ MUTANTS = (
         ("tests/config/test_load.py", "-k", "none_of_the_next"),
     ),
     Mutant(
-        "a piece of a state is taken from the start of its parameter",
+        "a state that is cut is told by each replica that has a piece",
         "pipetrain/engine/deepspeed/sharded.py",
-        "value.flatten().narrow(0, place.start, place.numel)",
-        "value.flatten().narrow(0, 0, place.numel)",
+        "parameter._hp_mapping.lp_fragment_address.start == 0",
+        "True",
         ("tests/train/test_deepspeed_replicas.py", "-k", "cut"),
     ),
     Mutant(

@@ -10,10 +10,9 @@ from examples import examples
 from random_schedules import Case, cases
 from spelled import reduces, with_words
 
-from pipetrain.monitor.draw.chrome_trace import chrome_trace
 from pipetrain.monitor.draw.svg import svg
 from pipetrain.monitor.draw.terminal import legend, staircase
-from pipetrain.monitor.shown import show_schedule
+from pipetrain.monitor.shown import chrome_trace, show_schedule
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs

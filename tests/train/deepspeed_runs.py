@@ -13,8 +13,7 @@ from pipetrain.config.together import check_run
 from pipetrain.data.batch import Batch
 from pipetrain.data.dataset import make_data
 from pipetrain.engine.available import check_engine
-from pipetrain.engine.engine import Engine
-from pipetrain.engine.which import make_engine
+from pipetrain.engine.engine import Engine, make_engine
 from pipetrain.models.spec import make_spec
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 from pipetrain.trainer.prepare import prepare

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import make_text
-from deepspeed_runs import accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
-from ranks import run_ranks
+from deepspeed_runs import CPU, accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
+from ranks import PATIENCE_SECONDS, run_ranks
 from rounding import rounding
 from test_replica_runs import HALF, TWO_BY_TWO, figures, lines_of
 from test_replica_runs import train as train_runs
@@ -24,7 +26,7 @@ from pipetrain.comm.coordinates import Grid
 from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.deepspeed.sharded import ShardedAdamW
+from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world
 from pipetrain.models.trained import Sharded
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer
 
@@ -179,27 +181,19 @@ def test_a_run_leaves_what_a_run_leaves_and_goes_on(tmp_path: pathlib.Path) -> N
     )
 
 
-# The pieces alone, without DeepSpeed --------------------------------------------------------------------------------------
+# The pieces alone, without an engine ----------------------------------------------------------------------------------------
 
 SHAPES = ((2, 2), (3, 2), (1,))  # 11 numbers in two parts of 6: the second tensor is cut after 2
 SIZE = 6
 
 
-def place(start: int, numel: int) -> SimpleNamespace:
-    return SimpleNamespace(start=start, numel=numel)
-
-
 def zero_of(replica: int, group: Any, gradients: list[Tensor]) -> tuple[Any, list[Any]]:
     """What `ShardedAdamW` reads of DeepSpeed's optimizer, on one of two replicas; its parameters."""
+    from deepspeed.utils import link_hp_params
+
     weights: list[Any] = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    places = [[(0, 0, 4), (4, 0, 2), None], [None, (0, 2, 4), (4, 0, 1)]][
-        replica
-    ]  # in the part, in the parameter, how many
-    for weight, at in zip(weights, places):
-        weight._dp_group = group
-        weight._hp_mapping = at and SimpleNamespace(
-            get_hp_fragment_address=lambda at=at: place(at[0], at[2]), lp_fragment_address=place(at[1], at[2])
-        )
+    flat = torch.zeros(SIZE)
+    link_hp_params(weights, flat, {}, {}, False, 0, replica * SIZE, SIZE, group)
     here = [weight for weight in weights if weight._hp_mapping is not None]
     pieces = [
         gradient.flatten()
@@ -210,25 +204,15 @@ def zero_of(replica: int, group: Any, gradients: list[Tensor]) -> tuple[Any, lis
     ]
     padding: Any = torch.full((1,), 7.0)
     padding._zero_padding = True
-    flat = torch.zeros(SIZE)
     zero = SimpleNamespace(
-        optimizer=SimpleNamespace(state={}, param_groups=[{"lr": 0.1, "params": [flat]}]),
+        optimizer=SimpleNamespace(state=defaultdict(dict), param_groups=[{"lr": 0.1, "params": [flat]}]),
         bit16_groups=[weights],
         single_partition_of_fp32_groups=[flat],
-        partition_size=[SIZE],
         params_in_partition=[here],
-        param_to_partition_ids=[{0: [0], 1: [0, 1], 2: [1]}],
-        get_param_id=lambda one: next(number for number, weight in enumerate(weights) if weight is one),
         averaged_gradients={0: [*pieces, padding]},
         all_grad_tensors={0: pieces},
     )
-    zero.optimizer.state = _State()
     return zero, weights
-
-
-class _State(dict[Tensor, dict[str, Tensor]]):
-    def __missing__(self, key: Tensor) -> dict[str, Tensor]:
-        return self.setdefault(key, {})
 
 
 def of_all_in(group: Any) -> Callable[[Any], list[Any]]:
@@ -242,6 +226,9 @@ def of_all_in(group: Any) -> Callable[[Any], list[Any]]:
 
 def pieces() -> list[int]:
     """Loads states, asks for them, clips and drops gradients; returns whose state this rank tells."""
+    join_world(import_deepspeed(CPU), timedelta(seconds=PATIENCE_SECONDS))
+    from pipetrain.engine.deepspeed.sharded import ShardedAdamW
+
     group, rank = dist.new_group(), dist.get_rank()
     gradients = [
         torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number, shape in enumerate(SHAPES)

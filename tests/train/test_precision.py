@@ -19,8 +19,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batch import Batch
 from pipetrain.engine.available import check_engine
-from pipetrain.engine.engine import Engine, precision_of
-from pipetrain.engine.which import make_engine
+from pipetrain.engine.engine import Engine, make_engine, precision_of
 from pipetrain.models.spec import make_spec, with_compiled_layers
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot

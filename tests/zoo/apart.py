@@ -14,8 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipetrain.verify.beside_loop import Found, Verdict, worst_of
-from pipetrain.verify.forked import forking
+from pipetrain.verify.beside_loop import Found, Verdict, forking, worst_of
 
 PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.verify.beside_loop import Found, Verdict
-from pipetrain.verify.own_layers import OwnLayers, OwnTrial, try_apart
+from pipetrain.verify.beside_loop import Found, Verdict, Way
+from pipetrain.verify.own_layers import try_apart
 
 MODULE = """
 import torch
@@ -158,18 +158,18 @@ def test_wrong_input_ends_with_2_and_a_line(words: list[str], said: str, capfd: 
     assert said in line
 
 
-def ends_dies_or_hangs(trial: OwnTrial) -> Found:
-    if trial.mode == "dies":
+def ends_dies_or_hangs(way: Way) -> Found:
+    if way.mode == "dies":
         os.kill(os.getpid(), 9)
-    if trial.mode == "hangs":
+    if way.mode == "hangs":
         time.sleep(600)
     return Found(Verdict.EQUAL)
 
 
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on() -> None:
-    trials = [OwnTrial(OwnLayers("mine:layers"), mode, 1) for mode in ("ends", "dies", "ends", "hangs", "ends")]
-    came = list(try_apart(ends_dies_or_hangs, trials, seconds=3))
-    assert [trial for trial, _ in came] == trials
+    ways = [Way(mode, 1) for mode in ("ends", "dies", "ends", "hangs", "ends")]
+    came = list(try_apart(ends_dies_or_hangs, ways, seconds=3))
+    assert [way for way, _ in came] == ways
     assert [(found.result.value, found.detail) for _, found in came] == [
         ("equal", ""),
         ("failed", "its process died (exit code -9)"),

@@ -141,16 +141,16 @@ class DeepSpeedEngine:
         for _, parameter in self._model.named_parameters():
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         digests = self._of_all(digest.hexdigest())
+        places = [self._grid.coordinates_of(rank) for rank in range(self._num_ranks)]
         differ = [
-            rank
-            for rank, one in enumerate(digests)
-            if one != digests[self._rank_of(self._grid.coordinates_of(rank).stage, 0)]
+            f"rank {rank} (replica {at.replica})"
+            for rank, at in enumerate(places)
+            if digests[rank] != digests[self._rank_of(at.stage, 0)]
         ]
         if differ:
-            ranks = " and ".join(f"rank {rank} (replica {self._grid.coordinates_of(rank).replica})" for rank in differ)
             raise PipelineError(
-                f"after step {self._step} the weights of {ranks} are not those of the same stage in replica 0: something changed them "
-                "beside the optimizer, or a machine computes wrongly; resume=auto goes on from the last snapshot"
+                f"after step {self._step} the weights of {' and '.join(differ)} are not those of the same stage in replica 0: something "
+                "changed them beside the optimizer, or a machine computes wrongly; resume=auto goes on from the last snapshot"
             )
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:

@@ -1,8 +1,8 @@
 """ZeRO 1's optimizer state by parameter, as a plain AdamW has it: so one snapshot serves both, and the native engine too.
 
 ZeRO keeps state and gradients of all parameters of a group in flat tensors, of which each replica has a part of equal size. A cut may
-go through a parameter: then several replicas have a piece of it. Where pieces lie is what DeepSpeed calls hp fragment address (in the
-flat tensor) and lp fragment address (in the parameter).
+go through a parameter: then several replicas have a piece of it. DeepSpeed puts pieces together (`get_full_hp_param`) and takes them
+apart; where one begins in its parameter is its lp fragment address.
 
     parameters   | A A A A | B B B B B B | C |       replica 0 holds A, and makes B whole where its state is asked for
     flat parts   | replica 0 A A A A B B | replica 1 B B B B C |
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from deepspeed.utils import lazy_init_hp_params_optimizer_state
 from torch import Tensor
 
 _Norms = dict[int, float]  # by a parameter's number in its stage: the norm of what a replica has of its gradient
@@ -42,8 +42,11 @@ class ShardedAdamW:
         states = {}
         for flat, parameters in self._groups():
             state = self._zero.optimizer.state.get(flat, {})
+            self._link(flat, parameters)
             for parameter in parameters if state else ():
-                whole = {key: _whole(value, parameter) for key, value in state.items()}
+                whole = {
+                    key: parameter.get_full_hp_param(key) if value.dim() else value for key, value in state.items()
+                }
                 if self.holds(parameter) and parameter._hp_mapping.lp_fragment_address.start == 0:
                     states[parameter] = whole
         return states
@@ -67,12 +70,18 @@ class ShardedAdamW:
         saved, number = state_dict["state"], 0
         for flat, parameters in self._groups():
             state = self._zero.optimizer.state[flat]
-            for parameter in parameters:
-                for key, value in saved.get(number, {}).items() if self.holds(parameter) else ():
-                    if key not in state:  # the first step would make it; padding stays zero
-                        state[key] = torch.zeros_like(value) if value.dim() == 0 else torch.zeros_like(flat)
-                    _here(state[key], parameter).copy_(value if value.dim() == 0 else _piece_of(value, parameter))
-                number += 1
+            given = [saved.get(number + place, {}) for place in range(len(parameters))]
+            number += len(parameters)
+            for key, value in ((key, value) for one in given for key, value in one.items()):
+                if key not in state:  # the first step would make it; padding stays zero
+                    state[key] = torch.zeros_like(flat if value.dim() else value)
+                if not value.dim():
+                    state[key].copy_(value)
+            self._link(flat, parameters)
+            for parameter, one in zip(parameters, given):
+                for key, value in one.items():
+                    if value.dim():
+                        parameter.set_full_hp_param(value, key)
 
     @torch.no_grad()
     def clip(self, weights: Sequence[Tensor], stage: int, limit: float, of_all: Callable[[Any], list[Any]]) -> float:
@@ -116,27 +125,6 @@ class ShardedAdamW:
         """Flat part and parameters of each."""
         yield from zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups)
 
-
-def _here(value: Tensor, parameter: Any) -> Tensor:
-    """What of a flat state is of `parameter`, in one dimension; the step, which is no list, is of all."""
-    if value.dim() == 0:
-        return value
-    place = parameter._hp_mapping.get_hp_fragment_address()
-    return value.narrow(0, place.start, place.numel)
-
-
-def _piece_of(value: Tensor, parameter: Any) -> Tensor:
-    """What of a whole state of `parameter` is here, in one dimension."""
-    place = parameter._hp_mapping.lp_fragment_address
-    return value.flatten().narrow(0, place.start, place.numel)
-
-
-def _whole(value: Tensor, parameter: Any) -> Tensor:
-    """A state of `parameter`, of whose flat form this replica has `value`. Collective over the replicas."""
-    if value.dim() == 0:
-        return value
-    whole = value.new_zeros(parameter.numel())
-    if parameter._hp_mapping is not None:
-        _piece_of(whole, parameter).copy_(_here(value, parameter))
-    dist.all_reduce(whole, group=parameter._dp_group)
-    return whole.view_as(parameter)
+    def _link(self, flat: Tensor, parameters: list[Any]) -> None:
+        """Lets each parameter find its pieces of the flat state that there is."""
+        lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)

@@ -1,21 +1,24 @@
 """Whether a job may start again: not for ever where nothing comes of it. `python -m pipetrain.launcher.slurm.restarts`.
 
-launch/slurm.sbatch asks twice: `begin` when the job starts, and `requeue` when the run has ended before its last step.
-A job starts again because of its own requeue, or of SLURM's after a preemption or the loss of a machine.
+launch/slurm.sbatch asks twice: `begin` when the job starts, which prints a free port for its machines to meet at, and `requeue` when the
+run has ended before its last step. A job starts again because of its own requeue, or of SLURM's after a preemption or the loss of a machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _FILE = "restarts.json"
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
 
@@ -64,6 +67,22 @@ def given_up(run_dir: Path, max_restarts: int) -> str:
     )
 
 
+def free_port(job_id: int, attempts: int = 64) -> int:
+    """The port that belongs to the job's number, or the next one that is free on this machine.
+
+    Raises:
+        ValueError: none of them is free.
+    """
+    for attempt in range(attempts):
+        port = FIRST_PORT + (job_id + attempt) % NUM_PORTS
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise ValueError(
+        f"{socket.gethostname()}: no free port for the machines to meet at ({attempts} from {FIRST_PORT + job_id % NUM_PORTS} on are taken); "
+        "end what holds them (`ss -ltnp` lists it), or give another start: PORT=29500"
+    )
+
+
 def requeue(job: str) -> str:
     """Puts the job back into the queue, unless somebody has cancelled it meanwhile; returns what to say."""
     state = _run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).strip()
@@ -94,18 +113,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["begin", "requeue"])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--max", type=int, required=True, help="cluster.max_restarts; less than 0: no restart at all")
+    parser.add_argument("--port", type=int, default=0, help="where `begin` starts to look: the job's number, or a port")
     arguments = parser.parse_args(argv)
     run_dir, most = arguments.run_dir, arguments.max
     try:
         if arguments.what == "begin":
             now = begin(run_dir, is_restart=os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
             if now.without_progress <= max(most, 0):
+                print(free_port(arguments.port))
                 return 0
         elif may_go_on(run_dir, most):
             return _say(requeue(os.environ["SLURM_JOB_ID"]), 0)
         return _say(given_up(run_dir, most), 1)
     except (OSError, subprocess.TimeoutExpired) as error:
         return _say(f"the job cannot start again: {error}", 1)
+    except ValueError as error:
+        return _say(str(error), 1)
 
 
 def _say(text: str, code: int) -> int:

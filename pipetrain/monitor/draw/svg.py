@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -166,11 +167,7 @@ def _ticks(step_seconds: float) -> Sequence[float]:
     """Round numbers from 0 to the step's end, five to ten of them."""
     if step_seconds <= 0:
         return [0.0]
-    unit = 10.0
-    while unit > step_seconds:
-        unit /= 10
-    while unit * 10 <= step_seconds:
-        unit *= 10
+    unit = 10.0 ** math.floor(math.log10(step_seconds))
     step = next(part * unit / 10 for part in (1, 2, 5, 10) if step_seconds / (part * unit / 10) <= 10)
     return [count * step for count in range(int(step_seconds / step + 1e-9) + 1)]
 
@@ -214,10 +211,10 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
     pieces = []
     for rank, (curve, peak) in enumerate(zip(curves, peaks)):
         base = (rank + 1) * _CURVE
-        points = _outline(curve, one.start, across, base, up)
+        steps = "".join(f"H{_LEFT + (time - one.start) * across:.1f}V{base - held * up:.1f}" for time, held in curve)
         most = size(peak) if in_bytes else f"{peak:g}"
         pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
-        pieces.append(f'<polygon class="curve" points="{points}"/>')
+        pieces.append(f'<path class="curve" d="M{_LEFT},{base}{steps}V{base}Z"/>')
         pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
         pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
     height = len(curves) * _CURVE + 8
@@ -225,14 +222,3 @@ def memory_curves(one: Shown, *, width: int, longest: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         f' font-size="13">{"".join(pieces)}</svg>'
     )
-
-
-def _outline(curve: Curve, start: float, across: float, base: float, up: float) -> str:
-    """The points of a polygon: up and down in steps from `base`, and back along it."""
-    points, level = [(float(_LEFT), base)], 0.0
-    for time, held in curve:
-        x = _LEFT + (time - start) * across
-        points += [(x, base - level * up), (x, base - held * up)]
-        level = held
-    points.append((points[-1][0], base))
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -49,32 +49,18 @@ class Tracker:
         """Writes what is still on its way. Called once, whatever happened before."""
 
 
-class Trackers(Tracker):
+class Trackers:
     """Several trackers by name. One that raises is named on stderr, once, and hears nothing more."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        self._tell(lambda tracker: tracker.start(config))
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._tell(lambda tracker: tracker.step(metrics))
-
-    def evaluated(self, step: int, heldout_loss: float) -> None:
-        self._tell(lambda tracker: tracker.evaluated(step, heldout_loss))
-
-    def rewind(self, first_step: int) -> None:
-        self._tell(lambda tracker: tracker.rewind(first_step))
-
-    def finish(self, ending: Ending) -> None:
-        self._tell(lambda tracker: tracker.finish(ending))
-
     def close(self) -> None:
-        self._tell(lambda tracker: tracker.close())
+        self.tell(lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
+    def tell(self, call: Callable[[Tracker], None]) -> None:
+        """Calls each, as in `tell(lambda tracker: tracker.step(metrics))`."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -97,16 +83,14 @@ class JsonLines(Tracker):
     """
 
     def __init__(self, folder: RunFolder, first_step: int = 1, *, evaluates: bool = False) -> None:
-        self._metrics = LineFile(folder.metrics, first_step)
-        self._heldout = LineFile(folder.heldout, first_step) if evaluates else None
-        self._files = [self._metrics] if self._heldout is None else [self._metrics, self._heldout]
+        files = (folder.metrics, folder.heldout) if evaluates else (folder.metrics,)
+        self._files = [LineFile(file, first_step) for file in files]
 
     def step(self, metrics: StepMetrics) -> None:
-        self._metrics.write([json.dumps(asdict(metrics)) + "\n"])
+        self._files[0].write([json.dumps(asdict(metrics)) + "\n"])
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
-        if self._heldout is not None:
-            self._heldout.write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
+        self._files[1].write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
 
     def rewind(self, first_step: int) -> None:
         for file in self._files:
