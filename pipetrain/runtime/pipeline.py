@@ -36,11 +36,10 @@ from pipetrain.runtime.call_programs import GivenSchedule
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
-from pipetrain.runtime.generation import Request, agree
+from pipetrain.runtime.generation import Request, Sampling, agree
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.same_weights import make_replicas_equal
-from pipetrain.runtime.sampling import Sampling
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.runtime.weights import StageWeights
 from pipetrain.schedule.events import OpEvent
@@ -366,8 +365,7 @@ class Pipeline(StageWeights):
 
         def make() -> Request:
             sampling = Sampling(temperature, top_k, top_p, seed)
-            limits = {"max_new_tokens": max_new_tokens, "context": context, "num_groups": num_groups}
-            return Request.of(prompts, sampling=sampling, eos=eos, **limits)
+            return Request.of(prompts, max_new_tokens, sampling, eos, context, num_groups)
 
         request = agree(make if self.is_first else None, self._parts.layers, self._group.chain)
         with self._in_eval_mode():

@@ -410,7 +410,7 @@ MUTANTS = (
     ),
     Mutant(
         "top_p leaves out the token that reaches it",
-        "pipetrain/runtime/sampling.py",
+        "pipetrain/runtime/generation.py",
         "before = ordered.softmax(-1).cumsum(-1).roll(1, -1)",
         "before = ordered.softmax(-1).cumsum(-1)",
         ("tests/runtime/test_generation.py",),
