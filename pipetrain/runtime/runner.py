@@ -14,7 +14,6 @@ from pipetrain.comm.device import bring
 from pipetrain.comm.failure import PipelineError, Watchdog
 from pipetrain.comm.transport import Transport, make_edges
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import losses
 from pipetrain.runtime.arguments import SUM, check_batch
 from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs
@@ -31,7 +30,7 @@ from pipetrain.runtime.cut import (
 )
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
-from pipetrain.runtime.loss_check import LossCheck
+from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.program import Proving
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
@@ -236,17 +235,12 @@ class CallRunner:
                 yield from layer.buffers()
 
     def loss_of(self, step: Step) -> Tensor:
-        """The sum of the microbatches' losses of all replicas, in order, on every rank's host. Collective.
+        """The loss of all replicas, 0-dim, on every rank's host. Collective.
 
         Raises:
-            LossNotFinite: one of them is not finite.
+            LossNotFinite: that of a microbatch is not finite.
         """
-        root, what, data = self._plan.stage_ranks[-1], f"the loss of step {step.index}", b""
-        if self._group.chain.rank == root:
-            own = losses.told(step.outputs, step.first_microbatch, self._parts.fetch)
-            data = losses.added_up(self._group.replicas.concatenate(own, what))
-        data = self._group.chain.broadcast(data, root, what)
-        return losses.checked(data, step.index)
+        return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:
         """End the threads and connections between stages."""

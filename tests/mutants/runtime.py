@@ -5,14 +5,14 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a sum of losses passes for their mean",
-        "pipetrain/runtime/loss_check.py",
+        "pipetrain/runtime/losses.py",
         "        if is_mean if self.reduction == MEAN else is_sum:",
         "        if is_mean or is_sum:",
         ("tests/runtime/test_loss_check.py", "-k", "a_sum_is_refused"),
     ),
     Mutant(
         "a loss is compared in its own state",
-        "pipetrain/runtime/loss_check.py",
+        "pipetrain/runtime/losses.py",
         "        loss_fn: LossFn = _copy_of(self.loss_fn)",
         "        loss_fn: LossFn = self.loss_fn",
         ("tests/runtime/test_loss_check.py", "-k", "state_of_a_loss"),
@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "whether losses are finite is asked one by one",
         "pipetrain/runtime/losses.py",
-        '    values = fetch(torch.stack([loss.to(there).double() for _, loss in ordered]), "the loss of the step").tolist()',
+        '    values = fetch(stacked, "the loss of the step").tolist()',
         '    values = [fetch(loss.double(), "the loss of the step").item() for _, loss in ordered]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
@@ -396,9 +396,9 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is that of one replica",
-        "pipetrain/runtime/runner.py",
-        "losses.added_up(self._group.replicas.concatenate(own, what))",
-        "losses.added_up([own])",
+        "pipetrain/runtime/losses.py",
+        "_sum(group.replicas.concatenate(_own_losses(step, fetch), what))",
+        "_sum([_own_losses(step, fetch)])",
         ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(
