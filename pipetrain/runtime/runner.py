@@ -14,10 +14,10 @@ from pipetrain.comm.device import bring
 from pipetrain.comm.failure import PipelineError, Watchdog
 from pipetrain.comm.transport import Transport, make_edges
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.agreement import Call, Calls
 from pipetrain.runtime.arguments import SUM, check_batch
 from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs
-from pipetrain.runtime.calls import Call, Calls
 from pipetrain.runtime.cut import (
     CountFn,
     count_targets,
