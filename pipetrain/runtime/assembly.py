@@ -23,7 +23,7 @@ from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.replicas import SharedGradients
-from pipetrain.runtime.whole_state import named_parameters
+from pipetrain.runtime.weights import named_parameters
 from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
@@ -149,7 +149,7 @@ class Assembly:
             for index, stage in stages.items()
             for part, parameters in enumerate(parameters_of_parts(stage))
         }
-        copies = self.copies.buckets(programs.whole().reduces)
+        copies = {op: self.copies.bucket(op) for op in programs.whole().reduces if op.peer is not None}
         return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

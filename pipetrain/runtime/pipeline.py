@@ -33,13 +33,13 @@ from pipetrain.runtime.arguments import (
 )
 from pipetrain.runtime.assembly import Assembly
 from pipetrain.runtime.call_programs import GivenSchedule
+from pipetrain.runtime.copies import make_replicas_equal
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.generation import Request, Sampling, agree
 from pipetrain.runtime.measure import measure_rank
 from pipetrain.runtime.runner import CallRunner
-from pipetrain.runtime.same_weights import make_replicas_equal
 from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.runtime.weights import StageWeights
 from pipetrain.schedule.events import OpEvent

@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "of an even number of differing replicas one is blamed",
-        "pipetrain/runtime/same_weights.py",
+        "pipetrain/runtime/copies.py",
         "    if times == 1:",
         "    if times == 0:",
         ("tests/runtime/test_replica_calls.py", "-k", "everything"),

@@ -424,9 +424,9 @@ MUTANTS = (
     ),
     Mutant(
         "names that no layer has are ignored",
-        "pipetrain/runtime/whole_state.py",
-        "    if unknown:\n",
-        "    if False:\n",
+        "pipetrain/runtime/weights.py",
+        '        if unknown:\n            raise ValueError(\n                f"the state has {unknown[0]} (and',
+        '        if False:\n            raise ValueError(\n                f"the state has {unknown[0]} (and',
         ("tests/regressions/test_wrong_arguments.py", "-k", "state_of_another"),
     ),
 )
