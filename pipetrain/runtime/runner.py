@@ -17,7 +17,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.agreement import Call, Calls
 from pipetrain.runtime.arguments import SUM, check_batch
 from pipetrain.runtime.assembly import Assembly, Stages
-from pipetrain.runtime.call_programs import Programs
+from pipetrain.runtime.call_programs import Programs, Proving
 from pipetrain.runtime.cut import (
     CountFn,
     count_targets,
@@ -31,7 +31,6 @@ from pipetrain.runtime.cut import (
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.losses import LossCheck, loss_of_all
-from pipetrain.runtime.program import Proving
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import set_trainable

@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "a lazy conjugate is carried out after F has ended",
         "pipetrain/runtime/executor.py",
-        "                if not is_last:  # before the op ends: what it gives may have to be copied\n                    self._given",
-        "            if not is_last:\n                self._given",
+        "            if entry.writes is not None:  # before the op ends: what it gives may have to be copied\n                self._given",
+        "        if entry.writes is not None:\n            self._given",
         ("tests/virtual_gpu/test_matrix.py", "-k", "conjugate"),
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "a kind of step is proved once for all",
-        "pipetrain/runtime/program.py",
+        "pipetrain/runtime/call_programs.py",
         "        kind = (signature, *self._flags())",
         "        kind = signature",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
@@ -363,8 +363,8 @@ MUTANTS = (
     Mutant(
         "what an op that does nothing waited for is forgotten",
         "pipetrain/runtime/executor.py",
-        "            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
-        "            if op.microbatch in step.idle:\n                return True\n            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
+        "            with self._lanes.on(lane, entry.waits, op):\n                if op.microbatch in step.idle:",
+        "            if op.microbatch in step.idle:\n                return True\n            with self._lanes.on(lane, entry.waits, op):\n                if op.microbatch in step.idle:",
         ("tests/runtime/test_device.py", "-k", "counts_nothing"),
     ),
     Mutant(
