@@ -381,7 +381,7 @@ class Pipeline(StageWeights):
         step = self._new_step(with_graph=True, with_loss=True)
         step.index, step.on_layer = self.step_index - 1, watch.on_layer
         self.zero_grad()
-        with watch:
+        with watch.over():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(step.scale))
         losses = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
         own = watch.as_json(inputs if self.is_first else None, losses)
