@@ -252,13 +252,11 @@ class Calls:
         except (ValueError, TypeError) as error:
             return {"error": str(error)[:_LONGEST_ERROR]}
         leaves, spec = pytree.tree_flatten(inputs)
-        shapes = tuple(
+        shapes = [
             (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
-        )
-        autocast = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        )
-        key = (kind, wanted, is_training, autocast, shapes, str(spec))
+        ]
+        autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+        key = (kind, wanted, is_training, *autocast, *shapes, str(spec))
         number = self._signatures.setdefault(key, len(self._signatures))
         values = repr([leaf for leaf in leaves if is_plain(leaf)])
         self._num_changes += self._values.setdefault(number, values) != values
@@ -295,16 +293,15 @@ class Calls:
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
         # A count may be so small beside the others that its share is 0.
-        idle = frozenset(place for place, weight in enumerate(weights or ()) if weight == 0)
-        before, after = (
-            self._carries_forms((number, side), changes[side], frozenset(range(m)) - idle) for side in (0, 1)
-        )
+        idle = frozenset([place for place, weight in enumerate(weights or ()) if weight == 0])
+        run = frozenset(range(m)) - idle
+        described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
         return Call(
             num_microbatches=m,
             rows=header["rows"],
             signature=number,
             first_backward=header["first_backward"],
-            described=(before, after),
+            described=described,
             idle=idle,
             weights=weights,
             left=tuple(map(tuple, header["left"])),

@@ -22,10 +22,6 @@ class Whole:
     value: Any
 
 
-def _unwrap(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Whole) else leaf
-
-
 def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
     """`batch` with its tensors, those in `Whole` too, where `bring` brings them."""
 
@@ -88,14 +84,20 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
             f"{name} has {rows} rows, fewer than num_microbatches={num_microbatches}: "
             f"give at least {num_microbatches} rows or set num_microbatches={max(rows, 1)}"
         )
+    return slices(batch, num_microbatches)
+
+
+def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
+    """As `cut`, of a batch that was looked at."""
     leaves, spec = pytree.tree_flatten(batch)
     columns: list[Sequence[Any]] = [
         torch.tensor_split(leaf, num_microbatches)
         if isinstance(leaf, torch.Tensor)
-        else [_unwrap(leaf)] * num_microbatches
+        else [leaf.value if isinstance(leaf, Whole) else leaf] * num_microbatches
         for leaf in leaves
     ]
-    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(num_microbatches)]
+    rows = list(zip(*columns)) or [()] * num_microbatches
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
@@ -131,7 +133,7 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
         ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
     """
     total = sum(counts)
-    if not 0 < total < math.inf or any(count < 0 for count in counts):
+    if not 0 < total < math.inf or min(counts) < 0:
         raise ValueError(
             f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0 or endless"
         )
@@ -147,7 +149,7 @@ def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
     fault = rows_fault(num_rows(targets, "targets"), rows)
     if fault:
         raise ValueError(fault)
-    return cut(targets, num_microbatches, "targets")
+    return slices(targets, num_microbatches)
 
 
 def rows_fault(found: int | None, rows: int) -> str | None:

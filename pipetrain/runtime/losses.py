@@ -134,7 +134,7 @@ class LossCheck:
             ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
         """
         counted = [index for index, share in enumerate(step.shares) if share]
-        if self.is_done or step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
+        if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
             yield
             return
         kept, specs, room = dict[int, list[Callable[[], Any]]](), set[pytree.TreeSpec](), _MOST_BYTES

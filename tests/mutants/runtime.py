@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "a microbatch that counts nothing is run",
         "pipetrain/runtime/agreement.py",
-        "if weight == 0)",
-        "if weight < 0)",
+        "if weight == 0]",
+        "if weight < 0]",
         ("tests/regressions/test_uncounted_microbatches.py", "-k", "counts_nothing"),
     ),
     Mutant(
