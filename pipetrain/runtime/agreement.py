@@ -55,9 +55,8 @@ class Introduction:
 def introduced(group: Group) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
-    Raises:
-        ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something
-            else than rank 0. The same on every rank.
+    Raises ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something else than rank
+    0. The same on every rank.
     """
     own, problem = Introduction(), None
     try:
@@ -73,9 +72,7 @@ def introduced(group: Group) -> Iterator[Introduction]:
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
     """Compare with rank 0, whose introduction all get; what each rank finds wrong goes to all. Collective.
 
-    Raises:
-        ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same
-            on every rank.
+    Raises ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same on every rank.
     """
     what = "the other ranks' plans"
     first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
@@ -189,9 +186,8 @@ class Calls:
         """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
         targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
 
-        Raises:
-            ValueError: these inputs or targets cannot be cut or counted; the same on every rank.
-            PipelineError: another rank failed, or called something else.
+        Raises ValueError: these inputs or targets cannot be cut or counted; the same on every rank; PipelineError: another rank failed, or
+        called something else.
         """
         what, own, counted = f"{kind} {step}", dict[str, Any](), None
         if 0 in self._stages:
@@ -266,8 +262,7 @@ class Calls:
     def _compare(self, header: Mapping[str, Any], kind: str, what: str) -> list[dict[str, Any]]:
         """The headers of all replicas, as the ranks with these stages know them.
 
-        Raises:
-            PipelineError: a step in which they train other parameters than this rank.
+        Raises PipelineError: a step in which they train other parameters than this rank.
         """
         own = {**header, "trains": zlib.crc32(repr(self._trainable).encode())}
         headers = [json.loads(one) for one in self._replicas.concatenate(json.dumps(own).encode(), what)]

@@ -164,9 +164,7 @@ class Assembly:
 
 
 def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range) -> None:
-    """Raises:
-    ValueError: the stage has nothing to train, and its balance is ours.
-    """
+    """Raises ValueError: the stage has nothing to train, and its balance is ours."""
     if not any(True for layer in layers for _ in layer.parameters()):
         kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(
@@ -178,8 +176,7 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 def kept_layers(entries: Sequence[str], stages: Mapping[int, Sequence[nn.Module]], plan: Plan) -> set[int]:
     """The layers of this rank's `stages` that `recompute.keep_layers` names, by their index in the model.
 
-    Raises:
-        ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
+    Raises ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
     """
     layers = {index: layer for stage, own in stages.items() for index, layer in zip(plan.layers_of(stage), own)}
     kinds = {type(layer).__name__ for layer in layers.values()}

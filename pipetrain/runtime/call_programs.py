@@ -38,9 +38,8 @@ class Programs:
     parameters, also where a schedule is given that was made without a word of the model. `work` has an entry per layer: what stages
     are cut by into parts where the schedule does not say which layers make one; None: by their number.
 
-    Raises:
-        ValueError: what was given makes no schedule of this plan.
-        ScheduleError: a schedule that could hang, or does not do what its policy says.
+    Raises ValueError: what was given makes no schedule of this plan; ScheduleError: a schedule that could hang, or does not do what its policy
+    says.
     """
 
     def __init__(

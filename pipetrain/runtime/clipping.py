@@ -29,8 +29,7 @@ def clip_grad_norm(
     does not depend on the split. `uncounted` are the ids of parameters that are scaled and count in the norm on another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the
     gradients.
 
-    Raises:
-        ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
+    Raises ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
     """
     own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
     mistake = _mistake_in(max_norm)

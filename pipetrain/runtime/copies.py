@@ -61,8 +61,7 @@ def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
     """Make one parameter of those of this rank that `tied` says are one: the first of them, however the layers were built.
 
-    Raises:
-        ValueError: they cannot be one; or a layer has no parameter of that name.
+    Raises ValueError: they cannot be one; or a layer has no parameter of that name.
     """
     for names in groups_of(tied):
         first: nn.Parameter | None = None
@@ -106,8 +105,7 @@ class Copies:
     def make_equal(self, chain: Chain) -> None:
         """Before the first step: the weights of the lower stage in both copies. Collective.
 
-        Raises:
-            ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
+        Raises ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
         """
         if not self._ties:
             return
@@ -136,8 +134,7 @@ class Copies:
     def other_names(self, state: Any) -> dict[str, str]:
         """By names of this rank's parameters that `state` lacks: the other name of the same parameter, which it has.
 
-        Raises:
-            ValueError: it has both, with other values.
+        Raises ValueError: it has both, with other values.
         """
         found: dict[str, str] = {}
         for tie in self._ties if isinstance(state, Mapping) else ():
@@ -162,11 +159,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
-    """Each replica gets the values of the first, where they differ. Collective.
-
-    Raises:
-        PipelineError: the replicas have other tensors.
-    """
+    """Each replica gets the values of the first, where they differ. Collective. Raises PipelineError: the replicas have other tensors."""
     if replicas.num_ranks == 1:
         return
     parts = _digests(own, replicas, fetch)
@@ -186,8 +179,7 @@ def check_replicas_equal(
     """Compare what the replicas hold: cheap, a sum over the bits of each tensor. `name_of` says what the rank in replica r is called. Collective
     over all ranks.
 
-    Raises:
-        PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on.
+    Raises PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on.
     """
     if replicas.num_ranks == 1:
         return

@@ -51,8 +51,7 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
 def num_rows(batch: Tree, name: str) -> int | None:
     """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut.
 
-    Raises:
-        ValueError: tensors that disagree, or one without a dimension 0.
+    Raises ValueError: tensors that disagree, or one without a dimension 0.
     """
     rows: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
@@ -75,8 +74,7 @@ def num_rows(batch: Tree, name: str) -> int | None:
 def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
     """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each.
 
-    Raises:
-        ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
+    Raises ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
     """
     rows = num_rows(batch, name)
     if rows is not None and rows < num_microbatches:
@@ -103,8 +101,7 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
     """The rows of one replica: its slices, where each gets `num_microbatches`; of fewer rows than make so many, its share of them.
 
-    Raises:
-        ValueError: fewer rows than replicas, or tensors that disagree on their number.
+    Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
     """
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
@@ -129,8 +126,7 @@ def join(outputs: Sequence[Tree]) -> Tree:
 def weights_of(counts: Sequence[int | float]) -> list[float]:
     """What each microbatch weighs in the loss: its share n_i / N of all that counts.
 
-    Raises:
-        ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
+    Raises ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
     """
     total = sum(counts)
     if not 0 < total < math.inf or min(counts) < 0:
@@ -141,11 +137,7 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
 
 
 def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
-    """The targets of each microbatch; `rows` are those of the inputs.
-
-    Raises:
-        ValueError: another number of rows than the inputs have.
-    """
+    """The targets of each microbatch; `rows` are those of the inputs. Raises ValueError: another number of rows than the inputs have."""
     fault = rows_fault(num_rows(targets, "targets"), rows)
     if fault:
         raise ValueError(fault)
@@ -174,8 +166,7 @@ CountFn = Callable[[Any], Any]
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
     """What `count_fn` says of the target of each microbatch.
 
-    Raises:
-        ValueError: it says no number, or it fails; the message has the microbatch.
+    Raises ValueError: it says no number, or it fails; the message has the microbatch.
     """
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 

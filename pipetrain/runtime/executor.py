@@ -105,8 +105,7 @@ class Executor:
         Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
         message comes.
 
-        Raises:
-            PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
+        Raises PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
         turns, ended = Turns(program), self._transport.ended
         self._lanes.start_step()

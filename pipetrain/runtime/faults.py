@@ -54,20 +54,14 @@ class Fault:
 
 
 def faults_of_environment() -> list[Fault]:
-    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: it cannot be read."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return []
     return faults_in(os.environ.get(VARIABLE, ""))
 
 
 def faults_in(text: str) -> list[Fault]:
-    """Raises:
-    ValueError: it cannot be read.
-    """
+    """Raises ValueError: it cannot be read."""
     return [_parse(part) for part in text.split(";") if part.strip()]
 
 

@@ -48,8 +48,7 @@ class Sampling:
         case of neural text degeneration", 2020, section 3.1); None: from all. Where both are given, top_k is applied first.
     seed: a draw depends on this, the number of the sample and the number of the token alone.
 
-    Raises:
-        ValueError: a number out of range.
+    Raises ValueError: a number out of range.
     """
 
     temperature: float = 0.0
@@ -108,9 +107,7 @@ class Request:
 
     @staticmethod
     def of(prompts: Any, max_new_tokens: Any, sampling: Sampling, eos: Any, context: Any, num_groups: Any) -> Request:
-        """Raises:
-        ValueError: an argument of `Pipeline.generate` from which no text can be made.
-        """
+        """Raises ValueError: an argument of `Pipeline.generate` from which no text can be made."""
         rows, groups = _prompts_of(prompts), whole_number("num_groups", num_groups)
         if groups > len(rows):
             raise ValueError(f"num_groups={groups}: there are {len(rows)} prompts, and each group needs one")
@@ -122,9 +119,8 @@ class Request:
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
     """What the rank that holds the first stage was asked for (`make`, None elsewhere), on every rank. Collective.
 
-    Raises:
-        ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank.
-        PipelineError: another rank failed, or called something else.
+    Raises ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank; PipelineError: another
+    rank failed, or called something else.
     """
     own: dict[str, Any] = {"problem": "", "request": None}
     lacking = next((number for number, layer in layers.items() if not goes_on(layer)), None)
@@ -282,8 +278,7 @@ class Generation:
     def run(self) -> list[Tensor]:
         """The new tokens of each prompt, int64, on every rank. Collective.
 
-        Raises:
-            PipelineError: another rank failed. What a layer of this rank raises.
+        Raises PipelineError: another rank failed. What a layer of this rank raises.
         """
         unknown: deque[_Turn] = deque()
         for group in itertools.cycle(self._groups):

@@ -58,8 +58,7 @@ class LossNotFinite(PipelineError):
 def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
     """The sum of the microbatches' losses of all replicas, in order, 0-dim on the host of every rank; `root` holds the last stage. Collective.
 
-    Raises:
-        LossNotFinite: the loss of a microbatch is not finite.
+    Raises LossNotFinite: the loss of a microbatch is not finite.
     """
     what, said = f"the loss of step {step.index}", b""
     if group.chain.rank == root:
@@ -130,8 +129,7 @@ class LossCheck:
     def over(self, step: Step) -> Iterator[None]:
         """Around a step with a graph. The generators are the caller's to restore.
 
-        Raises:
-            ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
+        Raises ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
         """
         counted = [index for index, share in enumerate(step.shares) if share]
         if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:

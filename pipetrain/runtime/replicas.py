@@ -56,8 +56,7 @@ class SharedGradients:
     def start_step(self, reduces: Sequence[Op]) -> None:
         """From now on `.grad` has what this step gives, for all that `reduces` add up.
 
-        Raises:
-            ValueError: a stage has a parameter that it did not have when the pipeline was made.
+        Raises ValueError: a stage has a parameter that it did not have when the pipeline was made.
         """
         key = tuple(reduces)
         if key:

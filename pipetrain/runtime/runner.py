@@ -40,8 +40,7 @@ from pipetrain.stage.seeding import generators_restored
 class CallRunner:
     """Runs calls on the stages of one rank, with those of the other ranks of `group`.
 
-    Raises:
-        PipelineError: a rank that holds a neighbouring stage could not be met.
+    Raises PipelineError: a rank that holds a neighbouring stage could not be met.
     """
 
     def __init__(
@@ -101,10 +100,8 @@ class CallRunner:
     ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 
-        Raises:
-            ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before
-                anything has run and on every rank.
-            PipelineError: another rank failed, in this call or before. What an op of this rank raises.
+        Raises ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before anything has
+        run and on every rank; PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
         self.check_whole()
         count = None
@@ -127,9 +124,7 @@ class CallRunner:
         return call
 
     def check_whole(self) -> None:
-        """Raises:
-        PipelineError: the pipeline failed before, here or on another rank.
-        """
+        """Raises PipelineError: the pipeline failed before, here or on another rank."""
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
 
@@ -137,8 +132,7 @@ class CallRunner:
     def failing_together(self, note: str = "") -> Iterator[None]:
         """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error.
 
-        Raises:
-            PipelineError: another rank failed meanwhile.
+        Raises PipelineError: another rank failed meanwhile.
         """
         try:
             yield
@@ -233,11 +227,7 @@ class CallRunner:
         self._parts.meter.exclude([one for layer in layers for one in (*layer.parameters(), *layer.buffers())])
 
     def loss_of(self, step: Step) -> Tensor:
-        """The loss of all replicas, 0-dim, on every rank's host. Collective.
-
-        Raises:
-            LossNotFinite: that of a microbatch is not finite.
-        """
+        """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: that of a microbatch is not finite."""
         return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:

@@ -106,8 +106,7 @@ class Skips(TorchFunctionMode):
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
         """Around a step with a graph; `reported` is what ranks before this one have found.
 
-        Raises:
-            ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
+        Raises ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
         """
         before = step.on_layer
 

@@ -42,8 +42,7 @@ def state_dict(layers: Layers) -> dict[str, Any]:
 def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mapping[str, str] = {}) -> None:
     """Load this rank's part of `state`, which may be the whole model's. Some names are there under another one, by `other_names`.
 
-    Raises:
-        ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have.
+    Raises ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
@@ -79,9 +78,7 @@ def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
     Tensors come up the chain one by one. So rank 0 needs room for the whole model on the host, and any other rank for a copy of one of its
     own tensors (where it is on a GPU, or has gaps) and for a few pieces on their way.
 
-    Raises:
-        TypeError: a value that is neither a tensor nor known to JSON.
-        PipelineError: another rank failed meanwhile.
+    Raises TypeError: a value that is neither a tensor nor known to JSON; PipelineError: another rank failed meanwhile.
     """
     told = {
         name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.nbytes]
@@ -164,8 +161,7 @@ class StageWeights:
     def check_replicas(self) -> None:
         """Whether all replicas hold the same weights, by a sum over the bits of each. Collective.
 
-        Raises:
-            PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
+        Raises PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
         """
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
@@ -187,8 +183,7 @@ class StageWeights:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
 
-        Raises:
-            ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
+        Raises ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
         """
         numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
         unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
