@@ -22,7 +22,7 @@ from pipetrain.plan.plan import Plan, plan_of
 from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
-from pipetrain.runtime.replicas import SharedGradients
+from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.weights import named_parameters
 from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
 from pipetrain.stage.meter import ActivationMeter

@@ -22,8 +22,8 @@ from pipetrain.comm.crossing import cross, memories
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport, fixed_leaves, wanted
+from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Entry, Places, Program, Turns
-from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.past import Past
@@ -161,8 +161,9 @@ class Executor:
     # The table ----------------------------------------------------------------------------------------------------
 
     def _forward(self, entry: Entry, step: Step) -> None:
-        op, stage, number = entry.op, self._stages[entry.op.stage], _microbatch(entry)
-        given = _stage_input(step, number, self._taken(entry), is_last=entry.is_last)  # [1]
+        op, stage, number = entry.op, self._stages[entry.op.stage], entry.microbatch
+        taken = None if entry.reads is None else self._taken(entry.reads, entry)
+        given = _stage_input(step, number, taken, is_last=entry.is_last)  # [1]
         with self._lanes.timed(entry.lane, op):
             if step.with_graph:
                 output = stage.forward(  # [2]
@@ -185,21 +186,19 @@ class Executor:
 
     def _recompute(self, entry: Entry, _: Step) -> None:
         with self._lanes.timed(entry.lane, entry.op):
-            self._stages[entry.op.stage].recompute(_microbatch(entry), entry.op.part)
+            self._stages[entry.op.stage].recompute(entry.microbatch, entry.op.part)
 
     def _backward(self, entry: Entry, step: Step) -> None:
         op, stage = entry.op, self._stages[entry.op.stage]
-        taken = self._taken(entry)
+        given = () if entry.reads is None else self._taken(entry.reads, entry).leaves
         with self._lanes.timed(entry.lane, op):
-            gradients = stage.backward(
-                _microbatch(entry), () if taken is None else taken.leaves, scale=step.scale, part=op.part
-            )
+            gradients = stage.backward(entry.microbatch, given, scale=step.scale, part=op.part)
         if entry.writes is not None:
             self._given[entry.writes] = _Boundary(gradients)
 
     def _backward_weights(self, entry: Entry, _: Step) -> None:
         with self._lanes.timed(entry.lane, entry.op):
-            self._stages[entry.op.stage].backward_weights(_microbatch(entry))
+            self._stages[entry.op.stage].backward_weights(entry.microbatch)
 
     def _send(self, entry: Entry, _: Step) -> None:
         given = self._given.pop(entry.op)
@@ -213,13 +212,11 @@ class Executor:
         op = entry.op
         self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
-    def _taken(self, entry: Entry) -> _Boundary | None:
-        """What the neighbouring stage gave: by a message, or on this rank. None: there is none."""
-        if entry.reads is None:
-            return None
+    def _taken(self, source: Op, entry: Entry) -> _Boundary:
+        """What the neighbouring stage gave: by a message, or on this rank."""
         if not entry.is_received:
-            return self._given.pop(entry.reads)
-        leaves, form = self._transport.take(entry.reads)
+            return self._given.pop(source)
+        leaves, form = self._transport.take(source)
         return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
 
     # The end ------------------------------------------------------------------------------------------------------
@@ -244,11 +241,6 @@ class Executor:
             stage.drop()
         self._shared.drop()
         self._given.clear()
-
-
-def _microbatch(entry: Entry) -> int:
-    assert entry.op.microbatch is not None
-    return entry.op.microbatch
 
 
 def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:

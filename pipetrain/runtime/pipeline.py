@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipetrain.comm.clocks import align_clocks
 from pipetrain.comm.coordinates import REPLICA_STAGE, Coordinates
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.group import Group, join_group
+from pipetrain.comm.group import join_group
 from pipetrain.comm.lanes import Recording, make_lanes
 from pipetrain.comm.transport import PINNED
 from pipetrain.models.spec import spec_of
@@ -120,7 +120,15 @@ class Pipeline(StageWeights):
         self._take_batch, self._on_event = spec.take_batch, on_event
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
-        self._group = _join(group, device, timeout_seconds, replicas_said(num_replicas, plan), plan, mesh)
+        self._group = join_group(
+            group,
+            device,
+            timeout_seconds=timeout_seconds,
+            shares_gpus=isinstance(plan, Plan) and plan.edges == PINNED,
+            num_replicas=replicas_said(num_replicas, plan),
+            order=plan.order if isinstance(plan, Plan) else REPLICA_STAGE,
+            mesh=mesh,
+        )
         self._lanes = make_lanes(self._group.chain.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain, self._group.replicas)
@@ -131,9 +139,8 @@ class Pipeline(StageWeights):
                 own.model, own.counts = parts.fingerprint, count_fn is not None
                 self._given_schedule, self._policy = schedule, RecomputePolicy.of(recompute)
                 numbers = {"num_stages": num_stages, "stages_per_rank": stages_per_rank}
-                self.plan = parts.make_plan(
-                    plan, schedule, self._policy, balance, num_microbatches=num_microbatches, **numbers
-                )
+                numbers["num_microbatches"] = num_microbatches
+                self.plan = parts.make_plan(plan, schedule, self._policy, balance, **numbers)
                 parts.build(self.plan, is_balanced=plan is None and balance == "auto")
                 self._programs = parts.programs(schedule, self._policy, self.plan)
                 own.tell(self.plan, self._programs.describe(), self._group)
@@ -472,23 +479,3 @@ class Pipeline(StageWeights):
         if error is not None:
             self._group.fail(error)
         self.close()
-
-
-def _join(
-    group: Any,
-    device: torch.device | str | None,
-    timeout_seconds: float,
-    num_replicas: int,
-    plan: Plan | None,
-    mesh: DeviceMesh | None,
-) -> Group:
-    given = plan if isinstance(plan, Plan) else None
-    return join_group(
-        group,
-        device,
-        timeout_seconds=timeout_seconds,
-        shares_gpus=given is not None and given.edges == PINNED,
-        num_replicas=num_replicas,
-        order=given.order if given else REPLICA_STAGE,
-        mesh=mesh,
-    )

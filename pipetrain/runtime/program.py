@@ -34,6 +34,7 @@ class Entry:
 
     op: Op
     lane: Lane
+    microbatch: int  # -1: of none
     waits: tuple[Op, ...]
     reads: Op | None
     is_received: bool
@@ -51,6 +52,7 @@ class Entry:
         return Entry(
             op,
             lane,
+            -1 if op.microbatch is None else op.microbatch,
             schedule.waits.get(op, ()),
             source_of(schedule, op) if op.kind.computes else None,
             receive_of(schedule, op) is not None,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipetrain.comm.chain import Chain
 from pipetrain.comm.group import Group
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.clipping import clip_grad_norm
 from pipetrain.runtime.copies import Layers, carry, check_replicas_equal
+from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.stage.segments import AnyStage
 
 if TYPE_CHECKING:
