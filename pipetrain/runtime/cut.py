@@ -22,13 +22,13 @@ class Whole:
     value: Any
 
 
-def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
     """`batch` with its tensors, those in `Whole` too, where `bring` brings them."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Whole):
             return Whole(on_device(leaf.value, bring))
-        return bring(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return bring(leaf) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(moved, batch)
 
@@ -41,7 +41,7 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
             index += 1
             continue
         for inner, value in pytree.tree_flatten_with_path(leaf.value)[0]:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 full = name + pytree.keystr(path) + pytree.keystr(inner)
                 found[index] = f"{full}, which is Whole: every microbatch gets the very same tensor"
             index += 1
@@ -55,7 +55,7 @@ def num_rows(batch: Tree, name: str) -> int | None:
     """
     rows: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             continue
         place = name + pytree.keystr(path)
         if leaf.dim() == 0:
@@ -90,7 +90,7 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
     leaves, spec = pytree.tree_flatten(batch)
     columns: list[Sequence[Any]] = [
         torch.tensor_split(leaf, num_microbatches)
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, Tensor)
         else [leaf.value if isinstance(leaf, Whole) else leaf] * num_microbatches
         for leaf in leaves
     ]
@@ -111,7 +111,7 @@ def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int
     of_each = num_microbatches if rows >= num_replicas * num_microbatches else 1
     counts = row_counts(rows, num_replicas * of_each)
     start, end = (sum(counts[: number * of_each]) for number in (replica, replica + 1))
-    return pytree.tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return pytree.tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def join(outputs: Sequence[Tree]) -> Tree:
@@ -119,7 +119,7 @@ def join(outputs: Sequence[Tree]) -> Tree:
     spec = pytree.tree_structure(outputs[0])
     columns = zip(*(pytree.tree_leaves(output) for output in outputs))
     return pytree.tree_unflatten(
-        [torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns], spec
+        [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns], spec
     )
 
 
@@ -164,10 +164,7 @@ CountFn = Callable[[Any], Any]
 
 
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
-    """What `count_fn` says of the target of each microbatch.
-
-    Raises ValueError: it says no number, or it fails; the message has the microbatch.
-    """
+    """What `count_fn` says of the target of each microbatch. Raises ValueError: it says no number, or it fails; with the microbatch."""
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 
 
@@ -177,23 +174,15 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
-    value = _as_number(found.item() if isinstance(found, Tensor) and found.dim() == 0 else found)
-    if value is not None and 0 <= value < math.inf:
-        return value
+    value = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
+    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) and found.dim() else repr(found)
     raise ValueError(
         f"count_fn gave {shown} for the target of microbatch {microbatch}: it must return how much of it counts in the "
         "loss, an int, a float or a 0-dim tensor, finite and 0 or more"
     )
-
-
-def _as_number(value: Any) -> int | float | None:
-    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, numbers.Integral):  # numpy's too
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else None
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
 from pipetrain.runtime.generation import Request, Sampling, agree
-from pipetrain.runtime.measure import measure_rank
+from pipetrain.runtime.measure import measure_rank, waits_told
 from pipetrain.runtime.runner import CallRunner
-from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.runtime.weights import StageWeights
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
