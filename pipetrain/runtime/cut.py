@@ -174,9 +174,10 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
-    value = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
+    value: Any = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
     # True is a number for Python, and as a count most likely an any() where a sum() was meant.
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value < math.inf:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and 0 <= value < math.inf:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) and found.dim() else repr(found)
     raise ValueError(

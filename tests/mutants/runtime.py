@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "a count is taken as it comes",
         "pipetrain/runtime/cut.py",
-        "    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value < math.inf:\n"
+        "    if is_number and 0 <= value < math.inf:\n"
         "        return int(value) if isinstance(value, numbers.Integral) else float(value)",
         "    return found",
         ("tests/regressions/test_uncounted_microbatches.py", "-k", "count_that_is_no_number"),
