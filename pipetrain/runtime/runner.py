@@ -89,14 +89,7 @@ class CallRunner:
         self.executor.change(stages, self._shared_gradients)
 
     def run(
-        self,
-        kind: str,
-        step: Step,
-        inputs: Any,
-        targets: Any,
-        *,
-        is_training: bool,
-        mistake: str | None = None,
+        self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool, mistake: str | None = None
     ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 

@@ -62,12 +62,7 @@ def run_step(
             for stage in stages:
                 leaves, spec = pytree.tree_flatten(value)
                 given = StageInput(
-                    tuple(leaves),
-                    spec,
-                    wants,
-                    lambda layer, i=i: layer_seed(0, step, i, layer),
-                    labels[i],
-                    weights[i],
+                    tuple(leaves), spec, wants, lambda layer, i=i: layer_seed(0, step, i, layer), labels[i], weights[i]
                 )
                 output = stage.forward(i, given, keep=keep(i), prove=prove(i), split=waiting is not None)
                 value = pytree.tree_unflatten(output.leaves, output.spec)

@@ -126,10 +126,7 @@ def test_a_dropped_connection_is_a_closed_socket() -> None:
 
 def test_faults_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1;")
-    assert faults_of_environment() == [
-        Fault(1, 2, Op.parse("1F2"), Deed.KILL),
-        Fault(0, 1, None, Deed.SLOW, 0.1, 5),
-    ]
+    assert faults_of_environment() == [Fault(1, 2, Op.parse("1F2"), Deed.KILL), Fault(0, 1, None, Deed.SLOW, 0.1, 5)]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert faults_of_environment() == []
 
