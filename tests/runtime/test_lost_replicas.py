@@ -24,12 +24,16 @@ M = 3
 NAMES = {
     "replica-stage": [f"rank {rank} (replica {rank // 2}, stage {rank % 2})" for rank in range(4)],
     "stage-replica": [f"rank {rank} (replica {rank % 2}, stage {rank // 2})" for rank in range(4)],
+    "replicas alone": [f"rank {rank} (replica {rank}, stage 0)" for rank in range(4)],
 }
 
 
 def pipeline_of(layers: list[nn.Module], order: str, timeout_seconds: float = NEVER_SECONDS) -> Pipeline:
-    """Two replicas of two stages."""
-    plan = make_plan(2, num_stages=2, num_microbatches=M, num_replicas=2, order=order)
+    """Two replicas of two stages, or four of one."""
+    grid: dict[str, Any] = {"num_stages": 1, "num_replicas": 4}
+    if order != "replicas alone":
+        grid = {"num_stages": 2, "num_replicas": 2, "order": order}
+    plan = make_plan(2, num_microbatches=M, **grid)
     return Pipeline(layers, mean_square, plan=plan, timeout_seconds=timeout_seconds)
 
 
@@ -58,6 +62,7 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
     [
         ("replica-stage", 1, "1B0"),
         ("stage-replica", 1, "0REDUCE_GRAD.0"),
+        ("replicas alone", 2, "0F1"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -65,6 +70,7 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
                 ("replica-stage", 2, "0B2"),
                 ("replica-stage", 3, "1REDUCE_GRAD.0"),
                 ("stage-replica", 2, "1F2"),
+                ("replicas alone", 0, "0REDUCE_GRAD.0"),
             )
         ),
     ],
