@@ -22,8 +22,8 @@ from pipetrain.comm.forms import Form
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import Executor, Step
+from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Program
-from pipetrain.runtime.replicas import SharedGradients
 from pipetrain.schedule.kinds import MESSAGE_LANES
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule

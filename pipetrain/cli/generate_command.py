@@ -105,7 +105,7 @@ def _asked(arguments: Arguments) -> Asked:
     Raises:
         ValueError: an empty prompt; numbers out of range.
     """
-    from pipetrain.runtime.sampling import Sampling
+    from pipetrain.runtime.generation import Sampling
     from pipetrain.trainer.generate import Asked
 
     same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Transport:
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
     step sends the tensors' bytes alone, and a message of another form than remembered is refused.
 
-    `edges` makes the ends. A transfer that has ended stands in a list until `take_ended` is called: the threads of the ends
+    `edges` makes the ends. A transfer that has ended stands in `ended` until `take_ended` takes it: the threads of the ends
     only add to it.
     """
 
@@ -68,7 +68,7 @@ class Transport:
         self._unsent: set[Op] = set()
         self._reducing: set[Op] = set()
         self._rings: dict[tuple[int, Kind], Ring] = {}  # of the inbound ones, on a device that runs ahead
-        self._ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
+        self.ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
         if edges is not None:
@@ -130,16 +130,11 @@ class Transport:
         self.assert_nothing_is_held()
         self._forms, self._described = forms, described
 
-    def has_ended(self) -> bool:
-        """Whether a transfer has ended that `take_ended` has not given yet."""
-        return bool(self._ended)
-
-    def take_ended(self) -> Iterator[Op]:
-        """The transfers that have ended since the last call: messages that have arrived, and that have left."""
-        while self._ended:
-            op, land = self._ended.popleft()
-            land()
-            yield op
+    def take_ended(self) -> Op:
+        """The first transfer of `ended`: a message that has arrived, or has left."""
+        op, land = self.ended.popleft()
+        land()
+        return op
 
     def assert_nothing_is_held(self) -> None:
         """A step takes all that came, and all that it sent has left."""
@@ -150,7 +145,7 @@ class Transport:
             ("not added up", self._reducing),
         ):
             assert not ops, f"messages are left over, {what}: {', '.join(map(str, ops))}"
-        assert not self._ended, f"nobody was told that {', '.join(str(op) for op, _ in self._ended)} ended"
+        assert not self.ended, f"nobody was told that {', '.join(str(op) for op, _ in self.ended)} ended"
 
     def _is_described(self, op: Op) -> bool:
         return self._described[op.kind.row.uses_edge_after]
@@ -169,7 +164,7 @@ class Transport:
 
             if land is _nothing:
                 landed()
-            self._ended.append((op, land if land is _nothing else landed))
+            self.ended.append((op, land if land is _nothing else landed))
 
         self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
 
@@ -237,7 +232,7 @@ class Transport:
             else:
                 let_go()
             self._unsent.discard(op)
-            self._ended.append((op, _nothing))
+            self.ended.append((op, _nothing))
 
         end.send(op, told, tensors, left)
 
@@ -247,7 +242,7 @@ class Transport:
 
         def ended(land: Callable[[], None] = _nothing, /) -> None:
             self._reducing.discard(op)
-            self._ended.append((op, land))
+            self.ended.append((op, land))
 
         self._reducers[op.stage, op.peer].reduce(op, tensors, settle, ended)
 

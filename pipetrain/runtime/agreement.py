@@ -1,18 +1,32 @@
-"""What all ranks agree on when a pipeline is made: that they were given the same."""
+"""What all ranks agree on: when a pipeline is made, that they were given the same; ahead of each call, its kind, its shapes and its weights."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.comm.chain import Everyone
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipetrain.comm.chain import Chain, Everyone
+from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.forms import Form, is_plain
 from pipetrain.comm.group import Group
 from pipetrain.comm.own_device import identity_of
 from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.arguments import check_batch
+from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
+from pipetrain.schedule.op import Op
+from pipetrain.stage.segments import AnyStage
+
+_LONGEST_ERROR = 600  # so that a header stays within its fixed size
 
 
 @dataclass
@@ -41,9 +55,8 @@ class Introduction:
 def introduced(group: Group) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
-    Raises:
-        ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something
-            else than rank 0. The same on every rank.
+    Raises ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something else than rank
+    0. The same on every rank.
     """
     own, problem = Introduction(), None
     try:
@@ -57,37 +70,22 @@ def introduced(group: Group) -> Iterator[Introduction]:
 
 
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
-    """Compare with rank 0, whose introduction goes down to all; what the last rank of each replica then knows comes back. Collective.
+    """Compare with rank 0, whose introduction all get; what each rank finds wrong goes to all. Collective.
 
-    Raises:
-        ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same
-            on every rank.
+    Raises ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same on every rank.
     """
     what = "the other ranks' plans"
-
-    def compare(received: bytes | None) -> bytes:
-        header: dict[str, Any] = (
-            {"first": asdict(own), "gpus": {}, "error": ""} if received is None else json.loads(received)
-        )
-        error = _mistake(own_rank, own, Introduction(**header["first"]))
-        if own.gpu:
-            rank = header["gpus"].setdefault(own.gpu, own_rank)
-            error = error or (_shared(own.gpu, rank, own_rank) if rank != own_rank else "")
-        header["error"] = header["error"] or error
-        return json.dumps(header).encode()
-
-    known = json.loads(everyone.down(compare, what))
-    chain, several = everyone.chain, everyone.replicas.num_ranks > 1
-    part = {key: known[key] for key in ("error", *(("gpus",) if several else ()))}
-    of_replica = chain.broadcast(json.dumps(part).encode(), chain.num_ranks - 1, what)
-    of_all = [json.loads(one) for one in everyone.replicas.concatenate(of_replica, what)]
-    gpus: dict[str, int] = {}
-    for found in of_all:
-        for gpu, rank in found.get("gpus", {}).items():
-            other = gpus.setdefault(gpu, rank)
-            found["error"] = found["error"] or (_shared(gpu, other, rank) if other != rank else "")
-    if error := next((found["error"] for found in of_all if found["error"]), ""):
-        raise ValueError(error)
+    first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
+    found = json.dumps([own_rank, _mistake(own_rank, own, first), own.gpu]).encode()
+    rank_on: dict[str, int] = {}  # by GPU
+    for rank, error, gpu in map(json.loads, everyone.concatenate(found, what)):
+        if gpu and (other := rank_on.setdefault(gpu, rank)) != rank:
+            error = error or (
+                f"ranks {other} and {rank} are both on {gpu}, and NCCL connects no two ranks of one GPU: start no more ranks on a machine than "
+                "it has GPUs, or use transport.backend=pinned (make_plan(..., edges='pinned'))"
+            )
+        if error:
+            raise ValueError(error)
 
 
 def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
@@ -108,8 +106,234 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
     return ""
 
 
-def _shared(gpu: str, one: int, other: int) -> str:
-    return (
-        f"ranks {one} and {other} are both on {gpu}, and NCCL connects no two ranks of one GPU: start no more ranks on a machine than "
-        "it has GPUs, or use transport.backend=pinned (make_plan(..., edges='pinned'))"
-    )
+# Each call ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the pipeline, as this rank knows it.
+
+    `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
+    the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
+    stages all come before it. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
+    loss of all replicas, where targets are counted or there are several replicas; else None.
+    """
+
+    num_microbatches: int
+    rows: int
+    signature: int
+    first_backward: int
+    described: tuple[bool, bool]
+    idle: frozenset[int] = frozenset()
+    weights: list[float] | None = None
+    left: tuple[tuple[int, str, int], ...] = ()  # what ranks say of `runtime/skips.py`
+
+
+class Calls:
+    """Agrees with the other ranks on each call. The rank that holds stage 0 says which it is, and each adds what it knows.
+
+    Where stages are placed in the order of the ranks one message goes down the chain, and a rank knows of the stages up to its
+    own: no others matter to it. With any other placement, and where targets are counted or stages share parameters, everything goes up the chain, and then down
+    to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
+
+    Then each rank compares with those that stand where it does in the other replicas: what counts is shared out over all, and a mistake in one
+    replica's batch is raised in each.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        stages: Mapping[int, AnyStage],
+        copies: Mapping[str, nn.Parameter] | None,
+        replicas: Chain,
+        monitor: Monitor,
+    ) -> None:
+        """`copies` are the parameters of this rank that a stage elsewhere shares, by their first name in the whole model; None:
+        no two stages share any. `replicas` are the ranks with these stages in each replica."""
+        self._chain = chain
+        self._replicas = replicas
+        self._monitor = monitor
+        self._copies = copies or {}
+        self._plan = plan
+        self._stages = stages
+        is_in_order = all(low <= high for low, high in itertools.pairwise(plan.stage_ranks))
+        self._goes_down = is_in_order and copies is None
+        # By kind and shapes of a call, on the rank of stage 0: its number, and plain values among the inputs of the last one.
+        self._signatures: dict[Any, int] = {}
+        self._values: dict[int, str] = {}
+        self._forms: dict[int, dict[Op, Form]] = {}
+        # By signature, and the edges before or after: microbatches whose forms both ends know, since which change of what needs a gradient.
+        self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
+        self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
+        self._num_changes = 0
+
+    def forms(self, call: Call) -> dict[Op, Form]:
+        """The forms of the messages of such a call, to be filled where it is described."""
+        return self._forms.setdefault(call.signature, {})
+
+    def agree(
+        self,
+        kind: str,
+        step: int,
+        inputs: Any,
+        *,
+        is_training: bool,
+        count: Callable[[], Counted] | None = None,
+        mistake: str | None = None,
+        left: Sequence[tuple[int, str, int]] = (),
+    ) -> Call:
+        """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
+        targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
+
+        Raises ValueError: these inputs or targets cannot be cut or counted; the same on every rank; PipelineError: another rank failed, or
+        called something else.
+        """
+        what, own, counted = f"{kind} {step}", dict[str, Any](), None
+        if 0 in self._stages:
+            own = self._header_of(kind, inputs, is_training=is_training, mistake=mistake)
+        if count is not None and self._plan.num_stages - 1 in self._stages:
+            counted = count()
+            told = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
+            own |= {"target_rows": counted.rows, "target_error": told, "counts": counted.counts}
+        first_backward = self._look_at_parameters()
+
+        def add(received: bytes | None) -> bytes:
+            header: dict[str, Any] = {"first_backward": self._plan.num_stages, "changes": 0, "left": [], "trained": {}}
+            header |= own if received is None else json.loads(received) | own
+            header["first_backward"] = min(header["first_backward"], first_backward)
+            header["changes"] += self._num_changes
+            header["left"] += left
+            for name, copy in self._copies.items():
+                if header["trained"].setdefault(name, copy.requires_grad) != copy.requires_grad:
+                    header["copies_error"] = (
+                        f"{name} is one parameter in two stages, frozen in one of them and trained in the other: set requires_grad alike on the "
+                        "ranks of both"
+                    )
+            return json.dumps(header).encode()
+
+        if self._goes_down and count is None:
+            header = json.loads(self._chain.down(add, what))
+            changes = (header["changes"] - self._num_changes, header["changes"])
+        else:
+            header = json.loads(self._chain.broadcast(self._chain.up(add, what), 0, what))
+            changes = (header["changes"], header["changes"])
+        headers = [header] if self._replicas.num_ranks == 1 else self._compare(header, kind, what)
+        problem, weights = _first_problem(headers), None
+        if problem is None and (count is not None or len(headers) > 1):
+            weights, problem = _weights_of(headers)
+        if problem:
+            for chain in (self._chain, self._replicas):
+                chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+            raise ValueError(problem) from (None if counted is None else counted.problem)
+        header["first_backward"] = min(one["first_backward"] for one in headers)
+        return self._call_of(header, changes, None if weights is None else weights[self._replicas.rank])
+
+    def _header_of(self, kind: str, inputs: Any, *, is_training: bool, mistake: str | None) -> dict[str, Any]:
+        """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
+        most = self._plan.num_microbatches
+        try:
+            if mistake:
+                raise ValueError(mistake)
+            rows = num_rows(inputs, "inputs")
+            check_batch(inputs, "inputs", rows, with_graph=kind == "step")
+            if not rows:
+                found = f"no {'inputs' if inputs is None else 'rows'}"
+                raise ValueError(
+                    f"{kind} was given {found} on {self._monitor.name}, which holds the first stage: give the batch there"
+                )
+            wanted = most if kind == "step" else min(most, rows)
+            if rows < wanted:
+                cut(inputs, wanted)
+        except (ValueError, TypeError) as error:
+            return {"error": str(error)[:_LONGEST_ERROR]}
+        leaves, spec = pytree.tree_flatten(inputs)
+        shapes = [
+            (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
+        ]
+        autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+        key = (kind, wanted, is_training, *autocast, *shapes, str(spec))
+        number = self._signatures.setdefault(key, len(self._signatures))
+        values = repr([leaf for leaf in leaves if is_plain(leaf)])
+        self._num_changes += self._values.setdefault(number, values) != values
+        self._values[number] = values
+        return {"error": None, "rows": rows, "num_microbatches": wanted, "signature": number}
+
+    def _compare(self, header: Mapping[str, Any], kind: str, what: str) -> list[dict[str, Any]]:
+        """The headers of all replicas, as the ranks with these stages know them.
+
+        Raises PipelineError: a step in which they train other parameters than this rank.
+        """
+        own = {**header, "trains": zlib.crc32(repr(self._trainable).encode())}
+        headers = [json.loads(one) for one in self._replicas.concatenate(json.dumps(own).encode(), what)]
+        odd = next((place for place, one in enumerate(headers) if one["trains"] != headers[0]["trains"]), None)
+        if kind == "step" and odd is not None:
+            stages = " and ".join(map(str, self._stages))
+            text = f"replica {odd} trains other parameters of stage {stages} than replica 0: set requires_grad alike in all replicas"
+            self._monitor.fail(text)  # ranks with other stages know nothing of it
+            raise PipelineError(text)
+        return headers
+
+    def _look_at_parameters(self) -> int:
+        """Count it where other parameters need a gradient than at the last call; returns the first of this rank's stages in
+        which one does, `num_stages` where there is none."""
+        trainable = {
+            index: [parameter.requires_grad for layer in stage.layers for parameter in layer.parameters()]
+            for index, stage in self._stages.items()
+        }
+        self._num_changes += trainable != self._trainable
+        self._trainable = trainable
+        return min((index for index, flags in trainable.items() if any(flags)), default=self._plan.num_stages)
+
+    def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
+        number, m = header["signature"], header["num_microbatches"]
+        # A count may be so small beside the others that its share is 0.
+        idle = frozenset([place for place, weight in enumerate(weights or ()) if weight == 0])
+        run = frozenset(range(m)) - idle
+        described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
+        return Call(
+            num_microbatches=m,
+            rows=header["rows"],
+            signature=number,
+            first_backward=header["first_backward"],
+            described=described,
+            idle=idle,
+            weights=weights,
+            left=tuple(map(tuple, header["left"])),
+        )
+
+    def _carries_forms(self, edges: tuple[int, int], num_changes: int, microbatches: frozenset[int]) -> bool:
+        """Whether messages over these edges carry their form in the call that comes; both ends know it then."""
+        told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
+        if told_at != num_changes:
+            told = frozenset()
+        self._told[edges] = num_changes, told | microbatches
+        return not microbatches <= told
+
+
+def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
+    """What each microbatch of each replica weighs in the loss of all, by what counts of it, or else by its rows; or what is wrong with that.
+
+    Where nothing of the targets is cut, those of a replica weigh the same.
+    """
+    counts = [
+        header["counts"][: header["num_microbatches"]]
+        if "counts" in header
+        else row_counts(header["rows"], header["num_microbatches"])
+        for header in headers
+    ]
+    try:
+        weights = iter(weights_of([count for own in counts for count in own]))
+    except ValueError as error:
+        return [], str(error)
+    return [list(itertools.islice(weights, len(own))) for own in counts], None
+
+
+def _first_problem(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the inputs of a replica, else with its targets where they are counted, else with parameters that stages share."""
+    for replica, header in enumerate(headers):
+        problem: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
+        problem = problem or header.get("target_error") or header.get("copies_error")
+        if problem:
+            return problem if len(headers) == 1 else f"{problem} (in replica {replica})"
+    return None

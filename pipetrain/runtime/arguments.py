@@ -27,9 +27,7 @@ def is_number(value: Any) -> bool:
 
 
 def checked_timeout(seconds: Any) -> float:
-    """Raises:
-    ValueError: no wait could take so long.
-    """
+    """Raises ValueError: no wait could take so long."""
     if not is_number(seconds) or not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
         raise ValueError(
             f"timeout_seconds={seconds!r}: the longest wait for another rank, a number of seconds more than 0 and at most 1e9"
@@ -38,9 +36,7 @@ def checked_timeout(seconds: Any) -> float:
 
 
 def checked_seed(seed: Any) -> int:
-    """Raises:
-    ValueError: no seed of 64 bits.
-    """
+    """Raises ValueError: no seed of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) not in _SEEDS:
         raise ValueError(f"seed={seed!r}: a whole number of 64 bits is needed, such as 0")
     return int(seed)
@@ -49,8 +45,7 @@ def checked_seed(seed: Any) -> int:
 def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, layers: Iterable[Any]) -> None:
     """Refuse what cannot be called, and a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
 
-    Raises:
-        ValueError: with the argument, or with the names of the parameters.
+    Raises ValueError: with the argument, or with the names of the parameters.
     """
     for name, function, gives in (
         ("loss_fn", loss_fn, "of an output and its target"),
@@ -85,9 +80,7 @@ def mistake_in_step(scale: Any) -> str | None:
 
 
 def checked_reduction(reduction: Any) -> str:
-    """Raises:
-    ValueError: a loss is no such thing.
-    """
+    """Raises ValueError: a loss is no such thing."""
     if reduction not in (MEAN, SUM):
         raise ValueError(
             f"loss_reduction={reduction!r}: allowed are 'mean' (loss_fn is a mean over rows, or over what count_fn counts) and 'sum'"
@@ -99,8 +92,7 @@ def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Pla
     """Refuse a loss that names layers of another rank than its own: what their forward leaves in them stays there. `layers` are those that
     this rank knows: all of them, or only its own where layers are made by callables.
 
-    Raises:
-        ValueError: with the name of one.
+    Raises ValueError: with the name of one.
     """
     rank_of = {number: plan.stage_ranks[plan.stage_of(number)] for number in layers}
     near: set[nn.Module] = set()
@@ -137,8 +129,7 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
 def check_no_inference_tensors(layers: Mapping[int, nn.Module]) -> None:
     """Refuse layers that were made under `torch.inference_mode()`, whose tensors can never be trained.
 
-    Raises:
-        ValueError: with the name of the first.
+    Raises ValueError: with the name of the first.
     """
     for number, layer in layers.items():
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -155,8 +146,7 @@ def check_no_inference_tensors(layers: Mapping[int, nn.Module]) -> None:
 def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
     """Refuse what is surely a mistake in the inputs or targets of a batch of so many `rows`.
 
-    Raises:
-        ValueError: with the leaf, and what to give instead.
+    Raises ValueError: with the leaf, and what to give instead.
     """
     if all(map(_is_plain, pytree.tree_leaves(batch))):
         return

@@ -22,8 +22,8 @@ from pipetrain.plan.plan import Plan, plan_of
 from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
-from pipetrain.runtime.replicas import SharedGradients
-from pipetrain.runtime.whole_state import named_parameters
+from pipetrain.runtime.gradients import SharedGradients
+from pipetrain.runtime.weights import named_parameters
 from pipetrain.schedule.policy import Mode, RecomputePolicy, layer_numbers
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.segments import AnyStage, make_stage, parameters_of_parts
@@ -149,7 +149,7 @@ class Assembly:
             for index, stage in stages.items()
             for part, parameters in enumerate(parameters_of_parts(stage))
         }
-        copies = self.copies.buckets(programs.whole().reduces)
+        copies = {op: self.copies.bucket(op) for op in programs.whole().reduces if op.peer is not None}
         return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -164,9 +164,7 @@ class Assembly:
 
 
 def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range) -> None:
-    """Raises:
-    ValueError: the stage has nothing to train, and its balance is ours.
-    """
+    """Raises ValueError: the stage has nothing to train, and its balance is ours."""
     if not any(True for layer in layers for _ in layer.parameters()):
         kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(
@@ -178,8 +176,7 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 def kept_layers(entries: Sequence[str], stages: Mapping[int, Sequence[nn.Module]], plan: Plan) -> set[int]:
     """The layers of this rank's `stages` that `recompute.keep_layers` names, by their index in the model.
 
-    Raises:
-        ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
+    Raises ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
     """
     layers = {index: layer for stage, own in stages.items() for index, layer in zip(plan.layers_of(stage), own)}
     kinds = {type(layer).__name__ for layer in layers.values()}

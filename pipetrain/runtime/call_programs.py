@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: made from what the user gave, proven, and laid out for one rank."""
+"""What a call runs: the schedule, made from what the user gave, proven and laid out for one rank; and which microbatches are verified."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.program import Program
+from pipetrain.runtime.program import Places, Program
 from pipetrain.schedule.alive import idle_places
 from pipetrain.schedule.check import check, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
@@ -18,11 +18,12 @@ from pipetrain.schedule.csv_file import pairs_in_csv
 from pipetrain.schedule.families import AUTO, Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
-from pipetrain.schedule.op import Lane
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.op import Kind, Lane
+from pipetrain.schedule.policy import EVERY, FIRST, OFF, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.stage.segments import AnyStage
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
 """What a pipeline takes as its schedule: a family's name, a CSV file, a generator, or the schedule itself."""
@@ -37,9 +38,8 @@ class Programs:
     parameters, also where a schedule is given that was made without a word of the model. `work` has an entry per layer: what stages
     are cut by into parts where the schedule does not say which layers make one; None: by their number.
 
-    Raises:
-        ValueError: what was given makes no schedule of this plan.
-        ScheduleError: a schedule that could hang, or does not do what its policy says.
+    Raises ValueError: what was given makes no schedule of this plan; ScheduleError: a schedule that could hang, or does not do what its policy
+    says.
     """
 
     def __init__(
@@ -151,3 +151,62 @@ def _check_fits(schedule: Schedule, plan: Plan) -> None:
             f"the schedule has its stages on ranks {list(schedule.stage_ranks)}, the pipeline on {list(plan.stage_ranks)}; "
             f"give a plan with its placement too, as in plan=make_plan(..., placement={list(schedule.stage_ranks)})"
         )
+
+
+# Which microbatches are verified --------------------------------------------------------------------------------------
+
+_NOTHING: Places = frozenset()
+
+
+class Proving:
+    """The choice for one rank; `verify` is `recompute.verify`."""
+
+    def __init__(self, stages: Mapping[int, AnyStage], verify: str | int) -> None:
+        self._stages = stages
+        self._verify = verify
+        self._proved: set[Hashable] = set()
+        self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
+
+    def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
+        """What is proved in this step, of a call with this signature; the microbatches `idle` do not run."""
+        if self._verify == OFF:
+            return _NOTHING
+        kind = (signature, *self._flags())
+        if kind not in self._proved:
+            if first := _in_turn(program, 0, idle):  # nothing of a replica whose microbatches are all idle
+                self._proved.add(kind)
+            return first | (program.recomputed if self._verify == EVERY else _NOTHING)
+        if self._verify == FIRST:
+            return _NOTHING
+        if self._verify == EVERY:
+            return program.recomputed
+        assert isinstance(self._verify, int)
+        turn, rest = divmod(step, self._verify)
+        return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
+
+    def witnessed(self, step: int, program: Program) -> Places:
+        """One recomputed microbatch of each stage, in turn."""
+        if self._verify == OFF:
+            return _NOTHING
+        if self._recomputed[0] is not program:
+            stages = sorted({stage for stage, _ in program.recomputed})
+            numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
+            self._recomputed = program, list(numbers.items())
+        return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
+
+    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        layers = [layer for stage in self._stages.values() for layer in stage.layers]
+        modes = [module.training for layer in layers for module in layer.modules()]
+        return tuple(modes), tuple([one.requires_grad for layer in layers for one in layer.parameters()])
+
+
+def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
+    """One microbatch of each stage: of those with an R where there are any, else of all."""
+    found: dict[int, list[int | None]] = {}
+    for kind in (Kind.F, Kind.R):
+        order: dict[int, list[int | None]] = {}
+        for op in program.ops:
+            if op.kind is kind and op.microbatch not in idle and op.microbatch not in order.get(op.stage, ()):
+                order.setdefault(op.stage, []).append(op.microbatch)  # once: R may come in parts
+        found |= order
+    return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

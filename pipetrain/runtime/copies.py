@@ -1,33 +1,67 @@
-"""The parameters that two stages share, as one rank has them: by name, by op, and in a state.
+"""Tensors that several ranks hold: a parameter that two stages share, and the weights of a stage in each replica.
 
     stage 0, rank 0    .grad = what B0 .. B7 of the embedding gave     ----+        .grad = the sum
     stage 3, rank 3    .grad = what B0 .. B7 of the head gave          ----+-->     .grad = the sum, the same bits
 
-A sum of two is the same whichever comes first, so with one optimizer the copies stay equal.
+A sum of two is the same whichever comes first, so with one optimizer the copies stay equal. They are made equal at the start; replicas
+can be compared while training goes on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipetrain.comm.chain import Chain
+from pipetrain.comm.device import Fetch
+from pipetrain.comm.failure import PipelineError
 from pipetrain.models.sharing import Tie, groups_of, parameter_of, put_in_place
-from pipetrain.runtime.same_weights import send_over
 from pipetrain.schedule.op import Op
 
+_PIECE_BYTES = 1 << 24
+_WHAT = "the weights of the replicas"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an entry
+
 Layers = Mapping[int, nn.Module]  # by global index
+Tensors = Mapping[str, Tensor]  # by the name in the whole model, the same ones in the same order in each replica
+
+
+def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[bytes | None], bytes]) -> Tensor:
+    """The bytes of `source`, which one rank gives, as a uint8 tensor on the host where they are `wanted` (elsewhere empty). Collective.
+
+    They travel in pieces of 16 MiB: `by` takes a piece, or None, and gives the piece that came.
+    """
+    data = None if source is None else source.detach().cpu().contiguous().flatten().view(torch.uint8)
+    came = torch.empty(num_bytes if wanted else 0, dtype=torch.uint8)
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        piece = by(None if data is None else data[start : start + _PIECE_BYTES].numpy().tobytes())
+        if wanted:
+            came[start : start + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+    return came
+
+
+def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: Chain) -> None:
+    """Each rank that has a tensor of its `own` gets the values of that of rank `root`. Collective over the chain."""
+    is_root = chain.rank == root
+    source, wanted = own if is_root else None, own is not None and not is_root
+    came = carry(num_bytes, source, wanted=wanted, by=lambda piece: chain.broadcast(piece or b"", root, what))
+    if own is not None and wanted:
+        with torch.no_grad():
+            own.copy_(came.view(own.dtype).view(own.shape))
+
+
+# What stages share ----------------------------------------------------------------------------------------------------
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
     """Make one parameter of those of this rank that `tied` says are one: the first of them, however the layers were built.
 
-    Raises:
-        ValueError: they cannot be one; or a layer has no parameter of that name.
+    Raises ValueError: they cannot be one; or a layer has no parameter of that name.
     """
     for names in groups_of(tied):
         first: nn.Parameter | None = None
@@ -59,37 +93,51 @@ class Copies:
         self.second = frozenset(id(self._own[tie.copy]) for tie in alone if tie.copy in self._own)
         self._first_names = {tie.copy: tie.name for tie in ties}
 
-    def make_equal(self, chain: Chain) -> None:
-        """Before the first step: the weights of the lower stage in both copies. Collective.
-
-        Raises:
-            ValueError: two that can be no copies of each other; on every rank.
-        """
-        _make_equal([(tie.name, tie.copy) for tie in self._ties], self._own, chain)
-
-    def buckets(self, reduces: Iterable[Op]) -> dict[Op, list[nn.Parameter]]:
-        """What those of the REDUCE_GRAD of this rank add up that are of two stages."""
-        return {op: list(self._bucket(op)) for op in reduces if op.peer is not None}
-
-    def _bucket(self, op: Op) -> Iterator[nn.Parameter]:
-        for tie in self._ties:
-            if {op.stage, op.peer} == set(tie.stages):
-                yield self._own[tie.name if op.stage == tie.stages[0] else tie.copy]
-
     def name(self, name: str) -> str:
         """What the parameter called `name` is called in the whole model, where each has one name."""
         return self._first_names.get(name, name)
 
-    def in_state(self, state: Any) -> Any:
-        """`state` with both names of each parameter of this rank, also where it has one of them.
+    def bucket(self, op: Op) -> list[nn.Parameter]:
+        """What a REDUCE_GRAD of this rank adds up that is of two stages."""
+        ties = [tie for tie in self._ties if {op.stage, op.peer} == set(tie.stages)]
+        return [self._own[tie.name if op.stage == tie.stages[0] else tie.copy] for tie in ties]
 
-        Raises:
-            ValueError: it has both, with other values.
+    def make_equal(self, chain: Chain) -> None:
+        """Before the first step: the weights of the lower stage in both copies. Collective.
+
+        Raises ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
         """
-        if not isinstance(state, Mapping):
-            return state
-        missing: dict[str, str] = {}
+        if not self._ties:
+            return
+        own = {
+            name: [list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad, one.nbytes]
+            for name, one in self._own.items()
+        }
+        parts = [json.loads(part) for part in chain.concatenate(json.dumps(own).encode(), "what stages share")]
+        holder = {name: rank for rank, part in enumerate(parts) for name in part}
         for tie in self._ties:
+            first, second = (parts[holder[name]][name] for name in (tie.name, tie.copy))
+            if first != second:
+                looks = [
+                    f"{shape} of {dtype}, {'trained' if grad else 'frozen'}"
+                    for shape, dtype, grad, _ in (first, second)
+                ]
+                raise ValueError(
+                    f"{tie.name} and {tie.copy} are one parameter, and cannot be: {looks[0]} and {looks[1]}"
+                )
+        for tie in self._ties:
+            if (root := holder[tie.name]) != holder[tie.copy]:
+                mine = self._own.get(tie.name if chain.rank == root else tie.copy)
+                num_bytes = parts[root][tie.name][-1]
+                _send_over(mine, num_bytes, root, f"the weights of {tie.name}", chain)
+
+    def other_names(self, state: Any) -> dict[str, str]:
+        """By names of this rank's parameters that `state` lacks: the other name of the same parameter, which it has.
+
+        Raises ValueError: it has both, with other values.
+        """
+        found: dict[str, str] = {}
+        for tie in self._ties if isinstance(state, Mapping) else ():
             if tie.name not in self._own and tie.copy not in self._own:
                 continue
             there = [name for name in (tie.name, tie.copy) if name in state]
@@ -97,26 +145,8 @@ class Copies:
                 raise ValueError(
                     f"{tie.name} and {tie.copy} are one parameter and have other values in the state: give both the same, or one of them alone"
                 )
-            missing |= {name: there[0] for name in (tie.name, tie.copy) if there and name not in there}
-        return _WithNames(state, missing) if missing else state
-
-
-class _WithNames(Mapping[str, Any]):
-    """A state in which some tensors have a second name."""
-
-    def __init__(self, state: Mapping[str, Any], other_names: Mapping[str, str]) -> None:
-        self._state = state
-        self._other_names = other_names
-
-    def __getitem__(self, name: str) -> Any:
-        return self._state[self._other_names.get(name, name)]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._state
-        yield from self._other_names
-
-    def __len__(self) -> int:
-        return len(self._state) + len(self._other_names)
+            found |= {name: there[0] for name in (tie.name, tie.copy) if there and name not in there}
+        return found
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -125,28 +155,71 @@ def _differ(one: Any, other: Any) -> bool:
     return one.shape != other.shape or not torch.equal(one.cpu(), other.cpu())
 
 
-def _make_equal(pairs: Sequence[tuple[str, str]], own: Mapping[str, nn.Parameter], chain: Chain) -> None:
-    """Each second one of `pairs` gets the weights of its first, whoever holds them. Collective.
+# Replicas -------------------------------------------------------------------------------------------------------------
 
-    Raises:
-        ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
-    """
-    if not pairs:
+
+def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
+    """Each replica gets the values of the first, where they differ. Collective. Raises PipelineError: the replicas have other tensors."""
+    if replicas.num_ranks == 1:
         return
-    said = {name: [list(one.shape), str(one.dtype), one.requires_grad] for name, one in own.items()}
-    parts = [json.loads(part) for part in chain.concatenate(json.dumps(said).encode(), "what stages share")]
-    holder = {name: rank for rank, part in enumerate(parts) for name in part}
-    for name, copy in pairs:
-        first, second = (parts[holder[one]][one] for one in (name, copy))
-        if first != second:
-            raise ValueError(
-                f"{name} and {copy} are one parameter, and cannot be: {_looks(first)} and {_looks(second)}"
-            )
-    for name, copy in pairs:
-        if holder[name] != holder[copy]:
-            send_over(own.get(name), own.get(copy), holder[name], f"the weights of {name}", chain)
+    parts = _digests(own, replicas, fetch)
+    shapes = [[(name, shape, dtype) for name, shape, dtype, _ in part] for part in parts]
+    if other := next((place for place, found in enumerate(shapes) if found != shapes[0]), None):
+        raise PipelineError(
+            f"replica {other} has other parameters and buffers than replica 0: build the same layers in each replica"
+        )
+    for number, (name, tensor) in enumerate(own.items()):
+        if any(part[number] != parts[0][number] for part in parts):
+            _send_over(tensor, tensor.nbytes, 0, f"the values of {name}", replicas)
 
 
-def _looks(said: Sequence[object]) -> str:
-    shape, dtype, is_trained = said
-    return f"{shape} of {str(dtype).removeprefix('torch.')}, {'trained' if is_trained else 'frozen'}"
+def check_replicas_equal(
+    own: Tensors, chain: Chain, replicas: Chain, name_of: Callable[[int], str], fetch: Fetch
+) -> None:
+    """Compare what the replicas hold: cheap, a sum over the bits of each tensor. `name_of` says what the rank in replica r is called. Collective
+    over all ranks.
+
+    Raises PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on.
+    """
+    if replicas.num_ranks == 1:
+        return
+    said = _difference(_digests(own, replicas, fetch), name_of)
+    texts = [text.decode() for text in chain.concatenate(said.encode(), _WHAT)]
+    if any(texts):
+        chain.wait_sent(_WHAT)  # this rank may end with the error, and the others are to know it
+        raise PipelineError(
+            f"replicas do not hold the same weights: {'; '.join(filter(None, texts))}. Change weights on all replicas alike; to make them "
+            "equal again load a state_dict or the last snapshot on all"
+        )
+
+
+def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str]) -> str:
+    """What differs between the ranks of one place, or nothing. Who is alone with what it holds is named; of two, both."""
+    held = [json.dumps(part) for part in parts]
+    most, times = Counter(held).most_common(1)[0]
+    odd = [replica for replica, own in enumerate(held) if own != most]
+    if not odd:
+        return ""
+    first = held.index(most)
+    differing = [one[0] for one, other in zip(parts[first], parts[odd[0]]) if one != other]
+    rest = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    names = [name_of(replica) for replica in odd]
+    if times == 1:  # nobody knows who is right
+        return f"{', '.join([name_of(first), *names])} differ in {differing[0]}{rest}"
+    return (
+        f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'} from {name_of(first)} in {differing[0]}{rest}"
+    )
+
+
+def _digests(own: Tensors, replicas: Chain, fetch: Fetch) -> list[list[list[Any]]]:
+    """Of each replica: name, shape, dtype and sum of bits of each tensor. Collective."""
+    sums = [_sum_of_bits(tensor) for tensor in own.values()]
+    values = fetch(torch.stack(sums), "a sum over the weights").tolist() if sums else []
+    looks = [[name, list(tensor.shape), str(tensor.dtype), value] for (name, tensor), value in zip(own.items(), values)]
+    return [json.loads(part) for part in replicas.concatenate(json.dumps(looks).encode(), _WHAT)]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Of its entries, as integers of their size; it wraps around."""
+    dense = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64)

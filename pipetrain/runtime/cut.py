@@ -22,17 +22,13 @@ class Whole:
     value: Any
 
 
-def _unwrap(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Whole) else leaf
-
-
-def on_device(batch: Tree, bring: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
     """`batch` with its tensors, those in `Whole` too, where `bring` brings them."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Whole):
             return Whole(on_device(leaf.value, bring))
-        return bring(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return bring(leaf) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(moved, batch)
 
@@ -45,7 +41,7 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
             index += 1
             continue
         for inner, value in pytree.tree_flatten_with_path(leaf.value)[0]:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 full = name + pytree.keystr(path) + pytree.keystr(inner)
                 found[index] = f"{full}, which is Whole: every microbatch gets the very same tensor"
             index += 1
@@ -55,12 +51,11 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
 def num_rows(batch: Tree, name: str) -> int | None:
     """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut.
 
-    Raises:
-        ValueError: tensors that disagree, or one without a dimension 0.
+    Raises ValueError: tensors that disagree, or one without a dimension 0.
     """
     rows: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             continue
         place = name + pytree.keystr(path)
         if leaf.dim() == 0:
@@ -79,8 +74,7 @@ def num_rows(batch: Tree, name: str) -> int | None:
 def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
     """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each.
 
-    Raises:
-        ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
+    Raises ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
     """
     rows = num_rows(batch, name)
     if rows is not None and rows < num_microbatches:
@@ -88,21 +82,26 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
             f"{name} has {rows} rows, fewer than num_microbatches={num_microbatches}: "
             f"give at least {num_microbatches} rows or set num_microbatches={max(rows, 1)}"
         )
+    return slices(batch, num_microbatches)
+
+
+def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
+    """As `cut`, of a batch that was looked at."""
     leaves, spec = pytree.tree_flatten(batch)
     columns: list[Sequence[Any]] = [
         torch.tensor_split(leaf, num_microbatches)
-        if isinstance(leaf, torch.Tensor)
-        else [_unwrap(leaf)] * num_microbatches
+        if isinstance(leaf, Tensor)
+        else [leaf.value if isinstance(leaf, Whole) else leaf] * num_microbatches
         for leaf in leaves
     ]
-    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(num_microbatches)]
+    rows = list(zip(*columns)) or [()] * num_microbatches
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
     """The rows of one replica: its slices, where each gets `num_microbatches`; of fewer rows than make so many, its share of them.
 
-    Raises:
-        ValueError: fewer rows than replicas, or tensors that disagree on their number.
+    Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
     """
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
@@ -112,7 +111,7 @@ def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int
     of_each = num_microbatches if rows >= num_replicas * num_microbatches else 1
     counts = row_counts(rows, num_replicas * of_each)
     start, end = (sum(counts[: number * of_each]) for number in (replica, replica + 1))
-    return pytree.tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return pytree.tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def join(outputs: Sequence[Tree]) -> Tree:
@@ -120,18 +119,17 @@ def join(outputs: Sequence[Tree]) -> Tree:
     spec = pytree.tree_structure(outputs[0])
     columns = zip(*(pytree.tree_leaves(output) for output in outputs))
     return pytree.tree_unflatten(
-        [torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns], spec
+        [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns], spec
     )
 
 
 def weights_of(counts: Sequence[int | float]) -> list[float]:
     """What each microbatch weighs in the loss: its share n_i / N of all that counts.
 
-    Raises:
-        ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
+    Raises ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
     """
     total = sum(counts)
-    if not 0 < total < math.inf or any(count < 0 for count in counts):
+    if not 0 < total < math.inf or min(counts) < 0:
         raise ValueError(
             f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0 or endless"
         )
@@ -139,15 +137,11 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
 
 
 def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
-    """The targets of each microbatch; `rows` are those of the inputs.
-
-    Raises:
-        ValueError: another number of rows than the inputs have.
-    """
+    """The targets of each microbatch; `rows` are those of the inputs. Raises ValueError: another number of rows than the inputs have."""
     fault = rows_fault(num_rows(targets, "targets"), rows)
     if fault:
         raise ValueError(fault)
-    return cut(targets, num_microbatches, "targets")
+    return slices(targets, num_microbatches)
 
 
 def rows_fault(found: int | None, rows: int) -> str | None:
@@ -170,11 +164,7 @@ CountFn = Callable[[Any], Any]
 
 
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
-    """What `count_fn` says of the target of each microbatch.
-
-    Raises:
-        ValueError: it says no number, or it fails; the message has the microbatch.
-    """
+    """What `count_fn` says of the target of each microbatch. Raises ValueError: it says no number, or it fails; with the microbatch."""
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 
 
@@ -184,23 +174,16 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
-    value = _as_number(found.item() if isinstance(found, Tensor) and found.dim() == 0 else found)
-    if value is not None and 0 <= value < math.inf:
-        return value
+    value: Any = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
+    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and 0 <= value < math.inf:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) and found.dim() else repr(found)
     raise ValueError(
         f"count_fn gave {shown} for the target of microbatch {microbatch}: it must return how much of it counts in the "
         "loss, an int, a float or a 0-dim tensor, finite and 0 or more"
     )
-
-
-def _as_number(value: Any) -> int | float | None:
-    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, numbers.Integral):  # numpy's too
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else None
 
 
 @dataclass(frozen=True)

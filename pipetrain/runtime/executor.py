@@ -22,11 +22,10 @@ from pipetrain.comm.crossing import cross, memories
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport, fixed_leaves, wanted
-from pipetrain.runtime.program import COMPUTING, Program, Turns
-from pipetrain.runtime.replicas import SharedGradients
+from pipetrain.runtime.gradients import SharedGradients
+from pipetrain.runtime.program import COMPUTING, Entry, Places, Program, Turns
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.messages import local_source, reads_boundary, receive_of, send_of, writes_boundary
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seeds
@@ -56,8 +55,8 @@ class Step:
     on_op: Callable[[Op], None] | None = None  # called ahead of each op
     explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
     outputs: dict[int, Any] = field(default_factory=dict)
-    proved: frozenset[tuple[int, int | None]] = frozenset()  # (stage, microbatch) whose R is compared with its F
-    witnessed: frozenset[tuple[int, int | None]] = frozenset()  # those whose R is, by checksums
+    proved: Places = frozenset()  # whose R is compared with its F
+    witnessed: Places = frozenset()  # those whose R is, by checksums
 
 
 class _Boundary(NamedTuple):
@@ -69,22 +68,6 @@ class _Boundary(NamedTuple):
     spec: pytree.TreeSpec | None = None
     fixed: Mapping[int, str] = {}
     is_shared: bool = True
-
-
-class _Entry(NamedTuple):
-    """An op of a program."""
-
-    op: Op
-    lane: Lane
-    program: Program
-
-    @property
-    def microbatch(self) -> int:
-        assert self.op.microbatch is not None
-        return self.op.microbatch
-
-
-_Run = Callable[[Step], None]
 
 
 class Executor:
@@ -108,7 +91,6 @@ class Executor:
         self._monitor = monitor
         self._board = board
         self._shared = SharedGradients({}) if shared is None else shared
-        self._compiled: dict[Program, list[_Run]] = {}  # what each op of a program does, decided once
         # By the SEND that takes it, or by the op that gave it where a stage of this rank does.
         self._given: dict[Op, _Boundary] = {}
 
@@ -116,7 +98,6 @@ class Executor:
         """What the next steps run on; between two steps nothing is held of the one before."""
         self._assert_nothing_is_held()
         self._stages, self._shared = stages, shared
-        self._compiled.clear()
 
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all have ended: its messages have left, too.
@@ -124,24 +105,20 @@ class Executor:
         Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
         message comes.
 
-        Raises:
-            PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
+        Raises PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
-        if program not in self._compiled:
-            entries = (_Entry(op, lane, program) for op, lane in zip(program.ops, program.lanes))
-            self._compiled[program] = [_TABLE[entry.op.kind](self, entry) for entry in entries]
-        runs, turns = self._compiled[program], Turns(program)
+        turns, ended = Turns(program), self._transport.ended
         self._lanes.start_step()
         self._shared.start_step(program.reduces)
         while True:
-            for transfer in self._transport.take_ended():
-                turns.end(program.number[transfer])
+            while ended:
+                turns.end(program.number[self._transport.take_ended()])
             if not turns.num_left:
                 break
             index = turns.take()
             if index is None:
-                self._monitor.wait(self._transport.has_ended, lambda: self._describe(*turns.awaited()))
-            elif self._run(program, index, runs[index], step):
+                self._monitor.wait(lambda: bool(ended), lambda: self._describe(*turns.awaited()))
+            elif self._run(program, program.entries[index], step):
                 turns.end(index)
         self._lanes.end_step()
         self._shared.end_step()
@@ -153,12 +130,12 @@ class Executor:
             for stage in self._stages.values():
                 stage.prepare(past)
 
-    def _run(self, program: Program, index: int, run: _Run, step: Step) -> bool:
+    def _run(self, program: Program, entry: Entry, step: Step) -> bool:
         """Run or start one op; whether it has ended: a transfer is under way then."""
-        op, lane = program.ops[index], program.lanes[index]
+        op, lane = entry.op, entry.lane
         self._monitor.doing = op
         try:
-            with self._lanes.on(lane, program.waits[index], op):
+            with self._lanes.on(lane, entry.waits, op):
                 if op.microbatch in step.idle:
                     self._lanes.mark(lane, op)
                     return True
@@ -166,12 +143,12 @@ class Executor:
                     self.before_op(op, step.index)
                 if step.on_op is not None:
                     step.on_op(op)
-                run(step)
+                _TABLE[op.kind](self, entry, step)
         except PipelineError:
             raise
         except BaseException as error:
             meant = step.explain(error, op.stage) if step.explain and isinstance(error, Exception) else None
-            self._report(meant or error, program, index, step)
+            self._report(meant or error, program, entry, step)
             if meant is not None:
                 raise meant from error
             raise
@@ -181,116 +158,66 @@ class Executor:
         """What this rank waits in."""
         return self._transport.describe(awaited) or f"{self._monitor.name} waits in {op} for {awaited}"
 
-    # The table: each gives what an op of a program does in a step -------------------------------------------------
+    # The table ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, entry: _Entry) -> _Run:
-        (op, lane, program), number = entry, entry.microbatch
-        stage, place = self._stages[op.stage], (op.stage, number)
-        keep, split = place not in program.recomputed, place in program.split
-        has_backward = op.stage >= program.schedule.first_backward
-        is_last = op.stage == program.schedule.num_stages - 1
-        take = None if op.stage == 0 else self._taking(program, op)
-        to = send_of(program.schedule, op) or op
-
-        def run(step: Step) -> None:
-            given = _stage_input(step, number, take() if take else None, is_last=is_last)  # [1]
-            with self._lanes.timed(lane, op):
-                if step.with_graph:
-                    output = stage.forward(  # [2]
-                        number,
-                        given,
-                        keep=keep,
-                        prove=place in step.proved,
-                        witness=place in step.witnessed,
-                        has_backward=has_backward,
-                        split=split,
-                    )
-                else:
-                    output = stage.infer(given, with_loss=step.with_loss, past=step.past)
-                if not is_last:  # before the op ends: what it gives may have to be copied
-                    self._given[to] = self._crossed(stage, output, given)  # [3]
-            if not is_last:
-                return
-            if step.with_loss:
-                (step.outputs[number],) = output.leaves
+    def _forward(self, entry: Entry, step: Step) -> None:
+        op, stage, number = entry.op, self._stages[entry.op.stage], entry.microbatch
+        taken = None if entry.reads is None else self._taken(entry.reads, entry)
+        given = _stage_input(step, number, taken, is_last=entry.is_last)  # [1]
+        with self._lanes.timed(entry.lane, op):
+            if step.with_graph:
+                output = stage.forward(  # [2]
+                    number,
+                    given,
+                    keep=entry.keep,
+                    prove=(op.stage, number) in step.proved,
+                    witness=(op.stage, number) in step.witnessed,
+                    has_backward=entry.has_backward,
+                    split=entry.split,
+                )
             else:
-                step.outputs[number] = pytree.tree_unflatten(list(output.leaves), output.spec)
+                output = stage.infer(given, with_loss=step.with_loss, past=step.past)
+            if entry.writes is not None:  # before the op ends: what it gives may have to be copied
+                self._given[entry.writes] = _crossed(stage, output, given)  # [3]
+        if entry.is_last and step.with_loss:
+            (step.outputs[number],) = output.leaves
+        elif entry.is_last:
+            step.outputs[number] = pytree.tree_unflatten(list(output.leaves), output.spec)
 
-        return run
+    def _recompute(self, entry: Entry, _: Step) -> None:
+        with self._lanes.timed(entry.lane, entry.op):
+            self._stages[entry.op.stage].recompute(entry.microbatch, entry.op.part)
 
-    def _recompute(self, entry: _Entry) -> _Run:
-        (op, lane, _), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
+    def _backward(self, entry: Entry, step: Step) -> None:
+        op, stage = entry.op, self._stages[entry.op.stage]
+        given = () if entry.reads is None else self._taken(entry.reads, entry).leaves
+        with self._lanes.timed(entry.lane, op):
+            gradients = stage.backward(entry.microbatch, given, scale=step.scale, part=op.part)
+        if entry.writes is not None:
+            self._given[entry.writes] = _Boundary(gradients)
 
-        def run(_: Step) -> None:
-            with self._lanes.timed(lane, op):
-                stage.recompute(number, op.part)
+    def _backward_weights(self, entry: Entry, _: Step) -> None:
+        with self._lanes.timed(entry.lane, entry.op):
+            self._stages[entry.op.stage].backward_weights(entry.microbatch)
 
-        return run
+    def _send(self, entry: Entry, _: Step) -> None:
+        given = self._given.pop(entry.op)
+        wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
+        self._transport.send(entry.op, given.leaves, wants_gradient, given.spec, given.fixed)
 
-    def _backward(self, entry: _Entry) -> _Run:
-        (op, lane, program), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
-        schedule = program.schedule
-        from_next = op.stage < schedule.num_stages - 1 and reads_boundary(schedule, op)
-        take = self._taking(program, op) if from_next else None
-        to = (send_of(schedule, op) or op) if op.stage > schedule.first_backward and writes_boundary(op) else None
+    def _receive(self, entry: Entry, _: Step) -> None:
+        self._transport.post(entry.op)
 
-        def run(step: Step) -> None:
-            gradients = take().leaves if take else ()
-            with self._lanes.timed(lane, op):
-                wanted_back = stage.backward(number, gradients, scale=step.scale, part=op.part)
-            if to is not None:
-                self._given[to] = _Boundary(wanted_back)
-
-        return run
-
-    def _backward_weights(self, entry: _Entry) -> _Run:
-        (op, lane, _), stage, number = entry, self._stages[entry.op.stage], entry.microbatch
-
-        def run(_: Step) -> None:
-            with self._lanes.timed(lane, op):
-                stage.backward_weights(number)
-
-        return run
-
-    def _send(self, entry: _Entry) -> _Run:
+    def _reduce(self, entry: Entry, _: Step) -> None:
         op = entry.op
+        self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
-        def run(_: Step) -> None:
-            given = self._given.pop(op)
-            wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
-            self._transport.send(op, given.leaves, wants_gradient, given.spec, given.fixed)
-
-        return run
-
-    def _receive(self, entry: _Entry) -> _Run:
-        return lambda _: self._transport.post(entry.op)
-
-    def _reduce(self, entry: _Entry) -> _Run:
-        op, settle = entry.op, functools.partial(self._shared.settle, entry.op)
-        return lambda _: self._transport.reduce(op, self._shared.given(op), settle)
-
-    # Boundary tensors ---------------------------------------------------------------------------------------------
-
-    def _taking(self, program: Program, op: Op) -> Callable[[], _Boundary]:
-        """How F or B gets what the neighbouring stage gives: by a message, or from this rank's own."""
-        message = receive_of(program.schedule, op)
-        if message is None:
-            source = local_source(program.schedule, op)
-            assert source is not None
-            return functools.partial(self._given.pop, source)
-
-        def take() -> _Boundary:
-            leaves, form = self._transport.take(message)
-            return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
-
-        return take
-
-    def _crossed(self, stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
-        """The output of a stage as the next one gets it, here or on another rank."""
-        fixed = memories(given.leaves, given.fixed)
-        leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
-        wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
-        return _Boundary(leaves, wants, output.spec, may_not_change)
+    def _taken(self, source: Op, entry: Entry) -> _Boundary:
+        """What the neighbouring stage gave: by a message, or on this rank."""
+        if not entry.is_received:
+            return self._given.pop(source)
+        leaves, form = self._transport.take(source)
+        return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
 
     # The end ------------------------------------------------------------------------------------------------------
 
@@ -301,13 +228,12 @@ class Executor:
         for stage in self._stages.values():
             stage.end_step()
 
-    def _report(self, error: BaseException, program: Program, index: int, step: Step) -> None:
+    def _report(self, error: BaseException, program: Program, entry: Entry, step: Step) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
-        op = program.ops[index]
-        place = f"{self._monitor.name} failed in {op} ({program.lanes[index]} lane, step {step.index})"
+        place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
-        error.add_note(f"{place}\n{grid(program.schedule, op)}")
+        error.add_note(f"{place}\n{grid(program.schedule, entry.op)}")
 
     def drop(self) -> None:
         """Forget everything that is held: a step has failed."""
@@ -315,6 +241,14 @@ class Executor:
             stage.drop()
         self._shared.drop()
         self._given.clear()
+
+
+def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
+    """The output of a stage as the next one gets it, here or on another rank."""
+    fixed = memories(given.leaves, given.fixed)
+    leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
+    wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
+    return _Boundary(leaves, wants, output.spec, may_not_change)
 
 
 def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_last: bool) -> StageInput:
@@ -339,7 +273,7 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
 
 
 # What an op of each kind that `runs` by its row does: a new kind is one entry here, one method above, and what its stage does.
-_TABLE: Mapping[Kind, Callable[[Executor, _Entry], _Run]] = {
+_TABLE: Mapping[Kind, Callable[[Executor, Entry, Step], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,

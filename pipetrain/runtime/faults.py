@@ -1,8 +1,9 @@
 """Faults on purpose, at an op of one rank in one step or in many: to see what a run does then.
 
-In code: `inject(pipeline, [fail_at(1, "1F2", deed=Deed.KILL)])`. For `pipetrain train`, in the environment, faults parted by
-semicolons: `PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1"`; there steps count from 1,
-and a rank that torchrun has started again has no more faults.
+    PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1" pipetrain train
+
+An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every F, R and B of
+the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
 """
 
 from __future__ import annotations
@@ -52,43 +53,15 @@ class Fault:
         return wanted and self.step <= step < self.step + self.num_steps
 
 
-def fail_at(
-    rank: int, op: str | Op, *, step: int = 0, deed: Deed = Deed.RAISE, seconds: float = 0.0, num_steps: int = 1
-) -> Fault:
-    """The fault at `op` of `rank`: an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started.
-
-    Raises:
-        ValueError: not an op that can be spelled so.
-    """
-    return Fault(rank, step, Op.parse(op) if isinstance(op, str) else op, deed, seconds, num_steps)
-
-
-def slow_down(rank: int, seconds: float, *, step: int = 0, num_steps: int = 1) -> Fault:
-    """Every F, R and B of `rank` takes `seconds` longer, for `num_steps` steps."""
-    return Fault(rank, step, None, Deed.SLOW, seconds, num_steps)
-
-
-def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
-    """Make `pipeline` fail so. Every rank may be given all faults: it takes those of its own."""
-    own = [fault for fault in faults if fault.rank == pipeline.rank]
-
-    def before(op: Op, step: int) -> None:
-        for fault in own:
-            if fault.strikes(op, step):
-                _do(fault, op, step, pipeline)
-
-    pipeline.before_ops(before if own else None)
-
-
 def faults_of_environment() -> list[Fault]:
-    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    text = os.environ.get(VARIABLE, "")
+    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: it cannot be read."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return []
+    return faults_in(os.environ.get(VARIABLE, ""))
+
+
+def faults_in(text: str) -> list[Fault]:
+    """Raises ValueError: it cannot be read."""
     return [_parse(part) for part in text.split(";") if part.strip()]
 
 
@@ -113,13 +86,22 @@ def _parse(text: str) -> Fault:
         raise ValueError(f"{VARIABLE}: {text.strip()!r} cannot be read ({error}); {_FORM}") from error
 
 
-def _do(fault: Fault, op: Op, step: int, pipeline: Pipeline) -> None:
-    match fault.deed:
-        case Deed.RAISE:
-            raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step}")
-        case Deed.SLOW:
-            time.sleep(fault.seconds)
-        case Deed.DROP:
-            pipeline.disconnect(op)
-        case Deed.KILL | Deed.STOP:
-            os.kill(os.getpid(), signal.SIGKILL if fault.deed is Deed.KILL else signal.SIGSTOP)
+def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
+    """Make `pipeline` fail so. Every rank may be given all faults: it takes those of its own."""
+    own = [fault for fault in faults if fault.rank == pipeline.rank]
+
+    def before(op: Op, step: int) -> None:
+        for fault in own:
+            if not fault.strikes(op, step):
+                continue
+            match fault.deed:
+                case Deed.RAISE:
+                    raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step}")
+                case Deed.SLOW:
+                    time.sleep(fault.seconds)
+                case Deed.DROP:
+                    pipeline.disconnect(op)
+                case Deed.KILL | Deed.STOP:
+                    os.kill(os.getpid(), signal.SIGKILL if fault.deed is Deed.KILL else signal.SIGSTOP)
+
+    pipeline.before_ops(before if own else None)

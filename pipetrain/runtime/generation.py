@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,20 +26,77 @@ from pipetrain.comm.device import Fetch
 from pipetrain.comm.forms import Form
 from pipetrain.comm.transport import Transport
 from pipetrain.plan.plan import Plan, whole_number
+from pipetrain.runtime.arguments import checked_seed, is_number
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
-from pipetrain.runtime.sampling import Sampling
 from pipetrain.schedule.op import Op
 from pipetrain.stage.past import Past, goes_on
+from pipetrain.stage.seeding import mix
 
 Choose = Callable[[Tensor], Tensor]
 OnToken = Callable[[int, int], None]
+_GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next tokens are chosen by their logits.
+
+    temperature: 0 takes the likeliest token each time; else the logits are divided by it, and a token is drawn by their softmax.
+    top_k: draws from the k likeliest tokens; None: from all.
+    top_p: draws from the likeliest tokens that have this share of the probability together, at least one (Holtzman et al., "The curious
+        case of neural text degeneration", 2020, section 3.1); None: from all. Where both are given, top_k is applied first.
+    seed: a draw depends on this, the number of the sample and the number of the token alone.
+
+    Raises ValueError: a number out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: allowed is 0 (the likeliest token each time) or more")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r}: allowed is a whole number from 1 on, or None for all tokens")
+        if self.top_p is not None and (not is_number(self.top_p) or not 0.0 < self.top_p <= 1.0):
+            raise ValueError(f"top_p={self.top_p!r}: allowed is more than 0 and at most 1, or None for all tokens")
+        checked_seed(self.seed)
+        if self.temperature == 0.0 and (self.top_k or self.top_p):
+            raise ValueError(
+                f"temperature=0 takes the likeliest token each time, so that top_k={self.top_k} top_p={self.top_p} do nothing: leave "
+                "them out, or set a temperature"
+            )
+
+    def draw(self, logits: Tensor, samples: range, token: int) -> Tensor:
+        """Token ids `[rows]`, int64, by logits `[rows, vocabulary]` on the host: row i is token number `token` of sample `samples[i]`."""
+        drawn = []
+        for chances, sample in zip(self.chances(logits), samples):
+            generator = torch.Generator().manual_seed(mix(self.seed, sample, token) & _GENERATOR_SEEDS)
+            drawn.append(torch.multinomial(chances, 1, generator=generator).squeeze(0))
+        return torch.stack(drawn)
+
+    def chances(self, logits: Tensor) -> Tensor:
+        """The probabilities `[rows, vocabulary]` by which a token is drawn, float32."""
+        scaled = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scaled.shape[-1]:
+            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -math.inf)
+        if self.top_p is not None:
+            ordered, places = scaled.sort(dim=-1, descending=True)
+            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+            before[..., 0] = 0.0
+            outside = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, places, before >= self.top_p)
+            scaled = scaled.masked_fill(outside, -math.inf)
+        return scaled.softmax(-1)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids to go on from, and how far and how to do so; `context` is how many tokens of a sample are looked at: where there are more, it
-    goes on from the latter half of them. None: all."""
+    """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; a longer sample continues from the latter
+    half of them. None: no limit."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -48,32 +106,21 @@ class Request:
     num_groups: int = 1
 
     @staticmethod
-    def of(
-        prompts: Any, *, max_new_tokens: Any, sampling: Sampling, eos: Any = None, context: Any = None, num_groups: Any
-    ) -> Request:
-        """Raises:
-        ValueError: with what of it no text can be made from.
-        """
+    def of(prompts: Any, max_new_tokens: Any, sampling: Sampling, eos: Any, context: Any, num_groups: Any) -> Request:
+        """Raises ValueError: an argument of `Pipeline.generate` from which no text can be made."""
         rows, groups = _prompts_of(prompts), whole_number("num_groups", num_groups)
         if groups > len(rows):
             raise ValueError(f"num_groups={groups}: there are {len(rows)} prompts, and each group needs one")
-        eos = () if eos is None else eos if isinstance(eos, (Sequence, Tensor)) else [eos]
-        return Request(
-            rows,
-            whole_number("max_new_tokens", max_new_tokens),
-            sampling,
-            _ids(eos, "eos"),
-            None if context is None else whole_number("context", context, least=2),
-            groups,
-        )
+        context = None if context is None else whole_number("context", context, least=2)
+        ends = _ids([] if eos is None else eos if isinstance(eos, (Sequence, Tensor)) else [eos], "eos")
+        return Request(rows, whole_number("max_new_tokens", max_new_tokens), sampling, ends, context, groups)
 
 
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
     """What the rank that holds the first stage was asked for (`make`, None elsewhere), on every rank. Collective.
 
-    Raises:
-        ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank.
-        PipelineError: another rank failed, or called something else.
+    Raises ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank; PipelineError: another
+    rank failed, or called something else.
     """
     own: dict[str, Any] = {"problem": "", "request": None}
     lacking = next((number for number, layer in layers.items() if not goes_on(layer)), None)
@@ -231,8 +278,7 @@ class Generation:
     def run(self) -> list[Tensor]:
         """The new tokens of each prompt, int64, on every rank. Collective.
 
-        Raises:
-            PipelineError: another rank failed. What a layer of this rank raises.
+        Raises PipelineError: another rank failed. What a layer of this rank raises.
         """
         unknown: deque[_Turn] = deque()
         for group in itertools.cycle(self._groups):
@@ -271,10 +317,10 @@ class Generation:
         what = f"the logits of token {group.num_new}"
         if self.choose is not None:
             chosen = self.fetch(self.choose(logits.clone()), what)  # theirs, and not of inference mode
-        elif sampling.is_greedy:
+        elif sampling.temperature == 0.0:
             chosen = self.fetch(logits.argmax(-1), what)  # where the logits are: a vocabulary is long
         else:
-            chosen = sampling.choose(self.fetch(logits.clone(), what), group.samples, group.num_new)
+            chosen = sampling.draw(self.fetch(logits.clone(), what), group.samples, group.num_new)
         return chosen.to(torch.int64).numpy().tobytes()
 
     def _learn(self, turn: _Turn) -> None:

@@ -1,17 +1,41 @@
-"""The loss of a step: added up on the last rank of a replica, known on every rank."""
+"""The loss of a step: added up over microbatches and replicas; and in the first step, whether `loss_fn` is the mean or sum it is taken for.
+
+A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch where `loss_fn` is a mean over rows, or
+over what `count_fn` counts; of a sum it is a part, and of most other losses another number. `LossCheck` keeps outputs of the first step,
+without their graphs, and evaluates `loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is
+large) is cut in two.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
-import struct
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipetrain.comm.device import Fetch
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.group import Group
+from pipetrain.runtime.arguments import MEAN
+from pipetrain.runtime.cut import CountFn, counts_of, weights_of
+from pipetrain.runtime.executor import Step
+from pipetrain.stage.added_losses import WithLosses
+from pipetrain.stage.stage import LossFn
+
+# Outputs that are kept at once, in all; of larger ones the first alone.
+_MOST_BYTES = 1 << 28
+_LOG = logging.getLogger(__name__)
 
 
 class LossNotFinite(PipelineError):
@@ -31,43 +55,261 @@ class LossNotFinite(PipelineError):
         self.loss = loss
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_SUM = struct.Struct("<dii")  # the sum, its dtype, the first microbatch that is not finite (or -1)
+def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
+    """The sum of the microbatches' losses of all replicas, in order, 0-dim on the host of every rank; `root` holds the last stage. Collective.
 
-
-def told(losses: Mapping[int, Tensor], first: int, fetch: Fetch) -> bytes:
-    """The weighted losses of the microbatches of a replica, whose own first is number `first`; for `added_up`.
-
-    float64 holds any of the dtypes exactly. All go to the host at once: one wait for the step.
+    Raises LossNotFinite: the loss of a microbatch is not finite.
     """
-    ordered = sorted(losses.items())
+    what, said = f"the loss of step {step.index}", b""
+    if group.chain.rank == root:
+        said = _sum(group.replicas.concatenate(_own_losses(step, fetch), what))
+    total, dtype, bad = json.loads(group.chain.broadcast(said, root, what))
+    if bad is not None:
+        raise LossNotFinite(step.index, bad, total)
+    return torch.tensor(total, dtype=getattr(torch, dtype))
+
+
+def _own_losses(step: Step, fetch: Fetch) -> bytes:
+    """The dtype of this replica's losses, and number and value of each. float64 holds any dtype exactly; all go to the host at once."""
+    ordered = sorted(step.outputs.items())
     if not ordered:
         return json.dumps([None, []]).encode()
-    there = ordered[0][1].device
-    values = fetch(torch.stack([loss.to(there).double() for _, loss in ordered]), "the loss of the step").tolist()
-    numbers = [first + number for number, _ in ordered]
-    return json.dumps([_DTYPES.index(ordered[0][1].dtype), list(zip(numbers, values))]).encode()
+    first = ordered[0][1]
+    stacked = torch.stack([loss.to(first.device).double() for _, loss in ordered])
+    values = fetch(stacked, "the loss of the step").tolist()
+    numbers = [step.first_microbatch + number for number, _ in ordered]
+    return json.dumps([str(first.dtype).removeprefix("torch."), list(zip(numbers, values))]).encode()
 
 
-def added_up(parts: Iterable[bytes]) -> bytes:
-    """The sum of what `told` gave in each replica, microbatch by microbatch in their own dtype, for the other ranks: see `checked`."""
+def _sum(parts: Sequence[bytes]) -> bytes:
+    """Of what `_own_losses` gave in each replica: the sum in the losses' own dtype, that dtype, the first microbatch that is not finite."""
     found = [json.loads(part) for part in parts]
     dtype = next(dtype for dtype, _ in found if dtype is not None)
     losses = [pair for _, pairs in found for pair in pairs]
-    total, *others = torch.tensor([loss for _, loss in losses], dtype=torch.float64).to(_DTYPES[dtype]).unbind()
+    total, *others = torch.tensor([loss for _, loss in losses], dtype=torch.float64).to(getattr(torch, dtype)).unbind()
     for loss in others:
         total = total + loss
-    bad = next((number for number, loss in losses if not math.isfinite(loss)), -1)
-    return _SUM.pack(float(total), dtype, bad)
+    bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
+    return json.dumps([float(total), dtype, bad]).encode()
 
 
-def checked(data: bytes, step: int) -> Tensor:
-    """The loss, 0-dim on the host, of what `added_up` gave.
+# The check -----------------------------------------------------------------------------------------------------------
 
-    Raises:
-        LossNotFinite: the loss of a microbatch is not finite.
+
+class _NotComparable(Exception):
+    """What was kept cannot be put together, or cut, as rows."""
+
+
+class _Part(NamedTuple):
+    """Some rows: the leaves of their output and target, their share of the batch, and their loss."""
+
+    output: list[Any]
+    target: list[Any]
+    share: float
+    loss: Tensor
+
+
+@dataclass
+class LossCheck:
+    """Compares on the last stage's rank. `reduction` is what the user says that `loss_fn` is: `mean` or `sum`.
+
+    A loss that cannot be evaluated so, or gives another value for the same output (random numbers, a state), is left alone. It is called on a
+    copy: a state of its own stays as it is.
     """
-    total, dtype, bad = _SUM.unpack(data)
-    if bad >= 0:
-        raise LossNotFinite(step, bad, total)
-    return torch.tensor(total, dtype=_DTYPES[dtype])
+
+    loss_fn: LossFn
+    count_fn: CountFn | None
+    reduction: str
+    last_layer: int
+    fetch: Fetch
+    warns: bool  # of several replicas one
+    is_done: bool = False
+
+    @contextmanager
+    def over(self, step: Step) -> Iterator[None]:
+        """Around a step with a graph. The generators are the caller's to restore.
+
+        Raises ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
+        """
+        counted = [index for index, share in enumerate(step.shares) if share]
+        if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
+            yield
+            return
+        kept, specs, room = dict[int, list[Callable[[], Any]]](), set[pytree.TreeSpec](), _MOST_BYTES
+        added: dict[int, Tensor] = {}  # by the layers, to what loss_fn gave
+
+        def keep(microbatch: int, layer: int, output: Any) -> None:
+            nonlocal room
+            if layer != self.last_layer:
+                return
+            if isinstance(output, WithLosses):
+                added[microbatch], output = output.losses.detach(), output.output
+            leaves, spec = pytree.tree_flatten(output)
+            room -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            if room >= 0 or not kept:
+                kept[microbatch] = [_put_away(leaf) for leaf in leaves]
+                specs.add(spec)
+
+        step.on_layer = keep
+        yield
+        step.on_layer = None
+        try:
+            (spec,) = specs
+            parts = [
+                _Part(
+                    [back() for back in leaves],
+                    pytree.tree_leaves(step.targets[index]),
+                    step.shares[index],
+                    step.outputs[index] / step.weights[index] - added.get(index, 0),
+                )
+                for index, leaves in sorted(kept.items())
+            ]
+            target_spec = pytree.tree_structure(step.targets[next(iter(kept))])
+            values = self._evaluate(parts, set(step.whole_targets), spec, target_spec)
+        except Exception as error:
+            self.is_done = True
+            name = type(error).__name__
+            _LOG.debug("whether the loss is a %s was not looked at: %s: %s", self.reduction, name, error)
+            return
+        if all(map(math.isfinite, values)):
+            self.is_done = True
+            self._judge(len(step.shares), *values)
+
+    def _evaluate(
+        self, parts: list[_Part], whole: set[int], spec: pytree.TreeSpec, target_spec: pytree.TreeSpec
+    ) -> tuple[float, float, float, float]:
+        """The loss of all that was kept, the mean of the losses of its parts, their sum, and how far rounding may take two of them apart."""
+        loss_fn: LossFn = _copy_of(self.loss_fn)
+
+        def loss_of(output: list[Any], target: list[Any]) -> Tensor:
+            with torch.no_grad():
+                return loss_fn(pytree.tree_unflatten(output, spec), pytree.tree_unflatten(target, target_spec))
+
+        first = parts[0]
+        again = loss_of(_cloned(first.output), _cloned(first.target))
+        rounding = _rounding(first.loss, [leaf for part in parts for leaf in part.output if isinstance(leaf, Tensor)])
+        if len(parts) > 1:
+            together = loss_of(
+                _joined([part.output for part in parts]), _joined([part.target for part in parts], whole)
+            )
+        else:
+            together, outputs = first.loss, _cut_in_two(_cloned(first.output))
+            targets = _cut_in_two(_cloned(first.target), whole)
+            counts: list[int | float]
+            if self.count_fn is None:
+                counts = [next(len(leaf) for leaf in output if isinstance(leaf, Tensor)) for output in outputs]
+            else:
+                counts = counts_of([pytree.tree_unflatten(half, target_spec) for half in targets], self.count_fn)
+            if not all(counts):
+                raise _NotComparable("a half in which nothing counts")
+            halves = zip(outputs, targets, weights_of(counts))
+            parts = [_Part(output, target, share, loss_of(output, target)) for output, target, share in halves]
+        found = [first.loss, again, together, *(part.loss for part in parts)]
+        stacked = torch.stack([loss.detach().to(first.loss.device).double() for loss in found])
+        once, twice, of_all, *losses = self.fetch(stacked, "the loss of the first step as a whole").tolist()
+        if math.isfinite(once) and not _are_close(once, twice, abs(once), rounding):
+            raise _NotComparable("another loss for the same output")
+        share = sum(part.share for part in parts)
+        mean = sum(part.share / share * loss for part, loss in zip(parts, losses))
+        return of_all, mean, sum(losses), rounding
+
+    def _judge(self, num_microbatches: int, together: float, mean: float, added: float, rounding: float) -> None:
+        scale = max(abs(together), abs(mean))
+        is_mean = _are_close(together, mean, scale, rounding)
+        is_sum = _are_close(together, added, max(scale, abs(added)), rounding)
+        if is_mean if self.reduction == MEAN else is_sum:
+            return
+        if is_sum:
+            raise ValueError(
+                f"loss_fn is a sum over rows ({together:.6g} for rows whose parts give {added:.6g} in all), and with loss_reduction='mean' "
+                f'loss and gradients would be 1/{num_microbatches} of it or so: give Pipeline(..., loss_reduction="sum"), or a loss_fn '
+                "that returns a mean"
+            )
+        if is_mean:
+            raise ValueError(
+                f"loss_fn is a mean over rows ({together:.6g} for rows whose parts have the mean {mean:.6g}), and with "
+                f"loss_reduction='sum' loss and gradients would be {num_microbatches} times it or so: leave loss_reduction out"
+            )
+        if self.warns:
+            taken = mean if self.reduction == MEAN else added
+            warnings.warn(
+                f"loss_fn gives {together:.6g} for rows together, and {taken:.6g} as the {self.reduction} over microbatches that is trained on, so "
+                "loss and gradients depend on num_microbatches. Usual causes: class weights (cross_entropy with weight=), padding that "
+                "the mean does not count (ignore_index=), losses over pairs of the batch (contrastive ones). For the first two give "
+                "count_fn=, what of a target counts: the sum of its weights, or how many are no padding. The third sees only the pairs "
+                "within a microbatch",
+                stacklevel=2,
+            )
+
+
+def _put_away(leaf: Any) -> Callable[[], Any]:
+    """What gives the leaf back. It holds no tensor of any size: `stage/probe.py` would take one for a layer's."""
+    if not isinstance(leaf, Tensor):
+        return lambda: leaf
+    flat = leaf.detach()
+    return partial(
+        flat.new_empty(0).set_, flat.untyped_storage(), flat.storage_offset(), tuple(flat.shape), flat.stride()
+    )
+
+
+def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[Any]:
+    """The leaves of several parts as those of one; `whole` are the same in each."""
+    joined = []
+    for index, column in enumerate(zip(*parts, strict=True)):
+        if isinstance(column[0], Tensor) and index not in whole:
+            joined.append(torch.cat(column))
+        elif isinstance(column[0], Tensor) or all(leaf == column[0] for leaf in column):
+            joined.append(column[0])
+        else:
+            raise _NotComparable(f"a {type(column[0]).__name__} that is another for each microbatch")
+    return joined
+
+
+def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[Any]]:
+    columns = [
+        torch.tensor_split(leaf, 2) if isinstance(leaf, Tensor) and index not in whole else (leaf, leaf)
+        for index, leaf in enumerate(leaves)
+    ]
+    return [list(half) for half in zip(*columns)]
+
+
+def _cloned(leaves: list[Any]) -> list[Any]:
+    """Not views of the user's batch: a loss may change what it is given in place."""
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _copy_of(loss_fn: Any) -> Any:
+    """A loss, or what it holds, with a state of its own: also in what a function closes over. Weights are not copied."""
+    if isinstance(loss_fn, partial):
+        named = {name: _copy_of(one) for name, one in loss_fn.keywords.items()}
+        return partial(_copy_of(loss_fn.func), *map(_copy_of, loss_fn.args), **named)
+    if isinstance(loss_fn, MethodType):
+        return MethodType(loss_fn.__func__, _copy_of(loss_fn.__self__))
+    if isinstance(loss_fn, FunctionType) and loss_fn.__closure__ is not None:
+        cells = tuple(CellType(_copy_of(cell.cell_contents)) for cell in loss_fn.__closure__)
+        own = FunctionType(loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__, closure=cells)
+        own.__kwdefaults__ = loss_fn.__kwdefaults__
+        return own
+    if isinstance(loss_fn, (nn.Module, Tensor, list, tuple, dict, set)):
+        modules = [leaf for leaf in pytree.tree_leaves(loss_fn) if isinstance(leaf, nn.Module)]
+        return copy.deepcopy(loss_fn, {id(weight): weight for module in modules for weight in module.parameters()})
+    try:
+        return copy.copy(loss_fn)
+    except TypeError:  # a module of Python, a lock: they have no state that a loss would change
+        return loss_fn
+
+
+def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
+    """How far apart two sums of so many terms may be that differ in their order, as a part of them: the root of their number in roundings.
+
+    16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis
+    (2019).
+    """
+    is_double = all(one.dtype is torch.float64 for one in (loss, *outputs) if one.is_floating_point())
+    summed = torch.finfo(torch.float64 if is_double else torch.float32).eps
+    terms = sum(output.numel() for output in outputs)
+    return 4 * (torch.finfo(loss.dtype).eps + summed * math.sqrt(terms))
+
+
+def _are_close(one: float, other: float, scale: float, rounding: float) -> bool:
+    return abs(one - other) <= rounding * scale

@@ -1,17 +1,26 @@
-"""What a step did, as one rank saw it, and of all ranks together."""
+"""What a step did, as one rank saw it; and which layers made the host wait for its device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from torch import nn
 
 from pipetrain.comm.clocks import Clock
-from pipetrain.comm.device import DeviceMemory
+from pipetrain.comm.device import Device, DeviceMemory
 from pipetrain.comm.lanes import Recording
 from pipetrain.monitor.step_report import RankReport
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.kinds import Holding
 from pipetrain.stage.segments import AnyStage
+
+_OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("stage", "runtime", "comm"))
 
 
 def measure_rank(
@@ -74,3 +83,42 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
         alive += change * size
         peak = max(peak, alive)
     return peak
+
+
+@contextmanager
+def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
+    """Within it, each wait of the host for the device is looked at; afterwards there is a warning for each layer that had one.
+
+    Whose forward it is stands on the stack of who waits. What pipetrain itself waits for on a first microbatch, to compare,
+    does not count.
+    """
+    layers = {
+        id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"
+        for index, stage in stages.items()
+        for number, layer in stage.layers_by_number().items()
+    }
+    found: dict[str, str] = {}  # layer -> the first place where it waits
+
+    def on_wait(file: str, line: int) -> None:
+        layer = None if file.startswith(_OURS) else _layer_on(sys._getframe(1), layers)
+        if layer is not None:
+            found.setdefault(layer, f"{file}:{line}")
+
+    with device.watch_waits(on_wait):
+        yield
+    for layer, place in found.items():
+        warnings.warn(
+            f"{layer} makes the host wait for the GPU in every microbatch ({place}), so that what should run beside it is launched too "
+            "late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep what they need on the CPU",
+            stacklevel=4,
+        )
+
+
+def _layer_on(frame: FrameType | None, layers: Mapping[int, str]) -> str | None:
+    """The layer whose forward this is called in."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in layers:
+            return layers[id(module)]
+        frame = frame.f_back
+    return None

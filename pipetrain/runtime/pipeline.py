@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipetrain.comm.clocks import align_clocks
 from pipetrain.comm.coordinates import REPLICA_STAGE, Coordinates
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.group import Group, join_group
+from pipetrain.comm.group import join_group
 from pipetrain.comm.lanes import Recording, make_lanes
 from pipetrain.comm.transport import PINNED
 from pipetrain.models.spec import spec_of
@@ -33,15 +33,13 @@ from pipetrain.runtime.arguments import (
 )
 from pipetrain.runtime.assembly import Assembly
 from pipetrain.runtime.call_programs import GivenSchedule
+from pipetrain.runtime.copies import make_replicas_equal
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
 from pipetrain.runtime.executor import Step
-from pipetrain.runtime.generation import Request, agree
-from pipetrain.runtime.measure import measure_rank
+from pipetrain.runtime.generation import Request, Sampling, agree
+from pipetrain.runtime.measure import measure_rank, waits_told
 from pipetrain.runtime.runner import CallRunner
-from pipetrain.runtime.same_weights import make_replicas_equal
-from pipetrain.runtime.sampling import Sampling
-from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.runtime.weights import StageWeights
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
@@ -121,7 +119,15 @@ class Pipeline(StageWeights):
         self._take_batch, self._on_event = spec.take_batch, on_event
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
-        self._group = _join(group, device, timeout_seconds, replicas_said(num_replicas, plan), plan, mesh)
+        self._group = join_group(
+            group,
+            device,
+            timeout_seconds=timeout_seconds,
+            shares_gpus=isinstance(plan, Plan) and plan.edges == PINNED,
+            num_replicas=replicas_said(num_replicas, plan),
+            order=plan.order if isinstance(plan, Plan) else REPLICA_STAGE,
+            mesh=mesh,
+        )
         self._lanes = make_lanes(self._group.chain.rank, self._group.device)
         with self._group.starting():
             self._clock = align_clocks(self._group.chain, self._group.replicas)
@@ -132,9 +138,8 @@ class Pipeline(StageWeights):
                 own.model, own.counts = parts.fingerprint, count_fn is not None
                 self._given_schedule, self._policy = schedule, RecomputePolicy.of(recompute)
                 numbers = {"num_stages": num_stages, "stages_per_rank": stages_per_rank}
-                self.plan = parts.make_plan(
-                    plan, schedule, self._policy, balance, num_microbatches=num_microbatches, **numbers
-                )
+                numbers["num_microbatches"] = num_microbatches
+                self.plan = parts.make_plan(plan, schedule, self._policy, balance, **numbers)
                 parts.build(self.plan, is_balanced=plan is None and balance == "auto")
                 self._programs = parts.programs(schedule, self._policy, self.plan)
                 own.tell(self.plan, self._programs.describe(), self._group)
@@ -366,8 +371,7 @@ class Pipeline(StageWeights):
 
         def make() -> Request:
             sampling = Sampling(temperature, top_k, top_p, seed)
-            limits = {"max_new_tokens": max_new_tokens, "context": context, "num_groups": num_groups}
-            return Request.of(prompts, sampling=sampling, eos=eos, **limits)
+            return Request.of(prompts, max_new_tokens, sampling, eos, context, num_groups)
 
         request = agree(make if self.is_first else None, self._parts.layers, self._group.chain)
         with self._in_eval_mode():
@@ -383,7 +387,7 @@ class Pipeline(StageWeights):
         step = self._new_step(with_graph=True, with_loss=True)
         step.index, step.on_layer = self.step_index - 1, watch.on_layer
         self.zero_grad()
-        with watch:
+        with watch.over():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(step.scale))
         losses = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
         own = watch.as_json(inputs if self.is_first else None, losses)
@@ -474,23 +478,3 @@ class Pipeline(StageWeights):
         if error is not None:
             self._group.fail(error)
         self.close()
-
-
-def _join(
-    group: Any,
-    device: torch.device | str | None,
-    timeout_seconds: float,
-    num_replicas: int,
-    plan: Plan | None,
-    mesh: DeviceMesh | None,
-) -> Group:
-    given = plan if isinstance(plan, Plan) else None
-    return join_group(
-        group,
-        device,
-        timeout_seconds=timeout_seconds,
-        shares_gpus=given is not None and given.edges == PINNED,
-        num_replicas=num_replicas,
-        order=given.order if given else REPLICA_STAGE,
-        mesh=mesh,
-    )

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,14 +67,18 @@ def profile_layers(
             look: Any = (is_first, kind, _form(value)) if kind else None
             if look not in measured:
                 (layer,) = spec.build(number, number + 1, seed=seed, device=device)
-                look = look or (is_first, type(layer).__qualname__, repr(layer), _parameters(layer), _form(value))
+                weights = tuple(
+                    (name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()
+                )
+                look = look or (is_first, type(layer).__qualname__, repr(layer), weights, _form(value))
             if look not in measured:
                 say(f"layer {number} ({type(layer).__name__})")
                 bench = _Bench(layer, device, rounds, autocast)
                 measured[look] = bench.measure(number, value, needs_gradient=number > 0)
                 outputs[look] = bench.output
             else:
-                _add(measured, look, number)
+                known = measured[look]
+                measured[look] = replace(known, numbers=(*known.numbers, number))
             value = outputs[look]
         fn = loss_fn or spec.loss_fn
         if fn is not None:
@@ -83,18 +87,9 @@ def profile_layers(
     return tuple(measured.values())
 
 
-def _add(measured: dict[Any, LayerProfile], look: Any, number: int) -> None:
-    known = measured[look]
-    measured[look] = LayerProfile(**{**known.__dict__, "numbers": (*known.numbers, number)})
-
-
 def _form(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
     return f"{[(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]} {spec}"
-
-
-def _parameters(layer: nn.Module) -> tuple[Any, ...]:
-    return tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
 
 
 class _Loss(nn.Module):
@@ -131,54 +126,49 @@ class _End(nn.Module):
         return pytree.tree_unflatten(leaves, spec)
 
 
+@dataclass
 class _Bench:
     """One layer, measured."""
 
-    def __init__(
-        self, layer: nn.Module, device: torch.device, rounds: int, autocast: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
-        self._layer, self._device, self._rounds, self._autocast = layer, device, rounds, autocast
-        self.output: Any = None  # detached
+    layer: nn.Module
+    device: torch.device
+    rounds: int
+    autocast: Callable[[], AbstractContextManager[Any]]
+    output: Any = None  # detached
 
     def measure(self, number: int, value: Any, *, needs_gradient: bool, kind: str | None = None) -> LayerProfile:
         given = self._given(number, value, needs_gradient=needs_gradient)
-        layer = self._layer
+        layer, times = self.layer, []
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
         keeping = self._stage(number, [layer, _End()], [Outputs()])
-        forward, recompute, backward, ends_early, keeps = [], [], [], [], []
-        with self._autocast():
-            for turn in range(1 + self._rounds):  # the first is proved, and not counted
+        with self.autocast():
+            for turn in range(1 + self.rounds):  # the first is proved, and not counted
                 layer.zero_grad()
-                times = self._turn(through, given, turn)
-                early = self._turn(alone, given, turn)
-                kept = self._turn(keeping, given, turn)
-                if turn:
-                    forward.append(times[0])
-                    recompute.append(times[1])
-                    backward.append(times[2])
-                    ends_early.append(early[1])
-                    keeps.append(kept[1])
+                turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
+                times.append((*turns[0], turns[1][1], turns[2][1]))
             trace = self._trace(given)
-        set_bytes = alone.set_bytes.get(self._rounds, 0)
-        saves_output = bool(trace.saved_keys & trace.output_keys)
+        forward, recompute, backward, ends_early, keeps = map(statistics.median, zip(*times[1:]))
+        set_bytes = alone.set_bytes.get(self.rounds, 0)
+        saves_input = bool(trace.saved_keys & trace.inputs.keys())
+        saves_output = bool(trace.saved_keys & trace.outputs.keys())
+        input_bytes, output_bytes = sum(trace.inputs.values()), sum(trace.outputs.values())
         ops = trace.ops()
         spared = sum(op.seconds for op in ops if op.word is not None)
-        trained = [one for one in layer.parameters() if one.requires_grad]
-        trained_bytes = sum(one.nbytes for one in trained)
+        trained_bytes = sum(one.nbytes for one in layer.parameters() if one.requires_grad)
         return LayerProfile(
             numbers=(number,),
             kind=kind or type(layer).__name__,
-            forward_seconds=statistics.median(forward),
-            backward_seconds=statistics.median(backward),
-            recompute_seconds=statistics.median(recompute),
-            recompute_last_seconds=statistics.median(ends_early),
-            selective_seconds=statistics.median(keeps) + spared - statistics.median(recompute),
-            saved_bytes=set_bytes + (trace.input_bytes if trace.saved_keys & trace.input_keys else 0),
-            inner_bytes=set_bytes - (trace.output_bytes if saves_output else 0),
-            saves_input=bool(trace.saved_keys & trace.input_keys),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            recompute_seconds=recompute,
+            recompute_last_seconds=ends_early,
+            selective_seconds=keeps + spared - recompute,
+            saved_bytes=set_bytes + (input_bytes if saves_input else 0),
+            inner_bytes=set_bytes - (output_bytes if saves_output else 0),
+            saves_input=saves_input,
             saves_output=saves_output,
-            input_bytes=trace.input_bytes,
-            output_bytes=trace.output_bytes,
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
             parameter_bytes=sum(one.nbytes for one in layer.parameters()),
             gradient_bytes=trained_bytes,
             optimizer_bytes=_ADAM_MOMENTS * trained_bytes,
@@ -188,12 +178,12 @@ class _Bench:
 
     def _stage(self, number: int, layers: Sequence[nn.Module], selective: Sequence[Outputs] = ()) -> Stage:
         meter = ActivationMeter()
-        meter.exclude([*self._layer.parameters(), *self._layer.buffers()])
-        return Stage(0, layers, first_layer=number, device=self._device, meter=meter, selective=selective)
+        meter.exclude([*self.layer.parameters(), *self.layer.buffers()])
+        return Stage(0, layers, first_layer=number, device=self.device, meter=meter, selective=selective)
 
     def _given(self, number: int, value: Any, *, needs_gradient: bool) -> StageInput:
         leaves, spec = pytree.tree_flatten(value)
-        moved = tuple(leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        moved = tuple(leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         wants = frozenset(
             n
             for n, leaf in enumerate(moved)
@@ -219,22 +209,22 @@ class _Bench:
         return forward - start, recompute - forward, end - before
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _trace(self, given: StageInput) -> _Trace:
         """The operations of one forward, each with the median of its times over some."""
         traces = []
-        for _ in range(min(3, self._rounds)):
+        for _ in range(min(3, self.rounds)):
             leaves = [
                 leaf.detach().requires_grad_() if n in given.wants_gradient else leaf
                 for n, leaf in enumerate(given.leaves)
             ]
-            trace = _Trace(self._layer, self._now)
+            trace = _Trace(self.layer, self._now)
             with saved_tensors_hooks(trace.pack, lambda tensor: tensor), trace:
-                output = self._layer(pytree.tree_unflatten(leaves, given.spec))
-            trace.end(leaves, pytree.tree_leaves(output))
+                output = self.layer(pytree.tree_unflatten(leaves, given.spec))
+            trace.inputs, trace.outputs = _sizes(leaves), _sizes(pytree.tree_leaves(output))
             traces.append(trace)
         last = traces[-1]
         for number, call in enumerate(last.calls):
@@ -251,7 +241,7 @@ class _Call:
     num_saved: int  # before it
     can_be_kept: bool
     seconds: float
-    sizes: dict[int, int] = field(default_factory=dict)  # of its outputs' storages
+    sizes: dict[int, int]  # of its outputs' storages
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -274,9 +264,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_saved = 0
         self.calls: list[_Call] = []
         self.saved_keys: set[int] = set()
-        self.input_keys: set[int] = set()
-        self.output_keys: set[int] = set()
-        self.input_bytes = self.output_bytes = 0
+        self.inputs: dict[int, int] = {}  # bytes of the storages that the layer got
+        self.outputs: dict[int, int] = {}  # and gave
 
     def __enter__(self) -> _Trace:
         self._hooks = (
@@ -303,8 +292,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = self._now()
         given = func(*args, **kwargs)
         seconds = self._now() - start
-        tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and is_dense(one)]
-        self._alive += [one.detach() for one in tensors]
+        leaves = pytree.tree_leaves(given)
+        self._alive += [one.detach() for one in leaves if isinstance(one, Tensor)]
         self.calls.append(
             _Call(
                 str(func) if operation is None else operation.name,
@@ -312,7 +301,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._num_saved,
                 operation is not None and operation.can_be_kept and not operation.draws_with(args, kwargs),
                 seconds,
-                {storage_key(one): one.untyped_storage().nbytes() for one in tensors},
+                _sizes(leaves),
             )
         )
         return given
@@ -324,12 +313,6 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.saved_keys.add(storage_key(tensor))
         return tensor
 
-    def end(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """The layer has run."""
-        given, gave = _sizes(inputs), _sizes(outputs)
-        self.input_keys, self.output_keys = set(given), set(gave)
-        self.input_bytes, self.output_bytes = sum(given.values()), sum(gave.values())
-
     def largest(self) -> tuple[SavedTensor, ...]:
         """Of distinct storages."""
         makers: dict[int, _Call] = {}
@@ -339,11 +322,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: dict[int, SavedTensor] = {}
         for tensor in self._saved:
             key = storage_key(tensor)
-            maker = makers.get(key)
-            op = "input" if key in self.input_keys or maker is None else maker.op
-            seconds = 0.0 if op == "input" or maker is None else maker.seconds
-            size = tensor.untyped_storage().nbytes()
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            maker = None if key in self.inputs else makers.get(key)
+            op, seconds = ("input", 0.0) if maker is None else (maker.op, maker.seconds)
+            size, dtype = tensor.untyped_storage().nbytes(), str(tensor.dtype).removeprefix("torch.")
             found.setdefault(key, SavedTensor(op, tuple(tensor.shape), dtype, size, seconds))
         return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:_LARGEST])
 
@@ -353,26 +334,26 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for call in self.calls:
             if call.can_be_kept and call.sizes:
                 groups.setdefault((call.path, call.op), []).append(call)
-        return tuple(self._op(path, op, calls) for (path, op), calls in groups.items())
-
-    def _op(self, path: str, op: str, calls: Sequence[_Call]) -> OpProfile:
-        tail = [call for call in calls if call.num_saved >= self._num_saved]
-        return OpProfile(
-            op=op,
-            word=next((word for word, names in OPS_OF.items() if op in names), None),
-            path=path,
-            calls=len(calls),
-            seconds=sum(call.seconds for call in calls),
-            output_bytes=_bytes(calls),
-            unsaved_bytes=_bytes(calls, lambda key: key not in self.saved_keys),
-            border_bytes=_bytes(calls, lambda key: key not in self.saved_keys and key in self.output_keys),
-            tail_seconds=sum(call.seconds for call in tail),
-            tail_bytes=_bytes(tail),
-        )
-
-
-def _bytes(calls: Sequence[_Call], counts: Callable[[int], bool] = lambda _: True) -> int:
-    return sum(size for call in calls for key, size in call.sizes.items() if counts(key))
+        found = []
+        for (path, op), calls in groups.items():
+            tail = [call for call in calls if call.num_saved >= self._num_saved]
+            sizes = [(key, size) for call in calls for key, size in call.sizes.items()]
+            unsaved = [(key, size) for key, size in sizes if key not in self.saved_keys]
+            found.append(
+                OpProfile(
+                    op=op,
+                    word=next((word for word, names in OPS_OF.items() if op in names), None),
+                    path=path,
+                    calls=len(calls),
+                    seconds=sum(call.seconds for call in calls),
+                    output_bytes=sum(size for _, size in sizes),
+                    unsaved_bytes=sum(size for _, size in unsaved),
+                    border_bytes=sum(size for key, size in unsaved if key in self.outputs),
+                    tail_seconds=sum(call.seconds for call in tail),
+                    tail_bytes=sum(size for call in tail for size in call.sizes.values()),
+                )
+            )
+        return tuple(found)
 
 
 def _sizes(leaves: Sequence[Any]) -> dict[int, int]:

@@ -11,36 +11,74 @@ the executor obeys, and it obeys it for every op.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
+from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_boundary
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import EVERY, FIRST, OFF
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.stage.segments import AnyStage
 
 COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
+
+Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An op of a rank, and what its run asks of the schedule.
+
+    `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. `writes` is the op under which it
+    leaves its own: the SEND, or itself where the next stage is on this rank.
+    """
+
+    op: Op
+    lane: Lane
+    microbatch: int  # -1: of none
+    waits: tuple[Op, ...]
+    reads: Op | None
+    is_received: bool
+    writes: Op | None
+    keep: bool  # F: no R follows, its set stays
+    split: bool  # F: the backward comes in two halves
+    has_backward: bool
+    is_last: bool  # of the last stage
+
+    @staticmethod
+    def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> Entry:
+        place, last = (op.stage, op.microbatch), schedule.num_stages - 1
+        is_forward, is_backward = op.kind is Kind.F, op.kind in (Kind.B, Kind.I)
+        is_wanted = (is_forward and op.stage < last) or (is_backward and op.stage > schedule.first_backward)
+        return Entry(
+            op,
+            lane,
+            -1 if op.microbatch is None else op.microbatch,
+            schedule.waits.get(op, ()),
+            source_of(schedule, op) if op.kind.computes else None,
+            receive_of(schedule, op) is not None,
+            (send_of(schedule, op) or op) if is_wanted and writes_boundary(op) else None,
+            keep=place not in recomputed,
+            split=place in split,
+            has_backward=op.stage >= schedule.first_backward,
+            is_last=op.stage == last,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, numbered; those that compute first, or all as they are launched. Op n belongs to `lanes[n]`.
+    """The ops of one rank, numbered; those that compute first, or all as they are launched.
 
-    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `waits[n]` are the ops that op n waits
-    for, `followers[n]` the ops that wait for op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of
-    their F. `split` are those whose backward comes in two halves. `reduces` are what adds up gradients.
+    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `followers[n]` are the ops that wait for op n.
+    `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are what adds up gradients.
     """
 
     schedule: Schedule
     ops: tuple[Op, ...]
     number: dict[Op, int]
-    lanes: tuple[Lane, ...]
+    entries: tuple[Entry, ...]
     queues: tuple[range, ...]
-    waits: tuple[tuple[Op, ...], ...]
     followers: tuple[tuple[int, ...], ...]
-    recomputed: frozenset[tuple[int, int | None]]
-    split: frozenset[tuple[int, int | None]]
+    recomputed: Places
     reduces: tuple[Op, ...]
 
     @staticmethod
@@ -53,21 +91,21 @@ class Program:
             ops += own
         number = {op: place for place, op in enumerate(ops)}
         lane_of = {op: lane for lane, own in schedule.lanes[rank].items() for op in own}
-        waits = tuple(schedule.waits.get(op, ()) for op in ops)
+        recomputed = frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE)
+        split = frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING)
+        entries = tuple(Entry.of(schedule, op, lane_of[op], recomputed, split) for op in ops)
         followers: list[list[int]] = [[] for _ in ops]
-        for place, own_waits in enumerate(waits):
-            for awaited in own_waits:
+        for place, entry in enumerate(entries):
+            for awaited in entry.waits:
                 followers[number[awaited]].append(place)
         return Program(
             schedule,
             tuple(ops),
             number,
-            tuple(lane_of[op] for op in ops),
+            entries,
             (*queues[len(COMPUTING) :], *queues[: len(COMPUTING)]),
-            waits,
             tuple(map(tuple, followers)),
-            frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE),
-            frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING),
+            recomputed,
             schedule.lane(rank, Lane.REDUCE),
         )
 
@@ -93,7 +131,7 @@ class Turns:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._open = [len(waits) for waits in program.waits]  # what each op still waits for
+        self._open = [len(entry.waits) for entry in program.entries]  # what each op still waits for
         self._heads = [queue.start for queue in program.queues]  # the first of each queue that had no turn yet
         self._ended = [False] * len(program.ops)
         self.num_left = len(program.ops)  # ops that have not ended
@@ -122,68 +160,7 @@ class Turns:
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)
-        while not self._had_its_turn(under_way):
-            waits = (program.number[op] for op in program.waits[under_way])
+        while not any(under_way in queue and under_way < head for queue, head in zip(program.queues, self._heads)):
+            waits = (program.number[op] for op in program.entries[under_way].waits)
             under_way = next((place for place in waits if not self._ended[place]), under_way - 1)
         return program.ops[first], program.ops[under_way]
-
-    def _had_its_turn(self, place: int) -> bool:
-        return any(place in queue and place < head for queue, head in zip(self._program.queues, self._heads))
-
-
-# Which microbatches are verified --------------------------------------------------------------------------------------
-
-Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
-_NOTHING: Places = frozenset()
-
-
-class Proving:
-    """The choice for one rank; `verify` is `recompute.verify`."""
-
-    def __init__(self, stages: Mapping[int, AnyStage], verify: str | int) -> None:
-        self._stages = stages
-        self._verify = verify
-        self._proved: set[Hashable] = set()
-        self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
-
-    def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
-        """What is proved in this step, of a call with this signature; the microbatches `idle` do not run."""
-        if self._verify == OFF:
-            return _NOTHING
-        kind = (signature, *self._flags())
-        if kind not in self._proved:
-            if first := _in_turn(program, 0, idle):  # nothing of a replica whose microbatches are all idle
-                self._proved.add(kind)
-            return first | (program.recomputed if self._verify == EVERY else _NOTHING)
-        if self._verify == FIRST:
-            return _NOTHING
-        if self._verify == EVERY:
-            return program.recomputed
-        assert isinstance(self._verify, int)
-        turn, rest = divmod(step, self._verify)
-        return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
-
-    def witnessed(self, step: int, program: Program) -> Places:
-        """One recomputed microbatch of each stage, in turn."""
-        if self._verify == OFF:
-            return _NOTHING
-        if self._recomputed[0] is not program:
-            stages = sorted({stage for stage, _ in program.recomputed})
-            numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
-            self._recomputed = program, list(numbers.items())
-        return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
-
-    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        modes = [module.training for layer in layers for module in layer.modules()]
-        return tuple(modes), tuple([one.requires_grad for layer in layers for one in layer.parameters()])
-
-
-def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
-    """One microbatch of each stage: of those with an R where there are any, else of all."""
-    found: dict[int, list[int | None]] = {}
-    for kind in (Kind.F, Kind.R):
-        ops = [op for op in program.ops if op.kind is kind and op.microbatch not in idle]
-        found |= {stage: [op.microbatch for op in ops if op.stage == stage] for stage in {op.stage for op in ops}}
-    found = {stage: list(dict.fromkeys(microbatches)) for stage, microbatches in found.items()}  # R may come in parts
-    return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

@@ -14,25 +14,23 @@ from pipetrain.comm.device import bring
 from pipetrain.comm.failure import PipelineError, Watchdog
 from pipetrain.comm.transport import Transport, make_edges
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import losses
+from pipetrain.runtime.agreement import Call, Calls
 from pipetrain.runtime.arguments import SUM, check_batch
 from pipetrain.runtime.assembly import Assembly, Stages
-from pipetrain.runtime.call_programs import Programs
-from pipetrain.runtime.calls import Call, Calls
+from pipetrain.runtime.call_programs import Programs, Proving
 from pipetrain.runtime.cut import (
     CountFn,
     count_targets,
-    cut,
     cut_targets,
     on_device,
     row_counts,
+    slices,
     weights_of,
     whole_tensors,
 )
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
-from pipetrain.runtime.loss_check import LossCheck
-from pipetrain.runtime.program import Proving
+from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import set_trainable
@@ -42,8 +40,7 @@ from pipetrain.stage.seeding import generators_restored
 class CallRunner:
     """Runs calls on the stages of one rank, with those of the other ranks of `group`.
 
-    Raises:
-        PipelineError: a rank that holds a neighbouring stage could not be met.
+    Raises PipelineError: a rank that holds a neighbouring stage could not be met.
     """
 
     def __init__(
@@ -65,7 +62,8 @@ class CallRunner:
         self._loss_reduction = loss_reduction
         self._skips = Skips(parts.known_layers, parts.loss_fn, plan, parts.place)
         self._loss_check = None
-        if checks_loss and parts.loss_fn is not None and plan.num_stages - 1 in stages:
+        self._is_last = plan.num_stages - 1 in stages
+        if checks_loss and parts.loss_fn is not None and self._is_last:
             warns = group.coordinates.replica == 0
             last_layer = plan.num_layers - 1
             self._loss_check = LossCheck(parts.loss_fn, count_fn, loss_reduction, last_layer, parts.fetch, warns)
@@ -91,21 +89,12 @@ class CallRunner:
         self.executor.change(stages, self._shared_gradients)
 
     def run(
-        self,
-        kind: str,
-        step: Step,
-        inputs: Any,
-        targets: Any,
-        *,
-        is_training: bool,
-        mistake: str | None = None,
+        self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool, mistake: str | None = None
     ) -> Call:
         """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
 
-        Raises:
-            ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before
-                anything has run and on every rank.
-            PipelineError: another rank failed, in this call or before. What an op of this rank raises.
+        Raises ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before anything has
+        run and on every rank; PipelineError: another rank failed, in this call or before. What an op of this rank raises.
         """
         self.check_whole()
         count = None
@@ -116,23 +105,19 @@ class CallRunner:
         call = self._calls.agree(
             kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=self._skips.reported
         )
-        without_targets = targets is None and step.with_loss and self._plan.num_stages - 1 in self._stages
+        name, lacks_targets = self._group.monitor.name, targets is None and step.with_loss and self._is_last
         with self.failing_together(
-            f"{kind} was given no targets on {self._group.monitor.name}, which holds the last stage"
-            if without_targets
-            else ""
+            f"{kind} was given no targets on {name}, which holds the last stage" if lacks_targets else ""
         ):
             if mistake is not None:  # of this rank, not of the first
-                raise ValueError(f"{mistake} (on {self._group.monitor.name})")
+                raise ValueError(f"{mistake} (on {name})")
             self._cut(call, step, inputs, targets)
             with self._parts.shared.unchanged(is_training=is_training):
                 self._execute(call, step)
         return call
 
     def check_whole(self) -> None:
-        """Raises:
-        PipelineError: the pipeline failed before, here or on another rank.
-        """
+        """Raises PipelineError: the pipeline failed before, here or on another rank."""
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
 
@@ -140,8 +125,7 @@ class CallRunner:
     def failing_together(self, note: str = "") -> Iterator[None]:
         """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error.
 
-        Raises:
-            PipelineError: another rank failed meanwhile.
+        Raises PipelineError: another rank failed meanwhile.
         """
         try:
             yield
@@ -162,8 +146,8 @@ class CallRunner:
 
     def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
         """The new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
-        self._parts.meter.exclude(self._weights())
-        program, chain = self._programs.inference(1), self._group.chain
+        self._exclude_weights()
+        program, chain, fetch = self._programs.inference(1), self._group.chain, self._parts.fetch
         with self.failing_together():
             try:
                 return Generation(
@@ -173,7 +157,7 @@ class CallRunner:
                     program,
                     self.executor,
                     self.transport,
-                    self._parts.fetch,
+                    fetch,
                     self._group.device,
                     choose,
                     on_token,
@@ -183,13 +167,13 @@ class CallRunner:
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
         """Give `step` what the first and the last stage need of the batch."""
-        m, last = call.num_microbatches, self._plan.num_stages - 1
+        m = call.num_microbatches
         step.idle = call.idle
         step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
         if 0 in self._stages:
-            step.microbatches = cut(self._here(inputs), m)
+            step.microbatches = slices(self._here(inputs), m)
             step.whole_inputs = whole_tensors(inputs, "inputs")
-        if last not in self._stages:
+        if not self._is_last:
             return
         if step.with_loss:
             if self._parts.loss_fn is None:
@@ -200,14 +184,14 @@ class CallRunner:
             is_sum = self._loss_reduction == SUM
             step.weights = [float(share > 0) for share in step.shares] if is_sum else step.shares
             step.whole_targets = whole_tensors(targets, "targets")
-        if step.with_graph and call.first_backward > last:
+        if step.with_graph and call.first_backward >= self._plan.num_stages:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
     def _here(self, batch: Any) -> Any:
         return on_device(batch, partial(bring, where=self._group.device, device=self._device))
 
     def _execute(self, call: Call, step: Step) -> None:
-        self._parts.meter.exclude(self._weights())
+        self._exclude_weights()
         if step.with_graph:
             self._parts.meter.start_step()
             program = self._programs.training(call.first_backward)
@@ -221,32 +205,23 @@ class CallRunner:
         self.transport.start_step(self._calls.forms(call), described=call.described)
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))
-            if step.with_graph and self._loss_check is not None:
-                around.enter_context(self._loss_check.over(step))
             if step.with_graph:
-                around.enter_context(self._skips.over(step, call.left))
+                if self._loss_check is not None and not self._loss_check.is_done:
+                    around.enter_context(self._loss_check.over(step))
+                if not self._skips.is_done:
+                    around.enter_context(self._skips.over(step, call.left))
             self.executor.run(program, step)
         if step.with_graph:
             self._shared_gradients.finish(self._parts.fetch)
 
-    def _weights(self) -> Iterator[Tensor]:
-        for stage in self._stages.values():
-            for layer in stage.layers:
-                yield from layer.parameters()
-                yield from layer.buffers()
+    def _exclude_weights(self) -> None:
+        """Weights are no activations."""
+        layers = self._parts.layers.values()
+        self._parts.meter.exclude([one for layer in layers for one in (*layer.parameters(), *layer.buffers())])
 
     def loss_of(self, step: Step) -> Tensor:
-        """The sum of the microbatches' losses of all replicas, in order, on every rank's host. Collective.
-
-        Raises:
-            LossNotFinite: one of them is not finite.
-        """
-        root, what, data = self._plan.stage_ranks[-1], f"the loss of step {step.index}", b""
-        if self._group.chain.rank == root:
-            own = losses.told(step.outputs, step.first_microbatch, self._parts.fetch)
-            data = losses.added_up(self._group.replicas.concatenate(own, what))
-        data = self._group.chain.broadcast(data, root, what)
-        return losses.checked(data, step.index)
+        """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: that of a microbatch is not finite."""
+        return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:
         """End the threads and connections between stages."""

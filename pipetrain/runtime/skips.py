@@ -97,16 +97,17 @@ class Skips(TorchFunctionMode):
         self._left: dict[int, _Left] = {}  # by the identity of the tensor
         self._computed: dict[int, _Left] = {}  # in the F that runs
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to look at."""
+        return not self._shared
+
     @contextmanager
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
         """Around a step with a graph; `reported` is what ranks before this one have found.
 
-        Raises:
-            ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
+        Raises ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
         """
-        if not self._shared:
-            yield
-            return
         before = step.on_layer
 
         def on_layer(microbatch: int, layer: int, output: Any) -> None:

@@ -1,20 +1,103 @@
-"""The part of a pipeline that is about weights: parameters, the clip of their gradients, states, and whether replicas hold the same."""
+"""This rank's weights under the names of the whole model: parameters, the clip of their gradients, states, and whether replicas hold the same."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from pipetrain.comm.chain import Chain
 from pipetrain.comm.group import Group
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.assembly import Assembly
-from pipetrain.runtime.clipping import clip_grad_norm
-from pipetrain.runtime.same_weights import check_replicas_equal
-from pipetrain.runtime.whole_state import gather, load_state_dict, named_parameters, parameters_of, state_dict
+from pipetrain.runtime.copies import Layers, carry, check_replicas_equal
+from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.stage.segments import AnyStage
+
+if TYPE_CHECKING:
+    from pipetrain.runtime.assembly import Assembly
+
+
+def named_parameters(layers: Layers) -> Iterator[tuple[str, nn.Parameter]]:
+    """In the order and under the names of `nn.Sequential(*layers)`; a parameter that two layers share once."""
+    seen: set[int] = set()
+    for number, layer in sorted(layers.items()):
+        for name, parameter in layer.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{number}.{name}", parameter
+
+
+def state_dict(layers: Layers) -> dict[str, Any]:
+    return {
+        f"{number}.{name}": value
+        for number, layer in sorted(layers.items())
+        for name, value in layer.state_dict().items()
+    }
+
+
+def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mapping[str, str] = {}) -> None:
+    """Load this rank's part of `state`, which may be the whole model's. Some names are there under another one, by `other_names`.
+
+    Raises ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
+    for number, layer in sorted(layers.items()):
+        own, start = layer.state_dict(), f"{number}."
+        missing = [name for name in own if other_names.get(start + name, start + name) not in state]
+        if missing:
+            raise ValueError(f"the state has no {start}{missing[0]} (and {len(missing) - 1} more of layer {number})")
+        unknown = [name for name in state if name.startswith(start) and name.removeprefix(start) not in own]
+        if unknown:
+            raise ValueError(
+                f"the state has {unknown[0]} (and {len(unknown) - 1} more of layer {number}), which the model does not: leave it out, or "
+                "load it into the model that it is of"
+            )
+        part = {name: state[other_names.get(start + name, start + name)] for name in own}
+        for name, value in own.items():
+            _check_fits(start + name, value, part[name])
+        layer.load_state_dict(part)
+
+
+def _check_fits(name: str, own: Any, given: Any) -> None:
+    if not isinstance(own, Tensor):
+        return
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is a {type(given).__name__} in the state, the model has a tensor {list(own.shape)}")
+    if given.shape != own.shape:
+        raise ValueError(f"{name} is {list(given.shape)} in the state, the model has {list(own.shape)}")
+
+
+def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
+    """`own` of every rank, merged, on the CPU of rank 0; nothing on the others. Collective.
+
+    Tensors come up the chain one by one. So rank 0 needs room for the whole model on the host, and any other rank for a copy of one of its
+    own tensors (where it is on a GPU, or has gaps) and for a few pieces on their way.
+
+    Raises TypeError: a value that is neither a tensor nor known to JSON; PipelineError: another rank failed meanwhile.
+    """
+    told = {
+        name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.nbytes]
+        if isinstance(value, Tensor)
+        else [None, value, 0]
+        for name, value in own.items()
+    }
+    _, *others = map(json.loads, chain.concatenate(json.dumps(told).encode(), "the names of the state"))
+    is_first = chain.rank == 0
+    whole = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in own.items() if is_first}
+    for holder, theirs in enumerate(others, start=1):
+        for name, (dtype, value, num_bytes) in theirs.items():
+            if dtype is not None:
+                source, what = own[name] if chain.rank == holder else None, f"the state of {name}"
+                came = carry(num_bytes, source, wanted=is_first, by=partial(chain.bring, what=what))
+                value = came.view(getattr(torch, dtype)).view(value) if is_first else None
+            if is_first:
+                whole[name] = value
+    return whole
 
 
 class StageWeights:
@@ -60,7 +143,12 @@ class StageWeights:
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
         on the split; of a parameter that two stages share one counts.
         """
-        of_stages = parameters_of({s.index: s.layers_by_number() for s in self._stages.values()})
+        seen: set[int] = set()  # of two stages of this rank, too, the first has what they share
+        of_stages: dict[int, list[nn.Parameter]] = {}
+        for index, stage in sorted(self._stages.items()):
+            own = [one for _, one in named_parameters(stage.layers_by_number()) if id(one) not in seen]
+            of_stages[index] = own
+            seen.update(map(id, own))
         return clip_grad_norm(
             of_stages,
             max_norm,
@@ -73,8 +161,7 @@ class StageWeights:
     def check_replicas(self) -> None:
         """Whether all replicas hold the same weights, by a sum over the bits of each. Collective.
 
-        Raises:
-            PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
+        Raises PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
         """
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
@@ -96,8 +183,7 @@ class StageWeights:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
 
-        Raises:
-            ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
+        Raises ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
         """
         numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
         unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
@@ -106,7 +192,7 @@ class StageWeights:
                 f"the state has {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not: its tensors are named as in "
                 f"nn.Sequential(*layers), 0.* to {self.plan.num_layers - 1}.*"
             )
-        load_state_dict(self._parts.layers, self._parts.copies.in_state(state))
+        load_state_dict(self._parts.layers, state, self._parts.copies.other_names(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective.
@@ -114,7 +200,7 @@ class StageWeights:
         Only rank 0 needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB.
         """
         first = self._group.coordinates.replica == 0
-        gathered = gather(self.state_dict(), self._group.chain) if first else None
-        if gathered is None:
+        gathered = _gather(self.state_dict(), self._group.chain) if first else None
+        if gathered is None or self._group.chain.rank:
             return None
         return dict(sorted(gathered.items(), key=lambda item: int(item[0].split(".", 1)[0])))

@@ -27,11 +27,11 @@ from pipetrain.comm.transport import AUTO, NCCL, PINNED, carrier_of
 from pipetrain.config.load import load
 from pipetrain.config.records import EDGES
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime import agreement, sync_watch
+from pipetrain.runtime import agreement, measure
 from pipetrain.runtime import pipeline as runtime
 from pipetrain.runtime.call_programs import Programs
+from pipetrain.runtime.measure import waits_told
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.sync_watch import waits_told
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
@@ -329,7 +329,7 @@ def test_layers_that_wait_are_named_once() -> None:
 
 
 def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_watch, "_OURS", str(Path(__file__).parent))
+    monkeypatch.setattr(measure, "_OURS", str(Path(__file__).parent))
     stage = Stage(0, [Looks()], first_layer=0, device=CPU, meter=ActivationMeter())
     with warnings.catch_warnings(record=True) as told, waits_told({0: stage}, Watched()):
         stage.layers[0](torch.ones(1))

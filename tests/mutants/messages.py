@@ -211,7 +211,7 @@ MUTANTS = (
         "pipetrain/comm/gloo.py",
         "        return lost or [*self._others.values()]",
         "        return [*self._others.values()]",
-        ("tests/runtime/test_replicas_of_pipeline.py", "-k", "lost and 4"),
+        ("tests/runtime/test_lost_replicas.py", "-k", "survivor and alone"),
     ),
     Mutant(
         "lanes do not join at the end of a step",

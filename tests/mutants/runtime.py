@@ -5,14 +5,14 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a sum of losses passes for their mean",
-        "pipetrain/runtime/loss_check.py",
+        "pipetrain/runtime/losses.py",
         "        if is_mean if self.reduction == MEAN else is_sum:",
         "        if is_mean or is_sum:",
         ("tests/runtime/test_loss_check.py", "-k", "a_sum_is_refused"),
     ),
     Mutant(
         "a loss is compared in its own state",
-        "pipetrain/runtime/loss_check.py",
+        "pipetrain/runtime/losses.py",
         "        loss_fn: LossFn = _copy_of(self.loss_fn)",
         "        loss_fn: LossFn = self.loss_fn",
         ("tests/runtime/test_loss_check.py", "-k", "state_of_a_loss"),
@@ -47,9 +47,9 @@ MUTANTS = (
     ),
     Mutant(
         "what a stage leaves on another rank is not told",
-        "pipetrain/runtime/calls.py",
-        "            if left:\n",
-        "            if False:\n",
+        "pipetrain/runtime/agreement.py",
+        '            header["left"] += left\n',
+        "",
         ("tests/runtime/test_skips.py", "-k", "first_value"),
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "two ranks on one GPU are not seen",
         "pipetrain/runtime/agreement.py",
-        "        if own.gpu:",
+        "        if gpu and (other := rank_on.setdefault(gpu, rank)) != rank:",
         "        if False:",
         ("tests/comm/test_pinned.py", "-k", "two_ranks_on_one_gpu"),
     ),
@@ -124,29 +124,29 @@ MUTANTS = (
     ),
     Mutant(
         "a microbatch that counts nothing is run",
-        "pipetrain/runtime/calls.py",
-        "if weight == 0)",
-        "if weight < 0)",
+        "pipetrain/runtime/agreement.py",
+        "if weight == 0]",
+        "if weight < 0]",
         ("tests/regressions/test_uncounted_microbatches.py", "-k", "counts_nothing"),
     ),
     Mutant(
         "forms are taken to be known of microbatches that never came",
-        "pipetrain/runtime/calls.py",
-        "untold = set(range(num_microbatches)) - idle - self.microbatches",
-        "untold = set() if self.microbatches else set(range(num_microbatches)) - idle",
+        "pipetrain/runtime/agreement.py",
+        "        return not microbatches <= told",
+        "        return not told",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
         "forms of microbatches that did not come stay known when what needs a gradient changes",
-        "pipetrain/runtime/calls.py",
-        "            self.microbatches.clear()\n        untold",
-        "            self.microbatches -= set(range(num_microbatches)) - idle\n        untold",
+        "pipetrain/runtime/agreement.py",
+        "            told = frozenset()\n        self._told",
+        "            told -= microbatches\n        self._told",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
         "a replica weighs with another's shares",
-        "pipetrain/runtime/calls.py",
-        "None if weights is None else weights[number])",
+        "pipetrain/runtime/agreement.py",
+        "None if weights is None else weights[self._replicas.rank])",
         "None if weights is None else weights[0])",
         ("tests/runtime/test_replica_calls.py", "-k", "everything"),
     ),
@@ -160,7 +160,8 @@ MUTANTS = (
     Mutant(
         "a count is taken as it comes",
         "pipetrain/runtime/cut.py",
-        "    if value is not None and 0 <= value < math.inf:\n        return value",
+        "    if is_number and 0 <= value < math.inf:\n"
+        "        return int(value) if isinstance(value, numbers.Integral) else float(value)",
         "    return found",
         ("tests/regressions/test_uncounted_microbatches.py", "-k", "count_that_is_no_number"),
     ),
@@ -202,8 +203,8 @@ MUTANTS = (
     Mutant(
         "a lazy conjugate is carried out after F has ended",
         "pipetrain/runtime/executor.py",
-        "                if not is_last:  # before the op ends: what it gives may have to be copied\n                    self._given",
-        "            if not is_last:\n                self._given",
+        "            if entry.writes is not None:  # before the op ends: what it gives may have to be copied\n                self._given",
+        "        if entry.writes is not None:\n            self._given",
         ("tests/virtual_gpu/test_matrix.py", "-k", "conjugate"),
     ),
     Mutant(
@@ -279,7 +280,7 @@ MUTANTS = (
     Mutant(
         "whether losses are finite is asked one by one",
         "pipetrain/runtime/losses.py",
-        '    values = fetch(torch.stack([loss.to(there).double() for _, loss in ordered]), "the loss of the step").tolist()',
+        '    values = fetch(stacked, "the loss of the step").tolist()',
         '    values = [fetch(loss.double(), "the loss of the step").item() for _, loss in ordered]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
@@ -341,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "a kind of step is proved once for all",
-        "pipetrain/runtime/program.py",
+        "pipetrain/runtime/call_programs.py",
         "        kind = (signature, *self._flags())",
         "        kind = signature",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
@@ -363,8 +364,8 @@ MUTANTS = (
     Mutant(
         "what an op that does nothing waited for is forgotten",
         "pipetrain/runtime/executor.py",
-        "            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
-        "            if op.microbatch in step.idle:\n                return True\n            with self._lanes.on(lane, program.waits[index], op):\n                if op.microbatch in step.idle:",
+        "            with self._lanes.on(lane, entry.waits, op):\n                if op.microbatch in step.idle:",
+        "            if op.microbatch in step.idle:\n                return True\n            with self._lanes.on(lane, entry.waits, op):\n                if op.microbatch in step.idle:",
         ("tests/runtime/test_device.py", "-k", "counts_nothing"),
     ),
     Mutant(
@@ -396,9 +397,9 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is that of one replica",
-        "pipetrain/runtime/runner.py",
-        "losses.added_up(self._group.replicas.concatenate(own, what))",
-        "losses.added_up([own])",
+        "pipetrain/runtime/losses.py",
+        "_sum(group.replicas.concatenate(_own_losses(step, fetch), what))",
+        "_sum([_own_losses(step, fetch)])",
         ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(
@@ -410,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "top_p leaves out the token that reaches it",
-        "pipetrain/runtime/sampling.py",
+        "pipetrain/runtime/generation.py",
         "before = ordered.softmax(-1).cumsum(-1).roll(1, -1)",
         "before = ordered.softmax(-1).cumsum(-1)",
         ("tests/runtime/test_generation.py",),
@@ -424,9 +425,9 @@ MUTANTS = (
     ),
     Mutant(
         "names that no layer has are ignored",
-        "pipetrain/runtime/whole_state.py",
-        "    if unknown:\n",
-        "    if False:\n",
+        "pipetrain/runtime/weights.py",
+        '        if unknown:\n            raise ValueError(\n                f"the state has {unknown[0]} (and',
+        '        if False:\n            raise ValueError(\n                f"the state has {unknown[0]} (and',
         ("tests/regressions/test_wrong_arguments.py", "-k", "state_of_another"),
     ),
 )

@@ -15,7 +15,7 @@ from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.runtime.clipping import clip_grad_norm
+from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 

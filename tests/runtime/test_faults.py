@@ -16,32 +16,32 @@ from torch import nn
 
 from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime import faults as fault_module
-from pipetrain.runtime.faults import VARIABLE, Deed, Fault, fail_at, faults_of_environment, inject, slow_down
+from pipetrain.runtime.faults import VARIABLE, Deed, Fault, faults_in, faults_of_environment, inject
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.op import Op
 
 
-def two_steps(faults: list[Fault], timeout_seconds: float) -> tuple[list[float], list[float]]:
+def two_steps(faults: str, timeout_seconds: float) -> tuple[list[float], list[float]]:
     """The losses, and the seconds that the faults slept, none of which is slept here."""
     slept: list[float] = []
     fault_module.time = SimpleNamespace(sleep=slept.append)  # type: ignore[assignment]
     with Pipeline(
         [lambda: nn.Linear(4, 4)] * 2, nn.functional.mse_loss, num_microbatches=2, timeout_seconds=timeout_seconds
     ) as pipeline:
-        inject(pipeline, faults)
+        inject(pipeline, faults_in(faults))
         inputs = torch.ones(4, 4)
         pipeline.evaluate(inputs, inputs)  # no fault: it is no step
         return [float(pipeline.step(inputs, inputs)) for _ in range(2)], slept
 
 
 def test_a_raised_fault_names_its_op() -> None:
-    failed, other = run_outcomes(2, two_steps, [fail_at(0, "0F1", step=1)], NEVER_SECONDS)
+    failed, other = run_outcomes(2, two_steps, "raise rank=0 op=0F1 step=2", NEVER_SECONDS)
     assert "rank 0 failed in 0F1 (compute lane, step 1)" in failed.error
     assert "rank 0 failed in 0F1" in other.error
 
 
 def test_a_killed_rank_is_named_by_the_other() -> None:
-    other, killed = run_outcomes(2, two_steps, [fail_at(1, "1F1", deed=Deed.KILL)], NEVER_SECONDS)
+    other, killed = run_outcomes(2, two_steps, "kill rank=1 op=1F1 step=1", NEVER_SECONDS)
     assert killed.exit_code == -signal.SIGKILL
     assert "rank 1 is gone" in other.error
 
@@ -54,7 +54,7 @@ def stopped_for_a_while(folder: str) -> str | None:
     other = int(path.with_name("rank-1").read_text())
     time_out_once(lambda: is_stopped(other))
     try:
-        two_steps([fail_at(1, "1F1", deed=Deed.STOP)], 30.0)
+        two_steps("stop rank=1 op=1F1 step=1", 30.0)
     except PipelineError as error:
         return str(error)
     finally:
@@ -72,27 +72,27 @@ def test_a_stopped_rank_is_found_by_its_time_out(tmp_path: pathlib.Path) -> None
 
 
 def test_a_slow_op_takes_its_time() -> None:
-    (plain, _), _ = run_ranks(2, two_steps, [], NEVER_SECONDS)
-    found = run_ranks(2, two_steps, [fail_at(1, "1B0", deed=Deed.SLOW, seconds=0.5)], NEVER_SECONDS)
+    (plain, _), _ = run_ranks(2, two_steps, "", NEVER_SECONDS)
+    found = run_ranks(2, two_steps, "slow rank=1 op=1B0 step=1 seconds=0.5", NEVER_SECONDS)
     assert found == [(plain, []), (plain, [0.5])]
 
 
 def test_a_rank_can_be_slow_for_many_steps() -> None:
     """From its step on, each of the six ops of a step (F, R and B of two microbatches) later by what was asked."""
-    found = run_ranks(2, two_steps, [slow_down(0, 0.1, step=0, num_steps=2)], NEVER_SECONDS)
-    (plain, _), _ = run_ranks(2, two_steps, [], NEVER_SECONDS)
+    found = run_ranks(2, two_steps, "slow rank=0 step=1 num_steps=2 seconds=0.1", NEVER_SECONDS)
+    (plain, _), _ = run_ranks(2, two_steps, "", NEVER_SECONDS)
     assert found == [(plain, [0.1] * 2 * 6), (plain, [])]
 
 
 def test_a_message_fails_as_it_is_started() -> None:
-    failed, other = run_outcomes(2, two_steps, [fail_at(1, "1SEND_B0")], NEVER_SECONDS)
+    failed, other = run_outcomes(2, two_steps, "raise rank=1 op=1SEND_B0 step=1", NEVER_SECONDS)
     assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in failed.error
     assert "a fault was injected at 1SEND_B0 of rank 1 in step 0" in other.error
 
 
 @pytest.mark.parametrize("op", ["0SEND_F1", "0RECV_B0", "0F0"])
 def test_a_dropped_connection_is_told_at_both_ends(op: str) -> None:
-    outcomes = run_outcomes(2, two_steps, [fail_at(0, op, step=1, deed=Deed.DROP)], NEVER_SECONDS)
+    outcomes = run_outcomes(2, two_steps, f"drop rank=0 op={op} step=2", NEVER_SECONDS)
     for outcome in outcomes:
         assert outcome.exit_code == 1
         assert re.search(r"rank \d is gone: rank \d lost its connection in \d(SEND|RECV)_[FB]\d", outcome.error)
@@ -126,10 +126,7 @@ def test_a_dropped_connection_is_a_closed_socket() -> None:
 
 def test_faults_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1;")
-    assert faults_of_environment() == [
-        fail_at(1, "1F2", step=2, deed=Deed.KILL),
-        slow_down(0, 0.1, step=1, num_steps=5),
-    ]
+    assert faults_of_environment() == [Fault(1, 2, Op.parse("1F2"), Deed.KILL), Fault(0, 1, None, Deed.SLOW, 0.1, 5)]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert faults_of_environment() == []
 

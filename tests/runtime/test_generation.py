@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.transformer import transformer_spec
 from pipetrain.plan.plan import make_plan
+from pipetrain.runtime.generation import Sampling
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.sampling import Sampling
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.past import Past
 
@@ -403,7 +403,7 @@ def test_the_chances_of_tokens() -> None:
 
 def test_tokens_are_drawn_by_their_chances() -> None:
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(4000, 4)
-    drawn = Sampling(1.0, seed=7).choose(logits, range(4000), 0)
+    drawn = Sampling(1.0, seed=7).draw(logits, range(4000), 0)
     counts = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(
         counts, torch.tensor([0.1, 0.4, 0.2, 0.3]), atol=0.04, rtol=0

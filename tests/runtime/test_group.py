@@ -22,7 +22,7 @@ from pipetrain.comm.coordinates import ORDERS, Coordinates, Grid, Names, grid_of
 from pipetrain.comm.courier import Courier, finish
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.group import join_group
-from pipetrain.runtime import whole_state
+from pipetrain.runtime import copies
 from pipetrain.runtime.pipeline import Pipeline
 
 
@@ -316,7 +316,7 @@ class Odd(nn.Module):
 
 
 def gathers_odd() -> None:
-    whole_state._PIECE_BYTES = 3000
+    copies._PIECE_BYTES = 3000
     model = nn.Sequential(*(Odd(number) for number in range(6)))
     with Pipeline(list(model), num_microbatches=1, timeout_seconds=NEVER_SECONDS) as pipeline:
         for _ in range(2):

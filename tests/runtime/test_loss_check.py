@@ -17,7 +17,7 @@ from ranks import run_outcomes, run_ranks
 from torch import Tensor, nn
 
 from pipetrain import Pipeline, RecomputePolicy, Whole, reference_step
-from pipetrain.runtime import loss_check
+from pipetrain.runtime import losses
 
 CLASSES = 5
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
@@ -248,7 +248,7 @@ def test_it_is_looked_at_in_the_first_step_alone() -> None:
 def test_of_a_large_output_the_first_is_cut_in_two(
     loss: Any, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_check, "_MOST_BYTES", 1)
+    monkeypatch.setattr(losses, "_MOST_BYTES", 1)
     if told is None:
         assert step(loss, squares())[2] == []
     else:

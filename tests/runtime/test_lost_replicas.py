@@ -17,27 +17,31 @@ from test_failures import Harmful, assert_gone, block_it, last_line
 from torch import nn
 
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime.faults import Deed, fail_at, inject
+from pipetrain.runtime.faults import faults_in, inject
 from pipetrain.runtime.pipeline import Pipeline
 
 M = 3
 NAMES = {
     "replica-stage": [f"rank {rank} (replica {rank // 2}, stage {rank % 2})" for rank in range(4)],
     "stage-replica": [f"rank {rank} (replica {rank % 2}, stage {rank // 2})" for rank in range(4)],
+    "replicas alone": [f"rank {rank} (replica {rank}, stage 0)" for rank in range(4)],
 }
 
 
 def pipeline_of(layers: list[nn.Module], order: str, timeout_seconds: float = NEVER_SECONDS) -> Pipeline:
-    """Two replicas of two stages."""
-    plan = make_plan(2, num_stages=2, num_microbatches=M, num_replicas=2, order=order)
+    """Two replicas of two stages, or four of one."""
+    grid: dict[str, Any] = {"num_stages": 1, "num_replicas": 4}
+    if order != "replicas alone":
+        grid = {"num_stages": 2, "num_replicas": 2, "order": order}
+    plan = make_plan(2, num_microbatches=M, **grid)
     return Pipeline(layers, mean_square, plan=plan, timeout_seconds=timeout_seconds)
 
 
-def train(order: str, at_rank: int, op: str, deed: Deed) -> None:
+def train(order: str, at_rank: int, op: str, deed: str) -> None:
     """In the second step something happens to a rank."""
     torch.manual_seed(0)
     pipeline = pipeline_of([nn.Linear(8, 8), nn.Linear(8, 8)], order)
-    inject(pipeline, [fail_at(at_rank, op, step=1, deed=deed)])
+    inject(pipeline, faults_in(f"{deed} rank={at_rank} op={op} step=2"))
     for inputs, targets in rows(12, 12, 12):
         pipeline.step(*pipeline.own_rows((inputs, targets)))
     pipeline.close()
@@ -58,6 +62,7 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
     [
         ("replica-stage", 1, "1B0"),
         ("stage-replica", 1, "0REDUCE_GRAD.0"),
+        ("replicas alone", 2, "0F1"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -65,18 +70,19 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
                 ("replica-stage", 2, "0B2"),
                 ("replica-stage", 3, "1REDUCE_GRAD.0"),
                 ("stage-replica", 2, "1F2"),
+                ("replicas alone", 0, "0REDUCE_GRAD.0"),
             )
         ),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_every_survivor(order: str, lost: int, op: str) -> None:
-    outcomes = run_outcomes(4, train, order, lost, op, Deed.KILL)
+    outcomes = run_outcomes(4, train, order, lost, op, "kill")
     assert outcomes[lost].exit_code == -signal.SIGKILL
     named_by_all(outcomes, lost, f"{NAMES[order][lost]} is gone")
 
 
 def test_a_rank_that_raises_is_named_in_the_other_replica() -> None:
-    outcomes = run_outcomes(4, train, "replica-stage", 3, "1B1", Deed.RAISE)
+    outcomes = run_outcomes(4, train, "replica-stage", 3, "1B1", "raise")
     assert outcomes[3].error is not None
     assert "a fault was injected at 1B1" in outcomes[3].error
     named_by_all(outcomes, 3, "rank 3 (replica 1, stage 1) failed in 1B1")

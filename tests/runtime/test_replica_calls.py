@@ -90,11 +90,7 @@ def mistakes() -> list[str]:
         replica = pipeline.coordinates.replica
         inputs, targets = batch(0)
         good = pipeline.own_rows(inputs), pipeline.own_rows(targets)
-        bad: list[tuple[Any, Any]] = [
-            (inputs[:3], targets[:3]),
-            (None, good[1]),
-            ((good[0], good[0][:2]), good[1]),
-        ]
+        bad: list[tuple[Any, Any]] = [(inputs[:3], targets[:3]), (None, good[1]), ((good[0], good[0][:2]), good[1])]
         for call in bad:
             with pytest.raises(ValueError) as caught:  # noqa: PT011
                 pipeline.step(*(call if replica == 1 else good))

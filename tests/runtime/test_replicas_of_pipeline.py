@@ -1,20 +1,21 @@
-"""Replicas of a pipeline train as one loop over all their microbatches does, and survivors name the replica that is lost."""
+"""Replicas of a pipeline train as one loop over all their microbatches does, also where they share the optimizer's state."""
 
 from __future__ import annotations
 
-import os
-import re
+from typing import Any
 
 import pytest
 import torch
-from ranks import run_outcomes, run_ranks
-from replica_models import MICROBATCHES, SHAPES, Shape, assert_replicas_equal, batch, difference, layers, mean_square
+import torch.distributed as dist
+from ranks import run_ranks
+from replica_models import MICROBATCHES, SHAPES, assert_replicas_equal, batch, difference, layers, mean_square
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.comm.failure import PipelineError
+from pipetrain.optim.zero import ShardedOptimizer
+from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Lane
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -24,7 +25,24 @@ def flat(tensors: list[Tensor]) -> Tensor:
 FAST = ("2 x 2", "4 x 1", "2 x 2, all kept, in parts")
 
 
-def ten_steps(name: str, num_steps: int = 10) -> list[float]:
+def sharded(pipeline: Pipeline, **options: float) -> Any:
+    """Ours around an optimizer."""
+    groups = [{"params": list(pipeline.parameters()), **options}]
+    return ShardedOptimizer(groups, torch.optim.SGD, pipeline.replica_process_group())  # type: ignore[arg-type]
+
+
+def of_torch(pipeline: Pipeline, **options: float) -> Any:
+    """Torch's own, as who uses the library has it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # two seconds
+
+    group = pipeline.replica_process_group()
+    return ZeroRedundancyOptimizer(pipeline.parameters(), torch.optim.SGD, process_group=group, **options)
+
+
+OPTIMIZERS: dict[str, Any] = {"sharded": sharded, "of torch": of_torch}
+
+
+def ten_steps(name: str, num_steps: int = 10, optimizer: str = "") -> list[float]:
     """Dropout on, clip active: gradients, norms and weights of each step beside the plain loop. Returns the norms."""
     shape = SHAPES[name]
     reference = nn.Sequential(*layers())
@@ -33,7 +51,9 @@ def ten_steps(name: str, num_steps: int = 10) -> list[float]:
     norms = []
     with shape.pipeline() as pipeline:
         own = dict(pipeline.named_parameters())
-        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.05) for model in (pipeline, reference))
+        options = {"lr": 0.05, "momentum": 0.9 if optimizer else 0.0}
+        theirs = torch.optim.SGD(reference.parameters(), **options)
+        ours = OPTIMIZERS[optimizer](pipeline, **options) if optimizer else torch.optim.SGD(own.values(), **options)
         for step in range(num_steps):
             inputs, targets = batch(step)
             rows = pipeline.own_rows({"inputs": inputs, "targets": targets})
@@ -49,15 +69,22 @@ def ten_steps(name: str, num_steps: int = 10) -> list[float]:
             close_norm = rounding(torch.float32, terms=len(wanted))  # a sum over all parameters, here stage by stage
             assert difference(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1)) <= close_norm
             norms.append(float(norm))
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+            for one in (ours, theirs):
+                one.step()
+                one.zero_grad()
             assert_replicas_equal(pipeline)
         found = difference(flat(list(own.values())), flat([wanted[one] for one in own]))
         assert found <= rounding(torch.float32, terms=m * num_steps), f"weights after {num_steps} steps: {found:.1e}"
         reduced = [event.op for event in pipeline.report.events if event.lane is Lane.REDUCE]
         assert reduced == list(pipeline.schedule.lane(pipeline.coordinates.stage, Lane.REDUCE))
         assert bool(reduced) == (shape.num_replicas > 1)
+        if optimizer == "sharded":
+            held: list[Any] = [None] * shape.num_ranks
+            dist.all_gather_object(held, {one for one, weight in own.items() if ours.state.get(weight)})
+            for first, second in ((held[0], held[2]), (held[1], held[3])):
+                assert first
+                assert second
+                assert not first & second
     return norms
 
 
@@ -70,38 +97,7 @@ def test_ten_steps_beside_the_plain_loop(name: str) -> None:
     assert all(of_rank == norms[0] for of_rank in norms), "the norm is not the same on every rank"
 
 
-def loses(name: str, at_rank: int, at: str) -> str:
-    with pytest.raises(PipelineError) as caught:
-        steps_until_lost(SHAPES[name], at_rank, Op.parse(at))
-    return str(caught.value)
-
-
-def steps_until_lost(shape: Shape, at_rank: int, at: Op) -> None:
-    with shape.pipeline() as pipeline:
-
-        def before(op: Op, step: int) -> None:
-            if pipeline.rank == at_rank and (op, step) == (at, 1):
-                os._exit(1)
-
-        pipeline.before_ops(before)
-        for step in range(4):
-            pipeline.step(*map(pipeline.own_rows, batch(step)))
-
-
-@pytest.mark.parametrize(
-    ("name", "at_rank", "at", "called"),
-    [
-        ("2 x 2", 3, "1REDUCE_GRAD.0", r"rank 3 \(replica 1, stage 1\)"),
-        ("4 x 1", 2, "0F1", r"rank 2 \(replica 2, stage 0\)"),
-        pytest.param("2 x 2", 0, "0B1", r"rank 0 \(replica 0, stage 0\)", marks=pytest.mark.slow),
-        pytest.param("4 x 1", 0, "0REDUCE_GRAD.0", r"rank 0 \(replica 0, stage 0\)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_lost_replica_is_named_like_a_lost_stage(name: str, at_rank: int, at: str, called: str) -> None:
-    outcomes = run_outcomes(4, loses, name, at_rank, at)
-    for outcome in outcomes:
-        if outcome.rank == at_rank:
-            assert outcome.exit_code == 1
-        else:
-            assert outcome.value is not None, outcome
-            assert re.match(rf"{called} is gone", outcome.value), outcome.value
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ten_steps_with_the_state_over_the_replicas(optimizer: str) -> None:
+    run_ranks(4, ten_steps, "2 x 2", 10, optimizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipetrain.runtime.replicas import SharedGradients
+from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.schedule.kinds import Kind
 from pipetrain.schedule.op import Op
 

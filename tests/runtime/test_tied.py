@@ -74,10 +74,7 @@ def spec() -> ModelSpec:
     """The same of callables, which only say that two are one."""
     kinds = [Embedding, *[Block] * 4, Head]
     return ModelSpec(
-        size=ModelSize(6),
-        build_layers=one_by_one(kinds),
-        tied=((FIRST, SECOND),),
-        fingerprint={"num_layers": 6},
+        size=ModelSize(6), build_layers=one_by_one(kinds), tied=((FIRST, SECOND),), fingerprint={"num_layers": 6}
     )
 
 

@@ -97,19 +97,19 @@ LAUNCHED_AHEAD = f"""\
 """
 
 GIVEN_INSIDE = """\
-            if not is_last:  # before the op ends: what it gives may have to be copied
-                self._given[to] = self._crossed(stage, output, given)  # [3]
+        if entry.writes is not None:  # before the op ends: what it gives may have to be copied
+            self._given[entry.writes] = _crossed(stage, output, given)  # [3]
 """
 GIVEN_OUTSIDE = """\
-        if not is_last:
-            self._given[to] = self._crossed(stage, output, given)
+    if entry.writes is not None:
+        self._given[entry.writes] = _crossed(stage, output, given)
 """
 # The copy is made where the producer runs, but after its end was recorded: the wrong mend.
 GIVEN_DENSE_OUTSIDE = """\
-        if not is_last:
-            from pipetrain.comm.forms import compact
-            crossed = self._crossed(stage, output, given)
-            self._given[to] = crossed._replace(leaves=[compact(leaf) for leaf in crossed.leaves])
+    if entry.writes is not None:
+        from pipetrain.comm.forms import compact
+        crossed = _crossed(stage, output, given)
+        self._given[entry.writes] = crossed._replace(leaves=[compact(leaf) for leaf in crossed.leaves])
 """
 
 

@@ -34,7 +34,7 @@ from pipetrain.models.trained import Model, Optimizer
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.optim.optimizer import learning_rate, make_optimizer
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.clipping import clip_grad_norm
+from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
 

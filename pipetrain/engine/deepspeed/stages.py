@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipetrain.comm.coordinates import STAGE_REPLICA, Grid
 from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import whole_state as weights
+from pipetrain.runtime import weights
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
 from pipetrain.stage.seeding import layer_seed, seed_generators
 from pipetrain.stage.stage import LossFn

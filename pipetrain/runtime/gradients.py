@@ -1,26 +1,30 @@
-"""Gradients that several ranks have a part of: those of the replicas of a stage, and those of a parameter that two stages share.
+"""Gradients over ranks: what several have a part of is summed, and the norm of all is clipped.
 
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
-Each replica back-propagates with its share n_i / N of all that counts, so gradients are summed and not averaged. A step that adds to
-gradients of steps before gives only its own: `.grad` is put aside in between.
+Parts are those of the replicas of a stage, and those of a parameter that two stages share. Each replica back-propagates with its share
+n_i / N of all that counts, so gradients are summed and not averaged. A step that adds to gradients of steps before gives only its own:
+`.grad` is put aside in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from pipetrain.comm.device import Fetch
+from pipetrain.runtime.arguments import is_number
 from pipetrain.schedule.op import Op
 
 # Smaller ones are copied into one piece of memory, in which they stay; of a larger one a copy would cost more than a message does.
 _ALONE_BYTES = 1 << 20
 
 Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD names it
-Fetch = Callable[[Tensor, str], Tensor]  # a tensor of the device on the host, and what it is called
 
 
 class SharedGradients:
@@ -41,27 +45,27 @@ class SharedGradients:
         runs_ahead: bool = True,
     ) -> None:
         self._copies = copies
-        self._of_parts = {} if of_parts is None else of_parts
+        self._of_parts = of_parts or {}
         self._now = now
         self._runs_ahead = runs_ahead
         self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._read: list[Tensor] = []
-        self._in_doubt: list[
-            tuple[nn.Parameter, Tensor]
-        ] = []  # without a gradient here; in how many replicas there is one
+        # Without a gradient here, and in how many replicas there is one.
+        self._in_doubt: list[tuple[nn.Parameter, Tensor]] = []
         self._sparse: dict[nn.Parameter, int] = {}  # those whose gradients are; how many of their dimensions
 
     def start_step(self, reduces: Sequence[Op]) -> None:
         """From now on `.grad` has what this step gives, for all that `reduces` add up.
 
-        Raises:
-            ValueError: a stage has a parameter that it did not have when the pipeline was made.
+        Raises ValueError: a stage has a parameter that it did not have when the pipeline was made.
         """
+        if not reduces:
+            self._trained = {}
+            return
+        self._refuse_replaced()
         key = tuple(reduces)
-        if key:
-            self._refuse_replaced()
         if key not in self._buckets:
             self._buckets[key] = self._share_out(key)
         self._trained = {op: [one for one in bucket if one.requires_grad] for op, bucket in self._buckets[key].items()}
@@ -95,13 +99,14 @@ class SharedGradients:
         if op.peer is not None:
             # Where neither end has one, as where the layers of both are passed by, it comes out as zeros.
             return [self._alone(parameter) for parameter in bucket]
-        dtypes = dict.fromkeys(map(_dtype_of_gradient, bucket))
-        small = [parameter for parameter in bucket if _is_small(parameter)]
+        sizes = {parameter: parameter.numel() * _grad_dtype(parameter).itemsize for parameter in bucket}
+        small = [parameter for parameter in bucket if sizes[parameter] < _ALONE_BYTES]
         tensors = []
-        for number, dtype in enumerate(dtypes):
-            together = [parameter for parameter in small if _dtype_of_gradient(parameter) is dtype]
+        for number, dtype in enumerate(dict.fromkeys(map(_grad_dtype, bucket))):
+            together = [parameter for parameter in small if _grad_dtype(parameter) is dtype]
             tensors.append(self._together(together, dtype, bucket if number == 0 else ()))
-        return [*(one for one in tensors if one.numel()), *(self._alone(one) for one in bucket if not _is_small(one))]
+        large = [self._alone(parameter) for parameter in bucket if sizes[parameter] >= _ALONE_BYTES]
+        return [*(one for one in tensors if one.numel()), *large]
 
     def _together(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, marked: Sequence[nn.Parameter]
@@ -130,7 +135,7 @@ class SharedGradients:
 
     def _alone(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
-            dtype = _dtype_of_gradient(parameter)
+            dtype = _grad_dtype(parameter)
             dense = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         else:
             dense = self._dense(parameter, parameter.grad).contiguous()
@@ -172,6 +177,8 @@ class SharedGradients:
                 if not count:
                     parameter.grad = None
             self._in_doubt.clear()
+        if not self._sparse:
+            return
         replicated = {parameter for op, bucket in self._trained.items() if op.peer is None for parameter in bucket}
         for parameter, dimensions in self._sparse.items():
             if parameter in replicated and parameter.grad is not None and parameter.grad.layout is torch.strided:
@@ -181,18 +188,13 @@ class SharedGradients:
         """A step has failed."""
         for parameter, before in self._before.items():
             parameter.grad = before
-        self._before.clear()
-        self._read.clear()
-        self._in_doubt.clear()
+        for held in (self._before, self._read, self._in_doubt):
+            held.clear()
 
 
-def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
     dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     return dtype
-
-
-def _is_small(parameter: nn.Parameter) -> bool:
-    return parameter.numel() * _dtype_of_gradient(parameter).itemsize < _ALONE_BYTES
 
 
 def _rooms(piece: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
@@ -204,3 +206,84 @@ def _rooms(piece: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor
             strides = torch.empty_like(parameter, device="meta").stride()
         yield piece.as_strided(parameter.shape, strides, start)
         start += parameter.numel()
+
+
+# The clip -------------------------------------------------------------------------------------------------------------
+
+
+def clip_grad_norm(
+    parameters_of: Mapping[int, Iterable[nn.Parameter]],
+    max_norm: float,
+    exchange: Callable[[bytes], list[bytes]],
+    device: torch.device,
+    fetch: Callable[[Tensor], Tensor] = Tensor.cpu,
+    uncounted: Collection[int] = (),
+) -> Tensor:
+    """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
+
+    `parameters_of` are this rank's parameters per stage; `exchange` gives what each rank gave, to every rank. The norms of
+    single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
+    equals that of the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled and count in the norm on another
+    rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the gradients.
+
+    Raises ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
+    """
+    own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
+    mistake = ""
+    if not is_number(max_norm) or not max_norm >= 0:
+        mistake = f"clip_grad_norm_ was given max_norm={max_norm!r}: a number, 0 or more, is needed; inf gives the norm and scales nothing"
+    counted = {stage: [one for one in group if id(one) not in uncounted] for stage, group in own.items()}
+    said = {"mistake": mistake, "norms": _norms(counted, fetch)}
+    parts = [json.loads(part) for part in exchange(json.dumps(said).encode())]
+    if mistakes := [part["mistake"] for part in parts if part["mistake"]]:
+        raise ValueError(mistakes[0])
+    of_stage = {int(stage): norms for part in parts for stage, norms in part["norms"].items()}
+    norms = [
+        torch.tensor(norm, dtype=getattr(torch, kind)) for stage in sorted(of_stage) for norm, kind in of_stage[stage]
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
+        # Filled in: a copy from the host would wait for the device.
+        (value,) = total.reshape(1).tolist()
+        there = torch.full((), value, dtype=total.dtype, device=device)
+        _scale([parameter for group in own.values() for parameter in group], max_norm, there)
+    return total
+
+
+def _norms(
+    parameters_of: Mapping[int, Iterable[nn.Parameter]], fetch: Callable[[Tensor], Tensor]
+) -> dict[int, list[tuple[float, str]]]:
+    """Per stage the norm and dtype of each gradient there is. float64 holds any of the dtypes exactly."""
+    norms = {
+        stage: [_norm(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for stage, parameters in parameters_of.items()
+    }
+    of_all = [norm.double() for group in norms.values() for norm in group]
+    values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])
+    return {
+        stage: [(next(values), str(norm.dtype).removeprefix("torch.")) for norm in group]
+        for stage, group in norms.items()
+    }
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """The 2-norm of a gradient: of a sparse one, of the sums of entries that meet; of a DTensor, over all of its ranks."""
+    if gradient.layout is not torch.strided:
+        gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()
+    norm: Tensor = torch.linalg.vector_norm(gradient)
+    return whole() if (whole := getattr(norm, "full_tensor", None)) else norm
+
+
+@torch.no_grad()
+def _scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """As torch.nn.utils.clip_grads_with_norm_ does, which knows dense gradients alone."""
+    plain, factor = [], torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout is torch.strided and not hasattr(gradient, "full_tensor"):
+            plain.append(parameter)
+        else:
+            gradient.mul_(factor)
+    torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total)
