@@ -20,11 +20,10 @@ from pipetrain.schedule.kinds import (
     PASS_SEQUENCES,
     RECOMPUTE,
     REDUCING,
-    TRANSFER_LANES,
     Direction,
     kinds_where,
 )
-from pipetrain.schedule.launches import launch_order, recomputed_too_early
+from pipetrain.schedule.launches import recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op, Queue, queue_of
 from pipetrain.schedule.policy import Mode
@@ -41,17 +40,15 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule: the message has the rule, the op and the grid with the op marked."""
 
 
-def check(schedule: Schedule, *, serial: bool = False) -> None:
-    """Returns if the schedule is sound; `serial`: also where a device runs one transfer at a time, in the order of launching.
-
-    NCCL promises no more for transfers of different communicators.
+def check(schedule: Schedule) -> None:
+    """Returns if the schedule is sound.
 
     Raises:
         ScheduleError: the first rule that is broken, by which op.
         ValueError: the policy's numbers are for another number of stages.
     """
     schedule.policy.check_stages(schedule.num_stages)
-    for rule in (*RULES, one_transfer_at_a_time) if serial else RULES:
+    for rule in RULES:
         for op, violation in rule(schedule):
             sentence = (rule.__doc__ or rule.__name__).splitlines()[0]
             raise ScheduleError(f"{sentence}\n{op}: {violation}\n{grid(schedule, op)}")
@@ -345,12 +342,6 @@ def _cycle(cycle: list[Op]) -> Iterator[Violation]:
         yield cycle[0], f"waits for {chain}"
 
 
-def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Violation]:
-    """There is no deadlock, also where a device runs one transfer at a time, in the order of launching."""
-    ranks = ([op for op in ops if op.kind.row.lane in TRANSFER_LANES] for ops in launch_order(schedule))
-    yield from _cycle(find_cycle(schedule, list(ranks)))
-
-
 def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
     """A rank that launches ahead launches each of its ops once, after what the op waits for and the op before it in its queue."""
     if not schedule.launch_order:
@@ -375,7 +366,7 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """There is no deadlock, also when an op waits for all that its rank has launched before: a host may wait for its device.
 
-    So may streams that share a queue of the hardware. It holds if there is one order of all ops, a message one of them,
+    So may streams that share a queue of the hardware, and transfers, of which NCCL promises to run but one at a time. It holds if there is one order of all ops, a message one of them,
     in which each rank launches its own; and then whichever hosts wait, and wherever.
     """
     if schedule.launch_order:

@@ -9,7 +9,7 @@ from work import calls_per_op
 
 from pipetrain.schedule.check import RULES, ScheduleError, check
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.launches import for_device, launch_order
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -130,7 +130,7 @@ BROKEN = {
         "0F1: is launched before 0F0",
     ),
     "launched_in_one_order": (
-        dataclasses.replace(LAUNCHED, launch_order=launch_order(dataclasses.replace(LAUNCHED, launch_order=()))),
+        dataclasses.replace(LAUNCHED, launch_order=spelled.launched_early(LAUNCHED)),
         "which waits for",
     ),
     "each_recompute_gets_free_memory": (
