@@ -91,6 +91,13 @@ def grid_of(num_ranks: int, num_replicas: int, order: str = REPLICA_STAGE) -> Gr
     return Grid(num_replicas, num_ranks // num_replicas, order=order)
 
 
+def named_place(rank: int, replica: int, stages: Sequence[int]) -> str:
+    """`rank 5 (replica 1, stages 1 and 3)`."""
+    *most, last = map(str, stages)
+    held = f"stages {', '.join(most)} and {last}" if most else f"stage {last}"
+    return f"rank {rank} (replica {replica}, {held})"
+
+
 class Names:
     """What each rank of a grid is called in messages: by its number, and where there are replicas by its coordinates, too."""
 
@@ -109,7 +116,6 @@ class Names:
         at = self._grid.coordinates_of(rank)
         stages = [stage for stage, holder in enumerate(self._stage_ranks) if holder == at.stage]
         # Until it is known which stages they hold, ranks are told apart by where they stand in their replica.
-        *most, last = map(str, stages or [at.stage])
-        listed = f"{', '.join(most)} and {last}" if most else last
-        held = f"stage{'s' if most else ''} {listed}" if stages else f"place {last}"
-        return f"rank {rank} (replica {at.replica}, {held})"
+        return (
+            named_place(rank, at.replica, stages) if stages else f"rank {rank} (replica {at.replica}, place {at.stage})"
+        )

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipetrain.comm.coordinates import Coordinates, Grid
+from pipetrain.comm.coordinates import Coordinates, Grid, named_place
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.kinds import Direction
 from pipetrain.schedule.messages import partner_of
@@ -46,10 +46,7 @@ class RankPlace:
     stages: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """`rank 5 (replica 1, stages 1 and 3)`, as messages have it."""
-        *most, last = map(str, self.stages)
-        held = f"stages {', '.join(most)} and {last}" if most else f"stage {last}"
-        return f"rank {self.rank} (replica {self.replica}, {held})"
+        return named_place(self.rank, self.replica, self.stages)
 
 
 def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:

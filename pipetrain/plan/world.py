@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipetrain.comm.coordinates import grid_of
 from pipetrain.config.records import AUTO_REPLICAS, ClusterConfig, ParallelConfig, PipelineConfig
 from pipetrain.schedule.csv_file import size_of_csv
 from pipetrain.schedule.placement import ranks_named_in
@@ -80,13 +81,7 @@ def _share_of_each(replicas: int, there_are: int | None, num_nodes: int) -> int:
     """The ranks of one replica, where its stages are as many as it has ranks for."""
     if there_are is None:
         return max(-(-num_nodes // replicas), _DEFAULT_RANKS)
-    if there_are % replicas:
-        nearest = min((n for n in range(1, there_are + 1) if there_are % n == 0), key=lambda n: abs(n - replicas))
-        raise ValueError(
-            f"parallel.num_replicas={replicas}: {there_are} ranks cannot be shared out evenly over the replicas; start "
-            f"{_nearest_multiples(there_are, replicas)} ranks, or set parallel.num_replicas={nearest}"
-        )
-    return there_are // replicas
+    return grid_of(there_are, replicas).stage
 
 
 def _does_not_fit(pipeline: PipelineConfig, replicas: int, num_ranks: int, wanted: int) -> str:

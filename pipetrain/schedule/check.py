@@ -20,11 +20,10 @@ from pipetrain.schedule.kinds import (
     PASS_SEQUENCES,
     RECOMPUTE,
     REDUCING,
-    TRANSFER_LANES,
     Direction,
     kinds_where,
 )
-from pipetrain.schedule.launches import launch_order, recomputed_too_early
+from pipetrain.schedule.launches import recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op, Queue, queue_of
 from pipetrain.schedule.policy import Mode
@@ -41,17 +40,15 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule: the message has the rule, the op and the grid with the op marked."""
 
 
-def check(schedule: Schedule, *, serial: bool = False) -> None:
-    """Returns if the schedule is sound; `serial`: also where a device runs one transfer at a time, in the order of launching.
-
-    NCCL promises no more for transfers of different communicators.
+def check(schedule: Schedule) -> None:
+    """Returns if the schedule is sound.
 
     Raises:
         ScheduleError: the first rule that is broken, by which op.
         ValueError: the policy's numbers are for another number of stages.
     """
     schedule.policy.check_stages(schedule.num_stages)
-    for rule in (*RULES, one_transfer_at_a_time) if serial else RULES:
+    for rule in RULES:
         for op, violation in rule(schedule):
             sentence = (rule.__doc__ or rule.__name__).splitlines()[0]
             raise ScheduleError(f"{sentence}\n{op}: {violation}\n{grid(schedule, op)}")
@@ -76,19 +73,23 @@ def violation_of(op: Op, rank: int, shape: Shape) -> str | None:
     """Why `op`, of a generator or a file, may not stand on the compute lane of `rank`; None: it may."""
     if not op.kind.computes or op.peer is not None:
         return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
-    if not 0 <= op.stage < shape.num_stages:
-        return (
-            f"is of stage {op.stage}; allowed are 0 to {shape.num_stages - 1} (pipeline.num_stages={shape.num_stages})"
-        )
-    if op.microbatch is None or not 0 <= op.microbatch < shape.num_microbatches:
-        allowed = f"0 to {shape.num_microbatches - 1} (pipeline.num_microbatches={shape.num_microbatches})"
+    return _place_violation(op, rank, shape)
+
+
+def _place_violation(op: Op, rank: int, shape: Shape) -> str | None:
+    """Why `op` may not stand on any lane of `rank`; None: it may."""
+    stages, microbatches, has_microbatch = shape.num_stages, shape.num_microbatches, not op.kind.row.per_stage
+    if not 0 <= op.stage < stages:
+        return f"is of stage {op.stage}; allowed are 0 to {stages - 1} (pipeline.num_stages={stages})"
+    if has_microbatch and (op.microbatch is None or not 0 <= op.microbatch < microbatches):
+        allowed = f"0 to {microbatches - 1} (pipeline.num_microbatches={microbatches})"
         return f"is of microbatch {op.microbatch}; allowed are {allowed}"
     if shape.stage_ranks[op.stage] != rank:
         return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
-    return segment_violation(op, shape.parts_of(op.stage))
+    return _segment_violation(op, shape.parts_of(op.stage)) if has_microbatch else None
 
 
-def segment_violation(op: Op, num_parts: int) -> str | None:
+def _segment_violation(op: Op, num_parts: int) -> str | None:
     """Why `op` may not have its part, of a stage with so many; None: it may."""
     may_have = op.kind in _WITH_PARTS and num_parts > 1
     if op.part is None:
@@ -110,30 +111,20 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Violation]:
     """An op runs on the rank that holds its stage, in the lane of its kind, for a microbatch of the step."""
     overlap = schedule.policy.mode is Mode.OVERLAP
     lanes = {kind: kind.row.lane_in(overlap) for kind in Kind}
+    parts = tuple(map(schedule.policy.num_parts, range(schedule.num_stages)))
+    shape = Shape(schedule.stage_ranks, schedule.num_microbatches, num_parts=parts)
     for rank, lane, op in schedule.ops():
-        if not 0 <= op.stage < schedule.num_stages:
-            yield op, f"there are stages 0 to {schedule.num_stages - 1}"
-        elif op.kind.row.cost is None:
+        per_stage = op.kind.row.per_stage
+        if op.kind.row.cost is None:
             yield op, f"the executor does not know {op.kind} yet"
-        elif (fault := _form_violation(schedule, op)) is not None:
-            yield op, fault
-        elif schedule.stage_ranks[op.stage] != rank:
-            yield op, f"stage {op.stage} lives on rank {schedule.stage_ranks[op.stage]}, not on rank {rank}"
+        elif per_stage and (op.microbatch is not None or op.part is None):
+            yield op, "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
+        elif not per_stage and op.peer is not None:
+            yield op, "the executor does not know ops of this form"
+        elif (violation := _place_violation(op, rank, shape)) is not None:
+            yield op, violation
         elif lanes[op.kind] is not lane:
             yield op, f"{op.kind} belongs into the {lanes[op.kind]} lane, not into {lane}"
-
-
-def _form_violation(schedule: Schedule, op: Op) -> str | None:
-    if op.kind.row.per_stage:
-        named = op.microbatch is None and op.part is not None
-        return (
-            None if named else "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
-        )
-    if op.microbatch is None or not 0 <= op.microbatch < schedule.num_microbatches:
-        return f"there are microbatches 0 to {schedule.num_microbatches - 1}"
-    if op.peer is not None:
-        return "the executor does not know ops of this form"
-    return segment_violation(op, schedule.policy.num_parts(op.stage))
 
 
 def each_forward(schedule: Schedule) -> Iterator[Violation]:
@@ -351,12 +342,6 @@ def _cycle(cycle: list[Op]) -> Iterator[Violation]:
         yield cycle[0], f"waits for {chain}"
 
 
-def one_transfer_at_a_time(schedule: Schedule) -> Iterator[Violation]:
-    """There is no deadlock, also where a device runs one transfer at a time, in the order of launching."""
-    ranks = ([op for op in ops if op.kind.row.lane in TRANSFER_LANES] for ops in launch_order(schedule))
-    yield from _cycle(find_cycle(schedule, list(ranks)))
-
-
 def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
     """A rank that launches ahead launches each of its ops once, after what the op waits for and the op before it in its queue."""
     if not schedule.launch_order:
@@ -381,7 +366,7 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """There is no deadlock, also when an op waits for all that its rank has launched before: a host may wait for its device.
 
-    So may streams that share a queue of the hardware. It holds if there is one order of all ops, a message one of them,
+    So may streams that share a queue of the hardware, and transfers, of which NCCL promises to run but one at a time. It holds if there is one order of all ops, a message one of them,
     in which each rank launches its own; and then whichever hosts wait, and wherever.
     """
     if schedule.launch_order:

@@ -47,7 +47,6 @@ from pipetrain.schedule.simulate import simulate
 MOST_UNSENT = 3
 
 Wait = tuple[Op, Op]  # (op, what it waits for)
-LaunchOrder = tuple[tuple[Op, ...], ...]  # of each rank
 
 
 def for_device(schedule: Schedule) -> Schedule:
@@ -66,28 +65,6 @@ def for_device(schedule: Schedule) -> Schedule:
             waits[op].append(awaited)
         launched = dataclasses.replace(launched, waits={op: tuple(dict.fromkeys(own)) for op, own in waits.items()})
     return launched
-
-
-def launch_order(schedule: Schedule) -> LaunchOrder:
-    """In which order the host of each rank launches, in its own or, where it has none, as early as waits and queues let it.
-
-    Without an order of its own a host launches what has its turn in this order: sends, receives, reduces, R, then F and B.
-    """
-    if schedule.launch_order:
-        return schedule.launch_order
-    graph = op_graph(schedule)
-    queues: dict[Queue, int] = {}
-    turns = []
-    for op, lane in zip(graph.ops, graph.op_lanes):
-        turns.append((_LANES.index(lane), queues.setdefault(queue_of(lane, op), len(queues))))
-    alone = dataclasses.replace(graph, partner=[-1] * len(graph.ops))  # a transfer is launched without its other end
-    ranks: list[list[Op]] = [[] for _ in range(schedule.num_ranks)]
-    for place in run_order(alone, turns):
-        ranks[graph.ranks[place]].append(graph.ops[place])
-    return tuple(map(tuple, ranks))
-
-
-_LANES = (Lane.SEND, Lane.RECV, Lane.REDUCE, Lane.RECOMPUTE, Lane.COMPUTE)
 
 
 def _one_order(schedule: Schedule) -> list[Op]:

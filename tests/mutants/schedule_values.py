@@ -88,13 +88,6 @@ MUTANTS = (
         ("tests/schedule/test_schedule_check.py",),
     ),
     Mutant(
-        "check does not ask for transfers one at a time",
-        "pipetrain/schedule/check.py",
-        "(*RULES, one_transfer_at_a_time) if serial else RULES",
-        "RULES",
-        ("tests/schedule/test_launches.py", "-k", "one_transfer"),
-    ),
-    Mutant(
         "costs may be nan",
         "pipetrain/schedule/costs.py",
         "            if not all(0 <= entry < math.inf for entry in values):",

@@ -51,7 +51,7 @@ def test_replicas_and_ranks_of_each(words: str, num_ranks: int | None, expected:
         (f"{THREE} {STAGES_4}", 6, ["6 ranks are not", "3 x 4", "start 12 ranks", "pipeline.num_stages=2"]),
         (f"{TWO} {STAGES_4}", 7, ["7 ranks are not", "start 8 ranks, or 4 or 8 with parallel.num_replicas=auto"]),
         (f"{TWO} pipeline.placement=[0,1,1,0]", 6, ["pipeline.placement=[0, 1, 1, 0]", "parallel.num_replicas=3"]),
-        (THREE, 7, ["7 ranks cannot be shared out", "start 6 or 9 ranks", "parallel.num_replicas=1"]),
+        (THREE, 7, ["7 ranks make no 3 replicas of equal size", "start 6 or 9 ranks", "parallel.num_replicas=1"]),
         (f"{AUTO} {STAGES_4}", 3, ["3 ranks are not a multiple of the 4", "start 4 ranks"]),
         (f"{AUTO} {STAGES_4}", 6, ["6 ranks are not a multiple of the 4", "start 4 or 8 ranks"]),
         (AUTO, 6, ["set pipeline.num_stages"]),

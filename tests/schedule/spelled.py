@@ -36,3 +36,16 @@ def with_words(
     """`schedule` with other ops in one lane, and other waits for some ops."""
     changed = {Op.parse(op): ops(awaited) for op, awaited in (waits or {}).items()}
     return dataclasses.replace(with_lane(schedule, rank, lane, ops(words)), waits={**schedule.waits, **changed})
+
+
+def launched_early(schedule: Schedule) -> tuple[tuple[Op, ...], ...]:
+    """Of each rank all ops, as a host launches them that goes by waits and queues alone: what may come first of messages, then R, then F and B."""
+    orders = []
+    for lanes in schedule.lanes:
+        queues = (Lane.SEND, Lane.RECV, Lane.REDUCE, Lane.RECOMPUTE, Lane.COMPUTE)
+        todo, order = [op for lane in queues for op in lanes.get(lane, ())], dict[Op, None]()
+        while todo:
+            order[next(op for op in todo if order.keys() >= {*schedule.comes_after(op)})] = None
+            todo = [op for op in todo if op not in order]
+        orders.append(tuple(order))
+    return tuple(orders)

@@ -10,13 +10,14 @@ import pytest
 from examples import examples
 from hypothesis import strategies as st
 from random_schedules import random_schedules
+from spelled import launched_early
 from unsent import most_held_for_sends, predecessors
 
 from pipetrain.schedule.alive import ends_stash, peak_sets, peak_stash, places_freed, places_taken
 from pipetrain.schedule.check import ScheduleError, check, each_op_is_launched, launched_in_one_order
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import TRANSFER_LANES
-from pipetrain.schedule.launches import for_device, launch_order
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -35,7 +36,7 @@ def test_ranks_launch_in_one_order() -> None:
         "0F0 0R0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0R1 0F2 0SEND_F2 0RECV_B1 0B1 0R2 0RECV_B2 0B2"
     )
     assert launched(schedule, 1) == ("1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2")
-    check(schedule, serial=True)
+    check(schedule)
 
 
 def test_what_transfers_and_their_tensors_wait_for() -> None:
@@ -94,7 +95,7 @@ def hangs(schedule: Schedule, order: tuple[tuple[Op, ...], ...], barriers: list[
 
 
 def places_where_one_host_hangs_all(schedule: Schedule) -> int:
-    order = launch_order(schedule)
+    order = schedule.launch_order or launched_early(schedule)
     nobody: list[set[int]] = [set() for _ in order]
     return sum(
         hangs(schedule, order, [*nobody[:rank], {number}, *nobody[rank + 1 :]])
@@ -111,22 +112,6 @@ def test_receives_ahead_hang_where_a_host_waits_for_its_device(family: str) -> N
     assert places_where_one_host_hangs_all(for_device(schedule)) == 0
 
 
-@pytest.mark.parametrize(
-    ("family", "last_stage", "survives"), [("gpipe", "always", True), ("gpipe", "auto", False), ("1f1b", "auto", False)]
-)
-def test_one_transfer_at_a_time(family: str, last_stage: str, survives: bool) -> None:
-    """Receives just in time are not enough where both ranks of an edge send; the one order is."""
-    policy = RecomputePolicy(last_stage=last_stage)  # type: ignore[arg-type]
-    just_in_time = make_schedule(family, num_stages=3, num_microbatches=4, recompute=policy, transport_ahead=0)
-    check(just_in_time)
-    if survives:
-        check(just_in_time, serial=True)
-    else:
-        with pytest.raises(ScheduleError, match=r"one transfer at a time.*\n.*SEND_F1: waits for|RECV_.*waits for"):
-            check(just_in_time, serial=True)
-    check(for_device(just_in_time), serial=True)
-
-
 def sound(schedule: Schedule) -> bool:
     try:
         check(schedule)
@@ -139,7 +124,7 @@ def holds(schedule: Schedule, costs: Costs, seed: int) -> None:
     if not sound(schedule):
         return
     device = for_device(schedule)
-    check(device, serial=True)
+    check(device)
     never_hangs(device, random.Random(seed))
     memory_is_free(device)
     bounds_hold_as_launched(device)
@@ -272,7 +257,7 @@ def test_an_r_that_waits_for_a_message_waits_for_what_frees_its_memory_too() -> 
     waiting = dataclasses.replace(made, waits={**made.waits, first: (*made.waits[first], last)})
     check(waiting)
     device = for_device(waiting)
-    check(device, serial=True)
+    check(device)
     added = set(device.waits[first]) - set(waiting.waits[first])
     assert {op.kind for op in added} == {Kind.B}
     memory_is_free(device)

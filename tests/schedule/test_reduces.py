@@ -55,7 +55,7 @@ def test_which_ops_and_what_they_wait_for(family: str, options: dict[str, object
     check(schedule)
     assert reduces(schedule) == expected
     launched = for_device(schedule)
-    check(launched, serial=True)
+    check(launched)
     assert reduces(launched) == expected
 
 

@@ -9,7 +9,7 @@ from work import calls_per_op
 
 from pipetrain.schedule.check import RULES, ScheduleError, check
 from pipetrain.schedule.grid import grid
-from pipetrain.schedule.launches import for_device, launch_order
+from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -62,14 +62,14 @@ BROKEN = {
     "each_op_in_its_place": (edited(1, Lane.COMPUTE, ("1F1", "0F1")), "stands there 2 times"),
     "rank": (
         edited(0, Lane.COMPUTE, ("0F1", ""), schedule=edited(1, Lane.COMPUTE, ("1F1", "1F1 0F1"))),
-        "0F1: stage 0 lives on rank 0, not on rank 1",
+        "0F1: stands in the line of rank 1, but stage 0 lives on rank 0",
     ),
     "lane": (
         edited(1, Lane.RECOMPUTE, ("1R1", ""), schedule=edited(1, Lane.COMPUTE, ("1B1", "1R1 1B1"))),
         "1R1: R belongs into the recompute lane, not into compute",
     ),
-    "stage": (edited(1, Lane.COMPUTE, ("1F1", "7F1")), "7F1: there are stages 0 to 2"),
-    "microbatch": (edited(1, Lane.COMPUTE, ("1F1", "1F7")), "1F7: there are microbatches 0 to 2"),
+    "stage": (edited(1, Lane.COMPUTE, ("1F1", "7F1")), "7F1: is of stage 7; allowed are 0 to 2"),
+    "microbatch": (edited(1, Lane.COMPUTE, ("1F1", "1F7")), "1F7: is of microbatch 7; allowed are 0 to 2"),
     "form": (
         edited(1, Lane.COMPUTE, ("1F1", "1F1.3")),
         "1F1.3: is no op of a compute lane here: only R and B have parts",
@@ -130,7 +130,7 @@ BROKEN = {
         "0F1: is launched before 0F0",
     ),
     "launched_in_one_order": (
-        dataclasses.replace(LAUNCHED, launch_order=launch_order(dataclasses.replace(LAUNCHED, launch_order=()))),
+        dataclasses.replace(LAUNCHED, launch_order=spelled.launched_early(LAUNCHED)),
         "which waits for",
     ),
     "each_recompute_gets_free_memory": (
