@@ -25,7 +25,6 @@ from pipetrain.config.records import ALL, LAST
 from pipetrain.data.documents import MESSAGES, Row
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ASSISTANT = "assistant"
 
 Span = tuple[int, int]  # characters of a rendered chat
 
@@ -62,7 +61,7 @@ class ChatTemplate:
 
         Raises SampleRefused: the template takes no such chat.
         """
-        (text,), _ = self._rendered(row, _messages_of(row)[:first], answers, marks=False)
+        (text,), _ = self._rendered(row, row[MESSAGES][:first], answers, marks=False)
         return text
 
     def render_marked(self, row: Row) -> tuple[str, list[Span]]:
@@ -75,7 +74,7 @@ class ChatTemplate:
             return text, [(0, len(text))]
         if not self._has_marks:
             return self._by_turns(row)
-        (text,), (spans,) = self._rendered(row, _messages_of(row), answers=False, marks=True)
+        (text,), (spans,) = self._rendered(row, row[MESSAGES], answers=False, marks=True)
         return text, spans[-1:] if self._counted == LAST else spans
 
     def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -95,8 +94,7 @@ class ChatTemplate:
         return counted
 
     def _by_turns(self, row: Row) -> tuple[str, list[Span]]:
-        messages = _messages_of(row)
-        turns = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        turns = [number for number, message in enumerate(row[MESSAGES]) if message["role"] == "assistant"]
         whole = self.render(row)
         spans = []
         for number in turns[-1:] if self._counted == LAST else turns:
@@ -145,11 +143,6 @@ class ChatTemplate:
                     "does: give a text"
                 )
         return rendered
-
-
-def _messages_of(row: Row) -> Sequence[Row]:
-    messages: Sequence[Row] = row[MESSAGES]
-    return messages
 
 
 _clock = threading.Lock()

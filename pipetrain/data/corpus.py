@@ -8,9 +8,9 @@ import difflib
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
-import pathlib
 import sysconfig
 import time
 import zlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipetrain.config.records import DataConfig
 
@@ -27,7 +27,7 @@ GZIP = ".gz"
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def find_files(config: DataConfig) -> list[pathlib.Path]:
+def find_files(config: DataConfig) -> list[Path]:
     """The files of `data.path` (of the standard library, where `data=stdlib`), in an order that is the same on every machine; at least one.
 
     Raises ValueError where there is none, or one that may not be read.
@@ -35,7 +35,7 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     if config.name == "stdlib":
         if config.path is not None:
             raise ValueError(f"data.path={config.path} is for your own text: type data=text data.path={config.path}")
-        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _sorted_files(root, "**/*.py") if not _NOT_STDLIB & set(file.relative_to(root).parts)]
         if not files:
             raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
@@ -47,12 +47,12 @@ def find_files(config: DataConfig) -> list[pathlib.Path]:
     return files_at("data.path", config.path, config.pattern)
 
 
-def files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
+def files_at(key: str, given: str, pattern: str) -> list[Path]:
     """The files that `key=given` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
 
     Raises ValueError: there is none, or one that may not be read.
     """
-    path = pathlib.Path(given).expanduser()
+    path = Path(given).expanduser()
     if path.is_file():
         files = [path]
     elif path.is_dir():
@@ -60,18 +60,18 @@ def files_at(key: str, given: str, pattern: str) -> list[pathlib.Path]:
     elif path.exists():
         raise ValueError(f"{key}={given} is neither a file nor a folder: give one that is")
     else:
-        files = sorted(file for file in map(pathlib.Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
         if not files and glob.has_magic(given):
-            raise ValueError(f"{key}={given} matches no file (seen from {pathlib.Path.cwd()}); give a glob that does")
+            raise ValueError(f"{key}={given} matches no file (seen from {Path.cwd()}); give a glob that does")
         if not files:
             names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
             near = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)]
             hint = f"did you mean {key}={near[0]}?" if near else "give a file or folder that exists"
-            raise ValueError(f"{key}={given} is not there (seen from {pathlib.Path.cwd()}); {hint}")
+            raise ValueError(f"{key}={given} is not there (seen from {Path.cwd()}); {hint}")
     return _readable(files, f"{key}={given}")
 
 
-def _files_in(folder: pathlib.Path, key: str, given: str, pattern: str) -> list[pathlib.Path]:
+def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise ValueError(f"{key} may not be read; allow it with: chmod +rx {given}")
     try:
@@ -90,17 +90,17 @@ def _files_in(folder: pathlib.Path, key: str, given: str, pattern: str) -> list[
 
 
 @contextmanager
-def opened(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, unpacked where its name ends with .gz. Raises ValueError: it cannot be read, or is damaged."""
     try:
         with path.open("rb") as file:
-            yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file  # type: ignore[misc]
+            yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise unreadable(path, reason) from None
 
 
-def unreadable(path: pathlib.Path, reason: str | None) -> ValueError:
+def unreadable(path: Path, reason: str | None) -> ValueError:
     """The error for a file that cannot be read."""
     return ValueError(f"{path} cannot be read ({reason}): allow it, or leave it out of data.pattern")
 
@@ -110,19 +110,18 @@ def key_of_text(config: DataConfig) -> str:
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"
 
 
-def _readable(files: list[pathlib.Path], key: str) -> list[pathlib.Path]:
+def _readable(files: list[Path], key: str) -> list[Path]:
     for file in files:
         if not os.access(file, os.R_OK):
             raise ValueError(f"{key}: {file} may not be read; allow it with: chmod +r {file}")
     return files
 
 
-def _sorted_files(root: pathlib.Path, *patterns: str) -> list[pathlib.Path]:
+def _sorted_files(root: Path, *patterns: str) -> list[Path]:
     found = {file for pattern in patterns for file in root.glob(pattern) if file.is_file()}
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
-_BLOCK = 2**20
 _SMALL_BYTES = 2**26  # files that together are smaller are read each time: a tenth of a second
 _SETTLED_SECONDS = 2.0  # a file changed so lately may change again within the tick of its file system's clock
 
@@ -143,7 +142,10 @@ def scan(files: Sequence[Path], memory: Path) -> list[Scanned]:
 
 def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[], Any]) -> Any:
     """What `find` says of the files, as JSON has it. Of many bytes it is kept in the folder `memory`, under their names, sizes and times."""
-    stats = [stat_of(file) for file in files]
+    try:
+        stats = [file.stat() for file in files]
+    except OSError as error:
+        raise unreadable(Path(error.filename), error.strerror) from None
     is_settled = time.time() - max((stat.st_mtime for stat in stats), default=0.0) > _SETTLED_SECONDS
     if sum(stat.st_size for stat in stats) < _SMALL_BYTES or not is_settled:
         return find()
@@ -160,26 +162,15 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
     return found
 
 
-def stat_of(file: Path) -> os.stat_result:
-    """Raises ValueError: the file is gone, or may not be looked at."""
-    try:
-        return file.stat()
-    except OSError as error:
-        raise unreadable(file, error.strerror) from None
-
-
 def digest_of(found: Sequence[Scanned]) -> str:
     """One SHA-256 of several files, in their order."""
     return hashlib.sha256(b"".join(one.digest for one in found)).hexdigest()
 
 
 def _scanned(path: Path) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
     with opened(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return digest.hexdigest(), size
+        digest = hashlib.file_digest(file, "sha256")
+        return digest.hexdigest(), file.tell()
 
 
 _LONGEST_LINE = 2**20
@@ -255,7 +246,14 @@ def cut_at_a_line(split: Split) -> Split:
 
 def read_pieces(pieces: Sequence[Piece]) -> bytes:
     """All their bytes. Raises ValueError: a file cannot be read, or is not what it was."""
-    return b"".join(map(_read, pieces))
+    contents = []
+    for path, first, last in pieces:
+        with opened(path) as file:
+            file.seek(first)
+            contents.append(file.read(last - first))
+        if len(contents[-1]) != last - first:
+            raise changed(path)
+    return b"".join(contents)
 
 
 def fingerprint_of(train: bytes, heldout: bytes) -> str:
@@ -277,12 +275,3 @@ def end_of_characters(text: bytes) -> int:
     while end > len(text) - 4 and text[end] & 0xC0 == 0x80:
         end -= 1
     return end
-
-
-def _read(piece: Piece) -> bytes:
-    with opened(piece.path) as file:
-        file.seek(piece.first)
-        content = file.read(piece.last - piece.first)
-    if len(content) != piece.last - piece.first:
-        raise changed(piece.path)
-    return content

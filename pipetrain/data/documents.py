@@ -97,14 +97,14 @@ _Row = tuple[
 
 def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text_field: str) -> Iterator[Document]:
     is_heldout = choose_heldout(lambda: (_as_bytes(row) for _, held, row in rows() if held is None), fraction)
-    one_kind = OneKind(text_field)
+    seen: set[str] = set()
     for place, held, row in rows():
         size = len(row) if isinstance(row, bytes) else 1
         held = is_heldout(_as_bytes(row)) if held is None else held
         content: str | Row = ""
         problem = None
         try:
-            content = one_kind.content_of(json.loads(row) if isinstance(row, bytes) else row)
+            content = _content_of(json.loads(row) if isinstance(row, bytes) else row, text_field, seen)
         except json.JSONDecodeError as error:
             problem = f"it is no JSON ({error.msg}, column {error.colno})"
         except UnicodeDecodeError as error:
@@ -116,39 +116,31 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
         yield Document(content, place, size, held, problem=problem)
 
 
-class OneKind:
-    """Tells a chat from a text, and refuses a corpus that has both."""
+def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
+    """The text of a row, or the row itself where it is a chat. `seen`: the field of the rows before, of which a corpus has one.
 
-    def __init__(self, text_field: str) -> None:
-        self._text_field = text_field
-        self._seen: str | None = None
-
-    def content_of(self, row: Any) -> str | Row:
-        """The text of a row, or the row itself where it is a chat. Raises ValueError: it is neither, or not what the rows before were."""
-        if not isinstance(row, Mapping):
-            raise ValueError(f"it is no object but a {type(row).__name__}")
-        field = MESSAGES if row.get(MESSAGES) is not None else self._text_field
-        if row.get(field) is None:
-            fields = ", ".join(map(str, row)) or "none"
-            raise ValueError(
-                f"it has neither `{MESSAGES}` nor `{self._text_field}` (data.text_field), its fields are: {fields}"
-            )
-        if self._seen is None:
-            self._seen = field
-        if field != self._seen:
-            raise ValueError(f"it has `{field}`, those before have `{self._seen}`: a corpus is of texts or of chats")
-        if field == MESSAGES:
-            messages = row[MESSAGES]
-            if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-                raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
-            for number, message in enumerate(messages):
-                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                    raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
-            return row
-        if not isinstance(row[field], str):
-            raise ValueError(f"`{field}` is no text but a {type(row[field]).__name__}")
-        text: str = row[field]
-        return text
+    Raises ValueError: it is neither, or not what the rows before were.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is no object but a {type(row).__name__}")
+    field = MESSAGES if row.get(MESSAGES) is not None else text_field
+    content = row.get(field)
+    if content is None:
+        fields = ", ".join(map(str, row)) or "none"
+        raise ValueError(f"it has neither `{MESSAGES}` nor `{text_field}` (data.text_field), its fields are: {fields}")
+    if other := seen - {field}:
+        raise ValueError(f"it has `{field}`, those before have `{other.pop()}`: a corpus is of texts or of chats")
+    seen.add(field)
+    if field == MESSAGES:
+        if not isinstance(content, Sequence) or isinstance(content, str) or not content:
+            raise ValueError(f"`{MESSAGES}` is no list of messages, or an empty one")
+        for number, message in enumerate(content):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
+        return row
+    if not isinstance(content, str):
+        raise ValueError(f"`{field}` is no text but a {type(content).__name__}")
+    return content
 
 
 def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> Callable[[bytes], bool]:

@@ -42,10 +42,14 @@ def transformer_size(config: ModelConfig, vocabulary_size: int | None, sequence_
     if vocabulary_size is None:
         return ModelSize(len(kinds), kinds, width=config.hidden_size)
     shapes = shapes_per_layer(config, vocabulary_size)
+    # Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two products of
+    # attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
+    weights = sum(math.prod(shape) for shape in shapes[1] if len(shape) == 2)
+    block = 2.0 * weights + 4.0 * config.hidden_size * sequence_length
     return ModelSize(
         len(kinds),
         kinds,
-        flops_per_layer=tuple(forward_flops_per_layer(config, vocabulary_size, sequence_length)),
+        flops_per_layer=(0.0, *[block] * config.num_hidden_layers, 2.0 * vocabulary_size * config.hidden_size),
         parameters_per_layer=tuple(sum(map(math.prod, layer)) for layer in shapes),
         shapes_per_layer=tuple(shapes),
         width=config.hidden_size,
@@ -65,20 +69,6 @@ def shapes_per_layer(config: ModelConfig, vocabulary_size: int) -> list[Shapes]:
     biases: Shapes = tuple((rows,) for rows, _ in matrices) if is_gpt2 else ()
     block = (*norm, *matrices, *biases, *norm)
     return [words + positions, *[block] * config.num_hidden_layers, norm + words]
-
-
-def forward_flops_per_layer(config: ModelConfig, vocabulary_size: int, sequence_length: int) -> list[float]:
-    """Floating-point operations of one token's forward in each layer, in order, in a sample of `sequence_length` tokens.
-
-    Two for each weight that multiplies (the embedding is looked up, so none is there) and, in a block, 4 H Q T for the two
-    products of attention: H heads of Q numbers, T tokens. The causal mask is not subtracted.
-    """
-    hidden = config.hidden_size
-    kv_size = hidden // config.num_attention_heads * num_key_value_heads(config)
-    attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    mlp = (2 if config.name == Style.GPT2 else 3) * hidden * intermediate_size(config)
-    block = 2.0 * (attention + mlp) + 4.0 * hidden * sequence_length
-    return [0.0, *[block] * config.num_hidden_layers, 2.0 * vocabulary_size * hidden]
 
 
 def longest_sample(config: ModelConfig) -> int:

@@ -122,7 +122,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = GeluMLP(config) if config.name == Style.GPT2 else SwiGLU(config)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, past: Past | None = None) -> Tensor:
@@ -245,32 +245,25 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020, section 2), without biases."""
+class MLP(nn.Module):
+    """llama: `down(silu(gate(x)) * up(x))` without biases (Shazeer, "GLU Variants Improve Transformer", 2020, section 2).
+
+    gpt2: `down(gelu(up(x)))` with biases and the tanh form of GELU.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, intermediate_size(config)
-        self.gate = linear(hidden, inner, bias=False)
-        self.up = linear(hidden, inner, bias=False)
-        self.down = linear(inner, hidden, bias=False, std=residual_std(config.num_hidden_layers))
+        hidden, inner, is_gpt2 = config.hidden_size, intermediate_size(config), config.name == Style.GPT2
+        self.gate = None if is_gpt2 else linear(hidden, inner, bias=False)
+        self.up = linear(hidden, inner, bias=is_gpt2)
+        self.down = linear(inner, hidden, bias=is_gpt2, std=residual_std(config.num_hidden_layers))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return projected
-
-
-class GeluMLP(nn.Module):
-    """`down(gelu(up(x)))` with biases and the tanh form of GELU, as GPT-2 has it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, intermediate_size(config)
-        self.up = linear(hidden, inner, bias=True)
-        self.down = linear(inner, hidden, bias=True, std=residual_std(config.num_hidden_layers))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        if self.gate is None:
+            inner = F.gelu(self.up(hidden), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(hidden)) * self.up(hidden)
+        projected: Tensor = self.down(inner)
         return projected
 
 

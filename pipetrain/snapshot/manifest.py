@@ -14,7 +14,6 @@ from pipetrain.snapshot.files import canonical_json, write_durable_json
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
-_CHUNK_BYTES = 1 << 22
 
 
 class SnapshotDamaged(ValueError):
@@ -86,15 +85,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def record_of(folder: Path, path: str) -> FileRecord:
     """Size and SHA-256 of a file as it lies on the disk."""
-    digest, num_bytes = hashlib.sha256(), 0
     try:
         with (folder / path).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                num_bytes += len(chunk)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileRecord(path, file.tell(), digest)
     except OSError as error:
         raise SnapshotDamaged(f"{folder / path} cannot be read ({error.strerror})") from error
-    return FileRecord(path, num_bytes, digest.hexdigest())
 
 
 def _from_document(path: Path, document: dict[str, Any]) -> Manifest:

@@ -39,11 +39,12 @@ def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, se
         parameter.requires_grad_(False)
     if not targets:
         return  # a stage without any: of embeddings alone, or below model.lora.layers
-    peft = _import_peft()
-    settings = _settings(peft, model, config, sorted(targets))
+    settings = _settings(model, config, sorted(targets))
+    from peft import inject_adapter_in_model
+
     with generators_restored(torch.device("cpu")), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it gives up
-        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
         for number in sorted(set(targets.values())):
             torch.default_generator.manual_seed(mix(weight_seed(seed, number), _SALT))
             for name in (name for name, layer in targets.items() if layer == number):
@@ -100,8 +101,7 @@ def write_adapters(
     tensors: Mapping[str, Tensor], model: PreTrainedModel, parts: Parts, config: LoraConfig, base: str, out: Path
 ) -> None:
     """The adapters alone, as PEFT reads them beside the model `base`: adapter_config.json and adapter_model.safetensors."""
-    peft = _import_peft()
-    settings = _settings(peft, model, config, sorted(_targets(model, parts, config)))
+    settings = _settings(model, config, sorted(_targets(model, parts, config)))
     settings.base_model_name_or_path, settings.inference_mode, settings.task_type = base, True, "CAUSAL_LM"
     settings.save_pretrained(out)
     own = {
@@ -123,7 +123,14 @@ def scale_of(config: LoraConfig) -> float:
     return 1.0 if config.alpha is None else config.alpha / config.rank
 
 
-def _settings(peft: Any, model: PreTrainedModel, config: LoraConfig, targets: list[str]) -> Any:
+def _settings(model: PreTrainedModel, config: LoraConfig, targets: list[str]) -> Any:
+    """What PEFT is told. Raises ValueError: it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            "model.lora.rank: adapters are made by PEFT, which is not installed; pip install 'pipetrain[hf]'"
+        ) from error
     assert config.rank is not None
     is_transposed = any(not isinstance(model.get_submodule(name), nn.Linear) for name in targets)
     return peft.LoraConfig(
@@ -165,13 +172,3 @@ def _draw_adapter(layer: nn.Module) -> None:
     nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
     with torch.no_grad():
         down.copy_(drawn)
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(
-            "model.lora.rank: adapters are made by PEFT, which is not installed; pip install 'pipetrain[hf]'"
-        ) from error
-    return peft
