@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from commands import TORCHRUN, Process, children_of, end, make_text, wait_until  # noqa: E402
+from commands import TORCHRUN, Process, children_of, end, wait_until  # noqa: E402
 from resumed import STEPS, assert_same_training, finish, has_reached, num_steps_of, start  # noqa: E402
+from small_text import make_text  # noqa: E402
 
 from pipetrain.snapshot.files import steps_in  # noqa: E402
 from pipetrain.snapshot.manifest import check_whole  # noqa: E402

@@ -19,7 +19,7 @@ def nearest(text: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def not_a_choice(key: str, value: object, choices: Iterable[str]) -> ConfigError:
+def choice_error(key: str, value: object, choices: Iterable[str]) -> ConfigError:
     """The error for a value outside a closed list."""
     allowed = list(choices)
     return ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}{nearest(str(value), allowed)}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipetrain.config.problem import not_a_choice
+from pipetrain.config.problem import choice_error
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
@@ -76,7 +76,7 @@ def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
 def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
-        raise not_a_choice("data", config.name, _SOURCES)
+        raise choice_error("data", config.name, _SOURCES)
     _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":

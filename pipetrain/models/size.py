@@ -6,7 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.config.problem import not_a_choice
+from pipetrain.config.problem import choice_error
 from pipetrain.config.records import ModelConfig
 from pipetrain.config.schema import check_limits
 
@@ -44,7 +44,7 @@ MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FA
 def family_of(config: ModelConfig) -> ModelFamily:
     """The row of `model.name`. Raises ValueError: there is none."""
     if config.name not in MODEL_FAMILIES:
-        raise not_a_choice("model.name", config.name, MODEL_FAMILIES)
+        raise choice_error("model.name", config.name, MODEL_FAMILIES)
     return MODEL_FAMILIES[config.name]
 
 

@@ -25,7 +25,7 @@ Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OpEntry:
     """An op of a rank, and what its run asks of the schedule.
 
     `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. `writes` is the op under which it
@@ -45,11 +45,11 @@ class Entry:
     is_last: bool  # of the last stage
 
     @staticmethod
-    def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> Entry:
+    def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> OpEntry:
         place, last = (op.stage, op.microbatch), schedule.num_stages - 1
         is_forward, is_backward = op.kind is Kind.F, op.kind in (Kind.B, Kind.I)
         is_wanted = (is_forward and op.stage < last) or (is_backward and op.stage > schedule.first_backward)
-        return Entry(
+        return OpEntry(
             op,
             lane,
             -1 if op.microbatch is None else op.microbatch,
@@ -75,7 +75,7 @@ class Program:
     schedule: Schedule
     ops: tuple[Op, ...]
     number: dict[Op, int]
-    entries: tuple[Entry, ...]
+    entries: tuple[OpEntry, ...]
     queues: tuple[range, ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
@@ -93,7 +93,7 @@ class Program:
         lane_of = {op: lane for lane, own in schedule.lanes[rank].items() for op in own}
         recomputed = frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE)
         split = frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING)
-        entries = tuple(Entry.of(schedule, op, lane_of[op], recomputed, split) for op in ops)
+        entries = tuple(OpEntry.of(schedule, op, lane_of[op], recomputed, split) for op in ops)
         followers: list[list[int]] = [[] for _ in ops]
         for place, entry in enumerate(entries):
             for awaited in entry.waits:

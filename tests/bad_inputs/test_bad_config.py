@@ -55,7 +55,7 @@ RANGES = [
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("cost.kept_share=-1", "cost.kept_share=-1.0", "a part of a set from 0 to 1"),
     train("cost.reduce_seconds=-1", "cost.reduce_seconds=-1.0", "a time in seconds from 0"),
-    train("epochs=0", "epochs=0.0", "more than 0"),
+    train("epochs=0 steps=null", "epochs=0.0: allowed is more than 0"),
     train("observe.peak_flops_per_second=0", "observe.peak_flops_per_second=0.0", "more than 0"),
     train("optim.masters=on", "optim.masters=on", "auto, off"),
     train("precision=fp16", "precision=fp16", "auto, fp32, bf16-true, bf16-mixed"),
@@ -223,6 +223,14 @@ TOGETHER = [
         "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
     ),
     train("parallel.num_replicas=2 cluster.ranks_per_node=5", "5 ranks cannot be shared out", "start 4 or 6 ranks"),
+    train("guard.not_finite=rollback", "goes back to the newest snapshot", "snapshot.every_steps=100"),
+    train("snapshot.keep_every=3", "keeps some of the regular snapshots", "snapshot.every_steps=100"),
+    train(
+        "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam",
+        "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
+    ),
+    train("model.dtype=float16", "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out"),
+    train("steps=3 epochs=1", "steps=3 epochs=1: both say how long the run is; give one"),
     train("phases=[{from:2}]", "phases[0].from=2", "begins with the run", "from: 0"),
     train(
         "phases=[{from:0},{from:3,data:{sequence_length:2048}}]",

@@ -64,6 +64,9 @@ REFUSED_BY_DEEPSPEED = {
     "parallel.zero_stage=3": ["parallel.zero_stage=3", "parallel.zero_stage=1"],
     "optim=deepspeed_cpu_adam": ["optim.name=deepspeed_cpu_adam", "optim=adamw"],
     "data.global_batch_size=20": ["data.global_batch_size=20", "pipeline.num_microbatches=8"],
+    "precision=bf16-true": ["precision=bf16-true", "which trains float32 weights"],
+    "model.compile=true": ["model.compile=true"],
+    "model.name=hf model.path=there": ["model.name=hf"],
     "parallel.num_replicas=3": ["parallel.num_replicas=3 x pipeline.num_microbatches=8", "equal size"],
 }
 
@@ -112,7 +115,7 @@ def test_what_is_not_supported(override: str, instead: str) -> None:
 @pytest.mark.parametrize(("override", "words"), REFUSED_BY_DEEPSPEED.items(), ids=REFUSED_BY_DEEPSPEED)
 def test_what_deepspeed_cannot_do(override: str, words: list[str]) -> None:
     group = override.split("=")[0]
-    config = load([*(option for option in DEEPSPEED if option.split("=")[0] != group), override])
+    config = load([*(option for option in DEEPSPEED if option.split("=")[0] != group), *override.split()])
     with pytest.raises(ConfigError) as caught:
         check_both(config)
     assert_says(caught.value, [*words, "not supported by engine=deepspeed"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import signal
@@ -10,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import commands
+from commands import Process, children_of, is_alive
 from ranks import PATIENCE_SECONDS
+from resumed import metrics_of
 
 from benchmarks.links.hosts import DEVICE, Host, Hosts
 
@@ -27,23 +28,12 @@ RUN = [
     f"steps={STEPS}",
     "observe.progress=false",
 ]
-Process = subprocess.Popen  # of text
-
-
-def make_text(folder: pathlib.Path) -> None:
-    """What the runs in `folder` train on."""
-    (folder / "text").mkdir()
-    words = ["the", "pipeline", "runs", "while", "the", "stage", "waits", "and", "then", "the", "stage", "runs", "on"]
-    for number in range(20):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(words[(number + at) % 13] for at in range(2000)))
 
 
 def environment(package: pathlib.Path = ROOT) -> dict[str, str]:
-    """The package from `package`; nothing of a launcher that runs the tests."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    """The package from `package`, over the network between the hosts."""
     interface = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
-    return {**kept, **interface, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**commands.environment(), **interface, "PYTHONPATH": str(package)}
 
 
 def start_run(
@@ -100,20 +90,6 @@ def end(process: Process) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process still runs; one that has ended and that nobody has asked about does not."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that `pid` has started: under torchrun, the ranks."""
-    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
-
-
 def wait_until(ready: Callable[[], bool], processes: Sequence[Process]) -> None:
     """Looks again and again, as long as the processes run."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -122,11 +98,6 @@ def wait_until(ready: Callable[[], bool], processes: Sequence[Process]) -> None:
             assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the run did not get that far in time"
         time.sleep(0.02)
-
-
-def metrics_of(run: pathlib.Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def losses_of(run: pathlib.Path) -> list[tuple[int, float, float]]:

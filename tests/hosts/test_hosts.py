@@ -15,12 +15,12 @@ from machines import (
     end,
     environment,
     losses_of,
-    make_text,
-    metrics_of,
     start,
     start_run,
     wait_until,
 )
+from resumed import metrics_of
+from small_text import make_text
 
 from benchmarks.links.hosts import Hosts, separate_hosts
 from benchmarks.unavailable import Unavailable
@@ -56,7 +56,7 @@ def train_here(folder: pathlib.Path, *options: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Where the text is, and two runs on one host that nobody disturbed."""
     folder = tmp_path_factory.mktemp("hosts")
-    make_text(folder)
+    make_text(folder / "text")
     train_here(folder, "run_dir=one-host")
     train_here(folder, "run_dir=one-host-wide", *WIDE)
     return folder

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import ROOT, RUN, environment, make_text
+from machines import ROOT, RUN, environment
 from ranks import PATIENCE_SECONDS
+from small_text import make_text
 from torch.distributed import PrefixStore, TCPStore
 
 from pipetrain.comm import address, versions
@@ -194,7 +195,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 @pytest.mark.slow
 def test_ranks_with_other_sources_end_with_code_2(tmp_path: Path) -> None:
     """Two whole ranks, one of them from a checkout that has been changed: the same line and code from both."""
-    make_text(tmp_path)
+    make_text(tmp_path / "text")
     changed = tmp_path / "checkout"
     shutil.copytree(ROOT / "pipetrain", changed / "pipetrain", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "conf", changed / "conf")

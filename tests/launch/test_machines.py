@@ -1,6 +1,5 @@
 """Several machines, played by process groups of this one: scripts, signals, and a folder that not all of them see."""
 
-import json
 import os
 import pathlib
 import signal
@@ -11,7 +10,9 @@ import time
 
 import pytest
 import torch.distributed as dist
+from commands import Process, begin, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
+from resumed import metrics_of, num_steps_of
 from small_text import make_text
 
 from pipetrain.comm.group import join_group
@@ -19,19 +20,9 @@ from pipetrain.launcher.nodes import EndedEarly, passing_signals_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUN = ["experiment=smoke"]
-Process = subprocess.Popen
 
 
-def start(command: list[str], folder: pathlib.Path, **variables: str) -> Process[str]:
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith("SLURM_")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
-
-
-def end_all(processes: list[Process[str]]) -> list[tuple[int, str, str]]:
+def end_all(processes: list[Process]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each; nothing is left behind."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     try:
@@ -51,10 +42,6 @@ def free_port() -> int:
         return port
 
 
-def losses(run: pathlib.Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
     variables = {
@@ -67,10 +54,10 @@ def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
         *make_text(tmp_path / "text"),
         f"run_dir={tmp_path}/run",
     ]
-    ended = end_all([start(command, tmp_path, **variables) for _ in range(2)])
+    ended = end_all([begin(tmp_path, command, **variables) for _ in range(2)])
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert sum(f"run folder: {tmp_path}/run" in out for _, out, _ in ended) == 1
-    assert len(losses(tmp_path / "run")) == 6
+    assert len(metrics_of(tmp_path / "run")) == 6
 
 
 @pytest.mark.slow
@@ -79,7 +66,7 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 
     text = make_text(tmp_path / "text")
 
-    def on_both(run: str, *options: str) -> list[Process[str]]:
+    def on_both(run: str, *options: str) -> list[Process]:
         where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
         command = [
             sys.executable,
@@ -93,15 +80,11 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
             *where,
             *options,
         ]
-        return [start(command, tmp_path) for _ in range(2)]
+        return [begin(tmp_path, command) for _ in range(2)]
 
     machines = on_both("stopped", "resume=auto")
-    metrics = tmp_path / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (metrics.is_file() and metrics.stat().st_size):
-        assert time.monotonic() < deadline
-        assert all(machine.poll() is None for machine in machines), end_all(machines)
-        time.sleep(0.02)
+    for machine in machines:
+        wait_until(lambda: num_steps_of(tmp_path / "stopped") > 0, machine)
     machines[1].send_signal(signal.SIGUSR1)
     ended = end_all(machines)
     assert [code for code, _, _ in ended] == [75, 75], ended
@@ -109,8 +92,9 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
     assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"))] == [0, 0]
 
     alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *text, "steps=60", "run_dir=alone"]
-    assert [code for code, _, _ in end_all([start(alone, tmp_path)])] == [0]
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "alone")
+    assert [code for code, _, _ in end_all([begin(tmp_path, alone)])] == [0]
+    stopped, undisturbed = (metrics_of(tmp_path / run) for run in ("stopped", "alone"))
+    assert [line["loss"] for line in stopped] == [line["loss"] for line in undisturbed]
 
 
 @pytest.mark.slow
@@ -127,7 +111,7 @@ def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None
         "timeout_seconds=3",
         *where,
     ]
-    ((code, _, err),) = end_all([start(command, tmp_path)])
+    ((code, _, err),) = end_all([begin(tmp_path, command)])
     assert code == 1, err
     assert err.splitlines()[-1].startswith(
         "pipetrain: this machine of 2 did not meet the others at cluster.rendezvous=127.0.0.1:"

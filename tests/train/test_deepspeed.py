@@ -8,10 +8,11 @@ import signal
 
 import pytest
 import torch
-from commands import PIPETRAIN, children_of, complete, end, make_text, wait_until
+from commands import PIPETRAIN, children_of, complete, end, wait_until
 from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_data
 from ranks import NEVER_SECONDS, run_ranks
 from resumed import num_steps_of, start
+from small_text import make_text
 
 from pipetrain.cli.main import main
 from pipetrain.data.batch import Batch

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import make_text
 from deepspeed_runs import CPU, accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
 from ranks import PATIENCE_SECONDS, run_ranks
+from resumed import metrics_of
 from rounding import rounding
-from test_replica_runs import HALF, TWO_BY_TWO, figures, lines_of
+from small_text import make_text
+from test_replica_runs import HALF, TWO_BY_TWO, figures
 from test_replica_runs import train as train_runs
 from torch import Tensor, nn
 
@@ -171,9 +172,9 @@ def test_a_run_leaves_what_a_run_leaves_and_goes_on(tmp_path: pathlib.Path) -> N
     assert again == whole[4:]
     for ours, theirs in zip(native, whole[4:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    (line, *_) = lines_of(tmp_path / "whole")
+    (line, *_) = metrics_of(tmp_path / "whole")
     assert line["tokens"] == 8 * 32
-    assert len(line["peak_memory_bytes"]) == 4  # type: ignore[arg-type]
+    assert len(line["peak_memory_bytes"]) == 4
     report = json.loads((tmp_path / "whole" / "report.json").read_text())
     assert report["tokens_seen"] == 8 * 8 * 32
     assert report["heldout_loss"] == pytest.approx(

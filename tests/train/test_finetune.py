@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import PIPETRAIN, complete
+from resumed import assert_same_weights, metrics_of
 
 from pipetrain.config.load import load
 from pipetrain.config.together import check_run
@@ -50,8 +51,7 @@ def trained(folder: pathlib.Path, *options: str) -> tuple[dict[str, Any], list[d
 
 def told_by(run: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """report.json and metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((run / "report.json").read_text()), lines
+    return json.loads((run / "report.json").read_text()), metrics_of(run)
 
 
 def check_learnt(report: dict[str, Any], lines: list[dict[str, Any]], num_steps: int) -> None:
@@ -91,6 +91,4 @@ def test_fine_tuning_over_two_ranks_goes_on_over_three(folder: pathlib.Path) -> 
     for key in ("loss", "grad_norm", "counted_tokens", "tokens_seen"):
         assert [line[key] for line in later] == [line[key] for line in lines[2:]]
     assert again["counted_tokens_seen"] == report["counted_tokens_seen"]
-    ours, theirs = (read_weights(folder / run / "weights") for run in ("three", "two"))
-    assert sorted(ours) == sorted(theirs)
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_weights(folder / "three", folder / "two")

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from commands import PIPETRAIN, Process, begin, end, make_text, wait_until
+from commands import PIPETRAIN, Process, begin, end, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
+from small_text import make_text
 
 from pipetrain.launcher import launch
 from pipetrain.launcher.outcome import FOLDER_VARIABLE, Exit, Outcome, leave

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from commands import PIPETRAIN, begin, complete, make_text, wait_until
+from commands import PIPETRAIN, begin, complete, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
+from small_text import make_text
 
 from pipetrain import train as rank
 from pipetrain.config.load import as_yaml, load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -9,13 +10,11 @@ import signal
 from collections.abc import Sequence
 
 import pytest
-from commands import make_text
 from ranks import run_outcomes, run_ranks
-from resumed import metrics_of
-from torch import equal
+from resumed import assert_same_training, metrics_of
+from small_text import make_text
 
 from pipetrain.config.load import load
-from pipetrain.models.weights import read_weights
 from pipetrain.monitor.report import read_report
 from pipetrain.runtime.faults import VARIABLE
 from pipetrain.train import train
@@ -41,6 +40,10 @@ RUN = [
 ]
 
 
+KEYS = ("loss", "grad_norm", "lr", "tokens", "tokens_seen", "phase")
+assert_same = functools.partial(assert_same_training, steps=STEPS, keys=KEYS)
+
+
 def trained(folder: str, *runs: Sequence[str]) -> list[str]:
     """On every rank: these runs, one after the other; what the outcome of each says."""
     os.chdir(folder)
@@ -58,17 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ]
     run_ranks(2, trained, str(folder), ["run_dir=whole"], *resumed)
     return folder
-
-
-def assert_same(run: pathlib.Path, whole: pathlib.Path, *, from_step: int = 1) -> None:
-    """Equal losses, norms and learning rates of all steps since, and equal weights at the end, bit for bit."""
-    ours, theirs = metrics_of(run), metrics_of(whole)
-    assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
-    for key in ("loss", "grad_norm", "lr", "tokens", "tokens_seen", "phase"):
-        assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
-    weights, expected = (dict(read_weights(folder / "weights")) for folder in (run, whole))
-    assert weights.keys() == expected.keys()
-    assert [name for name in weights if not equal(weights[name], expected[name])] == []
 
 
 @pytest.mark.quick("5", "6")

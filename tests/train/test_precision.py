@@ -14,7 +14,6 @@ from ranks import run_ranks
 from rounding import rounding
 
 from pipetrain.config.load import load
-from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batch import Batch
@@ -210,28 +209,6 @@ def test_compiled_layers_are_recomputed_like_others() -> None:
 @pytest.mark.slow
 def test_layers_compiled_to_machine_code() -> None:
     assert_compiled_is_equal("inductor", 1e-4)  # more than an order of sums: it fuses, and has its own exp and tanh
-
-
-# What does not go together --------------------------------------------------------------------------------------------
-
-REFUSED = {
-    "precision=bf17": "precision=bf17: allowed are auto, fp32, bf16-true, bf16-mixed",
-    "optim.masters=on": "optim.masters=on: allowed are auto, off",
-    "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam": "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
-    "engine=deepspeed precision=bf16-true": "precision=bf16-true: not supported by engine=deepspeed, which trains float32 weights",
-    "engine=deepspeed model.compile=true": "model.compile=true: not supported by engine=deepspeed",
-    "engine=deepspeed model.name=hf model.path=there": "model.name=hf: not supported by engine=deepspeed",
-    "model.dtype=float16": "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out",
-    "steps=3 epochs=1": "steps=3 epochs=1: both set the length of the run; give one",
-    "epochs=0 steps=null": "epochs=0.0: allowed is more than 0",
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_what_is_refused_before_a_process_starts(text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        config_of(*text.split())
-    assert REFUSED[text] in str(error.value)
 
 
 def test_epochs_give_the_steps() -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from commands import Process, begin, children_of, end, make_text, wait_until
+from commands import Process, begin, children_of, end, wait_until
 from ranks import run_outcomes, run_ranks
-from resumed import num_steps_of
+from resumed import assert_same_weights, metrics_of, num_steps_of
 from safetensors.torch import load_file
+from small_text import make_text
 from torch import Tensor
 
 from pipetrain.comm.failure import PipelineError
@@ -47,22 +48,8 @@ def train(folder: str, *runs: tuple[str, ...]) -> list[int]:
     return [main([*RUN, *words]) for words in runs]
 
 
-def lines_of(run: pathlib.Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def figures(run: pathlib.Path, *keys: str) -> list[list[object]]:
-    return [[line[key] for key in keys] for line in lines_of(run)]
-
-
-def weights_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    return dict(read_weights(folder / "weights"))
-
-
-def assert_same_weights(run: pathlib.Path, other: pathlib.Path) -> None:
-    ours, theirs = weights_of(run), weights_of(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    return [[line[key] for key in keys] for line in metrics_of(run)]
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.slow
 def test_figures_are_those_of_all_replicas(folder: pathlib.Path) -> None:
-    for line in lines_of(folder / "whole"):
+    for line in metrics_of(folder / "whole"):
         assert line["tokens"] == line["counted_tokens"] == 8 * 32
-    assert lines_of(folder / "whole")[-1]["tokens_seen"] == STEPS * 8 * 32
+    assert metrics_of(folder / "whole")[-1]["tokens_seen"] == STEPS * 8 * 32
     report = json.loads((folder / "whole" / "report.json").read_text())
     assert report["tokens_seen"] == STEPS * 8 * 32
     assert len(list((folder / "whole" / "events").iterdir())) == 4
@@ -113,7 +100,7 @@ def test_other_replicas_and_stages_begin_with_the_same_weights(folder: pathlib.P
     assert_same_weights(folder / "deep", folder / "wide")
     snapshot = folder / "whole" / "snapshots" / "step-00000004" / "weights"
     saved = {name: value for path in sorted(snapshot.iterdir()) for name, value in load_file(path).items()}
-    ours = weights_of(folder / "deep")
+    ours = read_weights(folder / "deep" / "weights")
     assert {name for name in ours if torch.equal(ours[name], saved[name])} == saved.keys()
 
 
@@ -157,7 +144,7 @@ def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[
 @pytest.mark.slow
 def test_what_one_replica_cannot_use_is_refused_by_all(folder: pathlib.Path) -> None:
     ranks = run_ranks(4, with_a_gradient_of_one_replica_that_is_not_finite, str(folder))
-    assert [line["skipped"] for line in lines_of(folder / "refused")] == [False, False, True, False]
+    assert [line["skipped"] for line in metrics_of(folder / "refused")] == [False, False, True, False]
     for after in ranks:
         assert all(torch.equal(before, after[2][name]) for name, before in after[1].items())
         assert not all(torch.equal(before, after[3][name]) for name, before in after[2].items())
@@ -262,9 +249,9 @@ def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) ->
     words = ("run_dir=less", *PLAIN, "parallel.num_replicas=auto")
     run_outcomes(4, killed, str(plain), 2, *words)
     assert run_ranks(2, train, str(plain), ("resume=auto", *words)) == [[0]] * 2
-    lines = lines_of(plain / "less")
+    lines = metrics_of(plain / "less")
     assert [line["step"] for line in lines] == list(range(1, LONG + 1))
-    assert [line["tokens_seen"] for line in lines] == [line["tokens_seen"] for line in lines_of(plain / "plain")]
+    assert [line["tokens_seen"] for line in lines] == [line["tokens_seen"] for line in metrics_of(plain / "plain")]
     ours, theirs = ([row[0] for row in figures(plain / run, "loss")][4:24] for run in ("less", "plain"))
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert json.loads((plain / "less" / "plan.json").read_text())["num_replicas"] == 1

@@ -7,8 +7,9 @@ import random
 import signal
 
 import pytest
-from commands import PIPETRAIN, TORCHRUN, children_of, end, make_text, wait_until
+from commands import PIPETRAIN, TORCHRUN, children_of, end, wait_until
 from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
+from small_text import make_text
 
 from pipetrain.snapshot.files import steps_in
 from pipetrain.snapshot.manifest import check_whole

@@ -11,8 +11,9 @@ import sys
 from typing import Any
 
 import pytest
-from commands import PIPETRAIN, TORCHRUN, begin, complete, make_text, wait_until
+from commands import PIPETRAIN, TORCHRUN, begin, complete, is_alive, wait_until
 from ranks import PATIENCE_SECONDS
+from small_text import make_text
 
 from pipetrain.cli.main import main
 
@@ -192,14 +193,6 @@ def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path
     assert stdout.splitlines()[-1] == f"run folder: {tmp_path / 'killed'}"
     assert [pid for pid in ranks if is_alive(pid)] == []
     assert list(tmp_path.glob("pipetrain-*")) == []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.distributed as dist
-from commands import make_text
 from ranks import PATIENCE_SECONDS
+from small_text import make_text
 from torch import Tensor
 
 from pipetrain import train as rank

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from commands import is_alive
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 
 from pipetrain.launcher.stop import StopRequest
@@ -56,12 +57,6 @@ rank.wait()
 """
 
 
-def is_there(process: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.slow
 def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathlib.Path) -> None:
     """The store that it waits for died with torchrun."""
@@ -80,14 +75,14 @@ def test_a_rank_that_looks_for_the_others_ends_with_its_launcher(tmp_path: pathl
         assert launcher.stdout is not None
         rank = int(launcher.stdout.readline())
         try:
-            assert is_there(rank)
+            assert is_alive(rank)
             launcher.kill()
             launcher.wait()
             launcher.stdout.close()
             deadline = time.monotonic() + PATIENCE_SECONDS  # it may still be loading torch
-            while is_there(rank) and time.monotonic() < deadline:
+            while is_alive(rank) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert not is_there(rank)
+            assert not is_alive(rank)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)

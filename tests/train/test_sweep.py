@@ -8,11 +8,12 @@ import subprocess
 from typing import Any
 
 import pytest
-from commands import PIPETRAIN, begin, complete, make_text, wait_until
+from commands import PIPETRAIN, begin, complete, wait_until
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from ranks import PATIENCE_SECONDS
 from resumed import num_steps_of
+from small_text import make_text
 
 from pipetrain.cli.main import main
 from pipetrain.cli.multirun import expand

@@ -11,9 +11,10 @@ import time
 
 import pytest
 import wandb_log
-from commands import PIPETRAIN, Process, begin, children_of, end, environment, make_text, wait_until
+from commands import PIPETRAIN, Process, begin, children_of, end, environment, is_alive, wait_until
 from ranks import PATIENCE_SECONDS
 from resumed import metrics_of, num_steps_of
+from small_text import make_text
 
 ALONE = [sys.executable, "-m", "pipetrain.train", "pipeline.num_stages=1", "recompute=never"]
 TINY = ["experiment=smoke", "data=text", "data.path=text", "observe=wandb", "observe.progress=false"]
@@ -48,15 +49,8 @@ def name_of(pid: int) -> str:
 
 def assert_gone(pids: list[int]) -> None:
     """Processes that have ended, whether or not somebody has asked how."""
-
-    def is_there(pid: int) -> bool:
-        try:
-            return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while left := [pid for pid in pids if is_there(pid)]:
+    while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"left running: {[(pid, name_of(pid)) for pid in left]}"
         time.sleep(0.05)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from unsent import most_held_for_sends
 
-from pipetrain.runtime import loss_check
+from pipetrain.runtime import losses
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind
@@ -20,7 +20,7 @@ SCALAR = 8  # the loss of a microbatch, of which each is kept for the sum
 @pytest.fixture(autouse=True)
 def first_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of the first step that the loss check keeps have a bound of their own in bytes, which so few never reach."""
-    monkeypatch.setattr(loss_check, "_MOST_BYTES", 1)
+    monkeypatch.setattr(losses, "_MOST_BYTES", 1)
 
 
 def reserved(recording: RankRecording) -> int:

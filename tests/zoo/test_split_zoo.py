@@ -6,7 +6,7 @@ import pytest
 from layer_zoo import ENTRIES, Entry
 from random_schedules import split
 
-from pipetrain.verify.beside_loop import Way, beside, plain
+from pipetrain.verify.beside_loop import Verdict, Way, beside, plain
 
 
 @pytest.mark.slow
@@ -17,4 +17,6 @@ def test_as_with_a_whole_backward(entry: Entry) -> None:
         pytest.skip(why)
     way = Way("overlap", entry.stages[0], schedule=split("gpipe", 1), policy={"sets": 2, "keep": "none"})
     found = beside(entry.subject, plain(entry.subject), way)
-    assert found.result is entry.expected, found.detail
+    # What the proof of the first step cannot see, the witness may name.
+    is_named = entry.is_documented and found.result is Verdict.REFUSED
+    assert found.result is entry.expected or is_named, found.detail

@@ -14,23 +14,14 @@ from ranks import PATIENCE_SECONDS
 
 Process = subprocess.Popen  # of text
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
-WORDS = "the pipeline runs while the stage waits and the stage waits while the pipeline runs"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
-def make_text(folder: pathlib.Path) -> None:
-    """Text to learn from: every file another slice of the same words."""
-    folder.mkdir()
-    words = WORDS.split()
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(" ".join(words[(number + at) % len(words)] for at in range(2000)))
 
 
 def environment() -> dict[str, str]:
     """The package from this checkout, wherever a command starts; and nothing of a launcher that runs the tests."""
-    root = str(pathlib.Path(__file__).resolve().parents[2])
+    root = str(pathlib.Path(__file__).resolve().parents[1])
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith("SLURM_")}
     return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -82,3 +73,11 @@ def children_of(pid: int) -> list[int]:
     """The processes that `pid` has started: under torchrun, the ranks."""
     tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for task in tasks for child in task.read_text().split())
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process still runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

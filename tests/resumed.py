@@ -8,6 +8,7 @@ import pathlib
 import random
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from commands import PIPETRAIN, Process, begin, children_of, end, wait_until
@@ -40,7 +41,8 @@ def finish(folder: pathlib.Path, *options: str) -> str:
 
 
 def metrics_of(run: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def num_steps_of(run: pathlib.Path) -> int:
@@ -49,13 +51,24 @@ def num_steps_of(run: pathlib.Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def assert_same_training(run: pathlib.Path, other: pathlib.Path, *, from_step: int = 1) -> None:
-    """Equal losses and norms of all steps, equal weights at the end, bit for bit."""
+def assert_same_training(
+    run: pathlib.Path,
+    other: pathlib.Path,
+    *,
+    from_step: int = 1,
+    steps: int = STEPS,
+    keys: Sequence[str] = ("loss", "grad_norm", "lr"),
+) -> None:
+    """Equal figures of all steps, equal weights at the end, bit for bit."""
     ours, theirs = metrics_of(run), metrics_of(other)
-    assert [line["step"] for line in ours] == list(range(from_step, STEPS + 1))
-    for key in ("loss", "grad_norm", "lr"):
+    assert [line["step"] for line in ours] == list(range(from_step, steps + 1))
+    for key in keys:
         assert [line[key] for line in ours] == [line[key] for line in theirs][from_step - 1 :]
-    weights, expected = (dict(read_weights(folder / "weights")) for folder in (run, other))
+    assert_same_weights(run, other)
+
+
+def assert_same_weights(run: pathlib.Path, other: pathlib.Path) -> None:
+    weights, expected = (read_weights(folder / "weights") for folder in (run, other))
     assert weights.keys() == expected.keys()
     assert [name for name in weights if not equal(weights[name], expected[name])] == []
 
