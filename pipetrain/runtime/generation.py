@@ -299,7 +299,6 @@ class Generation:
         step = Step(
             group.num_new,
             seed=0,  # nothing draws
-            num_layers=self.plan.num_layers,
             with_graph=False,
             with_loss=False,
             microbatches=[tokens],
