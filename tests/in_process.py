@@ -175,7 +175,7 @@ class InProcessRun:
         m = self.schedule.num_microbatches
         own = slice(replica * m, (replica + 1) * m)
         with_graph = self.schedule.first_backward < self.schedule.num_stages
-        step = Step(self._num_steps, 0, self.schedule.num_stages, with_graph=with_graph, with_loss=True)
+        step = Step(self._num_steps, 0, with_graph=with_graph, with_loss=True)
         step.microbatches, step.targets = list(self.inputs[own]), list(self.targets[own])
         step.weights, step.first_microbatch = [1 / len(self.inputs)] * m, own.start
         step.idle = self.skipped[replica]

@@ -129,7 +129,7 @@ class Replay:
             transport.start_step(self._forms(schedule), described=(False, False))
             with profile:
                 clock.start()
-                executor.run(program, Step(number, 0, len(self.layers), with_graph=True, with_loss=False))
+                executor.run(program, Step(number, 0, with_graph=True, with_loss=False))
                 recording = lanes.recording()
                 _synchronize(self.device)
             if isinstance(profile, torch.profiler.profile):

@@ -124,7 +124,7 @@ class Assembly:
     def stages(self, programs: Programs, policy: RecomputePolicy, plan: Plan) -> Stages:
         """The stages of this rank."""
         parts = programs.whole().schedule.policy
-        kept = kept_layers(policy.keep_layers, self._layers, plan)
+        kept = kept_layers(policy.keep_layers, self.layers, plan.num_layers)
         return {
             index: make_stage(
                 index,
@@ -173,17 +173,16 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
         )
 
 
-def kept_layers(entries: Sequence[str], stages: Mapping[int, Sequence[nn.Module]], plan: Plan) -> set[int]:
-    """The layers of this rank's `stages` that `recompute.keep_layers` names, by their index in the model.
+def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
+    """The layers of this rank that `recompute.keep_layers` names, by their index in the model.
 
     Raises ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
     """
-    layers = {index: layer for stage, own in stages.items() for index, layer in zip(plan.layers_of(stage), own)}
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:
         numbers = layer_numbers(text)
-        if numbers is None and text not in kinds and len(layers) == plan.num_layers:
+        if numbers is None and text not in kinds and len(layers) == num_layers:
             nearest = difflib.get_close_matches(text, sorted(kinds), n=1, cutoff=0.0)
             raise ValueError(f"recompute.keep_layers={text}: no layer is of that class; did you mean {nearest[0]!r}?")
         kept |= {n for n, layer in layers.items() if (n in numbers if numbers else type(layer).__name__ == text)}

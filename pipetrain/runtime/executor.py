@@ -38,7 +38,6 @@ class Step:
 
     index: int
     seed: int
-    num_layers: int
     with_graph: bool
     with_loss: bool
     microbatches: Sequence[Any] = ()  # of stage 0

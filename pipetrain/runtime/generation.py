@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from pipetrain.comm.forms import Form
 from pipetrain.comm.transport import Transport
 from pipetrain.plan.plan import Plan, whole_number
 from pipetrain.runtime.arguments import checked_seed, is_number
+from pipetrain.runtime.cut import row_counts
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.op import Op
@@ -237,11 +238,9 @@ class SampleGroup:
                     on_token(self.samples[row], token)
 
 
-class _Turn(NamedTuple):
-    """One pass of a group through the stages, whose tokens this rank does not know yet."""
-
-    group: SampleGroup
-    chosen: bytes  # on the last stage's rank
+_Turn = tuple[
+    SampleGroup, bytes
+]  # a pass of a group through the stages, and on the last stage's rank the tokens that were chosen
 
 
 @dataclass
@@ -263,8 +262,7 @@ class Generation:
     on_token: OnToken | None
 
     def __post_init__(self) -> None:
-        share, rest = divmod(len(self.request.prompts), self.request.num_groups)
-        ends = list(itertools.accumulate(share + (group < rest) for group in range(self.request.num_groups)))
+        ends = list(itertools.accumulate(row_counts(len(self.request.prompts), self.request.num_groups)))
         samples = [range(start, end) for start, end in zip([0, *ends], ends)]
         self._groups = [SampleGroup(self.request, own, self.device) for own in samples]
         # How many turns this rank may be ahead of the tokens that it knows: where each rank has one stage, in order, as many as there are
@@ -280,14 +278,14 @@ class Generation:
 
         Raises PipelineError: another rank failed. What a layer of this rank raises.
         """
-        unknown: deque[_Turn] = deque()
+        unknown: deque[_Turn] = deque()  # whose tokens this rank does not know yet
         for group in itertools.cycle(self._groups):
-            while any(turn.group is group for turn in unknown):
-                self._learn(unknown.popleft())
+            while any(waiting is group for waiting, _ in unknown):
+                self._learn(*unknown.popleft())
             if not group.is_over:
                 unknown.append(self._pass_through(group))
                 while len(unknown) > self._lag:
-                    self._learn(unknown.popleft())
+                    self._learn(*unknown.popleft())
             elif all(other.is_over for other in self._groups):
                 break
         return [torch.tensor(tokens) for group in self._groups for tokens in group.made]
@@ -296,21 +294,14 @@ class Generation:
         """The new tokens of a group through the stages of this rank."""
         tokens = group.begin()
         self.executor.prepare(group.past)
-        step = Step(
-            group.num_new,
-            seed=0,  # nothing draws
-            num_layers=self.plan.num_layers,
-            with_graph=False,
-            with_loss=False,
-            microbatches=[tokens],
-            past=group.past,
-        )
+        # Nothing draws: no seed.
+        step = Step(group.num_new, 0, with_graph=False, with_loss=False, microbatches=[tokens], past=group.past)
         described = tuple(tokens.shape) not in self._forms
         forms = self._forms.setdefault(tuple(tokens.shape), {})
         self.transport.start_step(forms, described=(described, described))
         self.executor.run(self.program, step)
         group.past.end()
-        return _Turn(group, self._chosen(group, step.outputs[0]) if step.outputs else b"")
+        return group, self._chosen(group, step.outputs[0]) if step.outputs else b""
 
     def _chosen(self, group: SampleGroup, output: Tensor) -> bytes:
         logits, sampling = output[:, -1], self.request.sampling
@@ -323,9 +314,8 @@ class Generation:
             chosen = sampling.draw(self.fetch(logits.clone(), what), group.samples, group.num_new)
         return chosen.to(torch.int64).numpy().tobytes()
 
-    def _learn(self, turn: _Turn) -> None:
+    def _learn(self, group: SampleGroup, chosen: bytes) -> None:
         """The tokens that were chosen in a turn."""
-        group = turn.group
         what = f"token {group.num_new} of prompt {group.samples.start}"
-        chosen = self.chain.broadcast(turn.chosen, self.plan.stage_ranks[-1], what)
+        chosen = self.chain.broadcast(chosen, self.plan.stage_ranks[-1], what)
         group.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self.on_token)

@@ -270,7 +270,7 @@ class Pipeline(StageWeights):
             LossNotFinite: a PipelineError too, but one after which the pipeline can go on: `.grad` is of no use,
                 `find_not_finite` says where it began.
         """
-        step = self._new_step(with_graph=True, with_loss=True, scale=scale)
+        step = Step(self.step_index, self._parts.seed, with_graph=True, with_loss=True, scale=scale)
         # In the first step, on a device that the host should run ahead of: which layers make it wait.
         watches = self._last_report is None and self._lanes.device.runs_ahead
         with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
@@ -300,7 +300,7 @@ class Pipeline(StageWeights):
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch of any size, of which each replica gets its own rows, on every rank's host; layers in eval mode, no gradients."""
         with self._in_eval_mode():
-            step = self._new_step(with_graph=False, with_loss=True)
+            step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=True)
             self._run("evaluate", step, inputs, targets)
             return self._runner.loss_of(step)
 
@@ -319,7 +319,7 @@ class Pipeline(StageWeights):
 
     def __call__(self, inputs: Any = None) -> Any:
         """The output of the model on the last stage's rank, of the rows of its replica, without a graph; None on the others."""
-        step = self._new_step(with_graph=False, with_loss=False)
+        step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
 
@@ -384,7 +384,7 @@ class Pipeline(StageWeights):
         """
         replica = self.coordinates.replica
         watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
-        step = self._new_step(with_graph=True, with_loss=True)
+        step = Step(self.step_index, self._parts.seed, with_graph=True, with_loss=True)
         step.index, step.on_layer = self.step_index - 1, watch.on_layer
         self.zero_grad()
         with watch.over():
@@ -393,16 +393,6 @@ class Pipeline(StageWeights):
         own = watch.as_json(inputs if self.is_first else None, losses)
         self.zero_grad()
         return Diagnosis.of(self._group.everyone.concatenate(own, "what is not finite"))
-
-    def _new_step(self, *, with_graph: bool, with_loss: bool, scale: float = 1.0) -> Step:
-        return Step(
-            self.step_index,
-            self._parts.seed,
-            self.plan.num_layers,
-            with_graph=with_graph,
-            with_loss=with_loss,
-            scale=scale,
-        )
 
     def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
         self._check_open()

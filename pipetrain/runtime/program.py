@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Kind, Lane
+from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Direction, Kind, Lane
 from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
@@ -46,9 +46,11 @@ class OpEntry:
 
     @staticmethod
     def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> OpEntry:
-        place, last = (op.stage, op.microbatch), schedule.num_stages - 1
-        is_forward, is_backward = op.kind is Kind.F, op.kind in (Kind.B, Kind.I)
-        is_wanted = (is_forward and op.stage < last) or (is_backward and op.stage > schedule.first_backward)
+        place, row, writes = (op.stage, op.microbatch), op.kind.row, None
+        if row.send_kind is not None and row.direction is not None and writes_boundary(op):
+            first = 0 if row.direction is Direction.FORWARD else schedule.first_backward
+            if first <= op.stage + row.direction < schedule.num_stages:
+                writes = send_of(schedule, op) or op
         return OpEntry(
             op,
             lane,
@@ -56,11 +58,11 @@ class OpEntry:
             schedule.waits.get(op, ()),
             source_of(schedule, op) if op.kind.computes else None,
             receive_of(schedule, op) is not None,
-            (send_of(schedule, op) or op) if is_wanted and writes_boundary(op) else None,
+            writes,
             keep=place not in recomputed,
             split=place in split,
             has_backward=op.stage >= schedule.first_backward,
-            is_last=op.stage == last,
+            is_last=op.stage == schedule.num_stages - 1,
         )
 
 

@@ -13,7 +13,7 @@ the value is still on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,6 @@ _T = TypeVar("_T")
 _BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
 # Room for so many more positions is made at once, so that a token does not copy all keys and values before it.
 _FIRST_ROOM = 64
-
-
-class CachedLayer(Protocol):
-    """A layer that can go on from the tokens before."""
-
-    def forward_cached(self, value: Any, past: Past, /) -> Any:
-        """What `forward` would give for the new positions, had it been given all; a last layer may give the last position alone."""
 
 
 def goes_on(layer: nn.Module) -> bool:
@@ -97,10 +90,6 @@ class Past:
         self._made.clear()
 
     @property
-    def num_rows(self) -> int:
-        return len(self._padding)
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest sample, those of this call too, padding not counted."""
         return self.length + self.new - min(self._padding)
@@ -117,10 +106,9 @@ class Past:
     @property
     def mask(self) -> Tensor | None:
         """Which positions are tokens and not padding, `[rows, length + new]`, bool; None where all are."""
-        return self.once("mask", self._mask) if any(self._padding) else None
-
-    def _mask(self) -> Tensor:
-        return torch.arange(self.length + self.new, device=self.device) >= self._pads()
+        if not any(self._padding):
+            return None
+        return self.once("mask", lambda: torch.arange(self.length + self.new, device=self.device) >= self._pads())
 
     def _pads(self) -> Tensor:
         """`[rows, 1]`, int64."""
@@ -128,22 +116,23 @@ class Past:
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What layers share in one call, such as their mask: made by the first that asks."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: _T = self._made[key]
-        return made
+        return _of(self._made, key, make)
 
     def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What stays from call to call, under a key that nobody else has: made by who asks first."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: _T = self._kept[key]
-        return kept
+        return _of(self._kept, key, make)
 
     def extend(self, key: Hashable, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values, `[rows, heads, new, size]`; gives those of all positions, `[rows, heads, length + new, size]`."""
         rooms = self.kept(key, lambda: (_Room(), _Room()))
         return rooms[0].extend(self.length, keys), rooms[1].extend(self.length, values)
+
+
+def _of(made: dict[Hashable, Any], key: Hashable, make: Callable[[], _T]) -> _T:
+    if key not in made:
+        made[key] = make()
+    found: _T = made[key]
+    return found
 
 
 class _Room:

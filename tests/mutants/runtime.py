@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "a turn begins before its token is known",
         "pipetrain/runtime/generation.py",
-        "while any(turn.group is group for turn in unknown):",
+        "while any(waiting is group for waiting, _ in unknown):",
         "while False:",
         ("tests/runtime/test_generation.py::test_ranks_make_the_same_text",),
     ),

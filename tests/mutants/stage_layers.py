@@ -182,7 +182,7 @@ MUTANTS = (
         "padding counts as a position",
         "pipetrain/stage/past.py",
         "return (columns - self._pads()).clamp_(min=0)",
-        "return columns.expand(self.num_rows, -1)",
+        "return columns.expand(len(self._padding), -1)",
         ("tests/runtime/test_generation.py",),
     ),
     Mutant(

@@ -155,7 +155,7 @@ def launch(
         if index and between is not None:
             between(lanes)
         transport.start_step(forms, described=(False, False))
-        executor.run(Program.of(schedule, RANK), Step(index, 0, STAGES, with_graph=True, with_loss=True, idle=idle))
+        executor.run(Program.of(schedule, RANK), Step(index, 0, with_graph=True, with_loss=True, idle=idle))
     return lanes, edges
 
 
