@@ -222,15 +222,15 @@ TOGETHER = [
         "make 6 ranks, but parallel.num_replicas=2 and pipeline.num_stages=2",
         "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
     ),
-    train("parallel.num_replicas=2 cluster.ranks_per_node=5", "5 ranks cannot be shared out", "start 4 or 6 ranks"),
-    train("guard.not_finite=rollback", "goes back to the newest snapshot", "snapshot.every_steps=100"),
+    train("parallel.num_replicas=2 cluster.ranks_per_node=5", "5 ranks make no 2 replicas", "start 4 or 6 ranks"),
+    train("guard.not_finite=rollback", "returns to the newest snapshot", "snapshot.every_steps=100"),
     train("snapshot.keep_every=3", "keeps some of the regular snapshots", "snapshot.every_steps=100"),
     train(
         "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam",
         "optim.masters=off: optim=deepspeed_cpu_adam updates float32 alone",
     ),
     train("model.dtype=float16", "model.dtype=float16: precision=auto trains float32 weights; leave model.dtype out"),
-    train("steps=3 epochs=1", "steps=3 epochs=1: both say how long the run is; give one"),
+    train("steps=3 epochs=1", "steps=3 epochs=1: both set the length of the run; give one"),
     train("phases=[{from:2}]", "phases[0].from=2", "begins with the run", "from: 0"),
     train(
         "phases=[{from:0},{from:3,data:{sequence_length:2048}}]",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from train.commands import PIPETRAIN, complete
+from commands import PIPETRAIN, complete
 
 from pipetrain.models.weights import read_weights
 
