@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipetrain.config.records import LoraConfig
@@ -74,7 +73,11 @@ def export_model(
         if len(shards) > 1:
             write_index(draft, shards)
         _copy_beside(source, draft)
-        _write_config(draft / CONFIG, source, model, {str(dtype).removeprefix("torch.") for dtype in dtypes})
+        config = {**source.config, "architectures": [type(model).__name__]}
+        if len(dtypes) == 1:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        (draft / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
@@ -98,14 +101,6 @@ def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) ->
     for path in (*source.beside_weights, *others):
         if path.name != "generation_config.json" or path.parent == source.folder:
             shutil.copyfile(path, folder / path.name)
-
-
-def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: set[str]) -> None:
-    config = {**source.config, "architectures": [type(model).__name__]}
-    if len(dtypes) == 1:
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtypes.pop()
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def check_out(out: Path) -> None:
