@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from pipetrain.models.hf.frame import Frame, FrameMaker
 from pipetrain.models.hf.parts import Elsewhere, Parts
+from pipetrain.models.hf.source import first_line
 from pipetrain.stage.seeding import generators_restored
 
 _POSITIONS = (0, 1, 0, 1)
@@ -35,8 +36,8 @@ def what_mixes_documents(model: PreTrainedModel, parts: Parts) -> str | None:
         try:
             return _what_mixes(model, parts)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return f"whether {type(model).__name__} keeps them apart cannot be tried ({type(error).__name__}: {reason})"
+            what = f"{type(error).__name__}: {first_line(error)}"
+            return f"whether {type(model).__name__} keeps them apart cannot be tried ({what})"
 
 
 def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
