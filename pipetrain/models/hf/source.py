@@ -245,12 +245,12 @@ def _download(name: str, revision: str | None, files: list[str]) -> None:
         _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_NESTED)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
         raise ValueError(
-            f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {first_line(error)}); check "
+            f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {reason_of(error)}); check "
             "the name and the network, or download it elsewhere and give its folder"
         ) from error
 
 
-def first_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """What an error of a library says, or its kind where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
